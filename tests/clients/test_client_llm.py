@@ -49,13 +49,13 @@ def ask(environment: dict[str, str], text: str = TEXT, *more: str, max_tokens: i
 
 
 @pytest.mark.parametrize("more", [(), ("--no-stream",)], ids=["streamed", "whole"])
-def test_an_answer_is_what_the_server_says(
+def test_a_completion_returns_the_expected_answer(
     environment: dict[str, str], expected: str, more: tuple[str, ...]
 ) -> None:
     assert ask(environment, TEXT, *more) == expected.rstrip("\n")
 
 
-def test_a_conversation_goes_on(environment: dict[str, str]) -> None:
+def test_a_conversation_can_be_continued(environment: dict[str, str]) -> None:
     ask(environment)
     assert ask(environment, TEXT, "-c")
     (entry,) = json.loads(llm(environment, "logs", "-n", "1", "--json").stdout)
@@ -63,7 +63,7 @@ def test_a_conversation_goes_on(environment: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("more", [(), ("--no-stream",)], ids=["streamed", "whole"])
-def test_a_schema_is_obeyed(environment: dict[str, str], more: tuple[str, ...]) -> None:
+def test_a_schema_is_followed(environment: dict[str, str], more: tuple[str, ...]) -> None:
     schema = json.dumps(Person.model_json_schema())
     text = ask(environment, ABOUT_A_PERSON[0]["content"], "--schema", schema, *more, max_tokens=120)
     Person.model_validate_json(text)

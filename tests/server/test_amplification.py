@@ -68,7 +68,7 @@ def with_server(model_path: Path, work: Callable[[InProcess], Any]) -> Any:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_no_list_is_paid_for_again_with_every_prompt_and_answer(
+def test_the_cost_of_a_list_does_not_multiply_with_prompts_and_answers(
     default_model_path: Path, shape: dict[str, Any]
 ) -> None:
     bodies = {name: {**shape, name: value} for name, value in LISTS.items()}
@@ -91,7 +91,7 @@ def test_no_list_is_paid_for_again_with_every_prompt_and_answer(
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
-def test_others_have_their_turn_while_a_thousand_answers_are_begun(
+def test_submitting_a_thousand_answers_does_not_block_the_event_loop(
     default_model_path: Path, has_keys: bool
 ) -> None:
     """Of the event loop, between any two of its messages to the engine."""
@@ -148,7 +148,7 @@ def test_others_have_their_turn_while_a_thousand_answers_are_begun(
         ("chat_template_kwargs", {str(n): 0 for n in range(65)}, "has 65 entries; allowed: at most 64"),
     ],
 )
-def test_every_list_has_a_bound_that_is_told_with_its_length(
+def test_every_list_has_a_limit_and_the_error_has_both_numbers(
     server: Server, field: str, value: Any, message: str
 ) -> None:
     refused = server.chat(**{field: value})

@@ -113,7 +113,9 @@ class Said:
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
-def test_calls_alone_have_no_content_and_end_as_calls(default_tokenizer: Tokenizer, step: int) -> None:
+def test_an_answer_of_calls_only_has_no_content_and_the_finish_reason_tool_calls(
+    default_tokenizer: Tokenizer, step: int
+) -> None:
     said = Said(f"{CALL}\n{OTHER}", default_tokenizer, TOOLS, step=step)
     said.check_same()
     message = said.whole.message
@@ -127,7 +129,7 @@ def test_calls_alone_have_no_content_and_end_as_calls(default_tokenizer: Tokeniz
     assert all(call.type == "function" and call.id.startswith("call_") for call in calls)
 
 
-def test_the_first_delta_of_a_call_names_it_and_the_others_bring_arguments(
+def test_the_first_delta_of_a_call_has_its_name_and_the_others_its_arguments(
     default_tokenizer: Tokenizer,
 ) -> None:
     said = Said(CALL, default_tokenizer, TOOLS)
@@ -146,14 +148,14 @@ def test_content_before_a_call_is_kept(default_tokenizer: Tokenizer) -> None:
     assert said.whole.message.content == "Let me see." and said.whole.finish_reason == "tool_calls"
 
 
-def test_a_call_of_a_named_tool_ends_as_a_stop(default_tokenizer: Tokenizer) -> None:
+def test_a_call_of_a_named_tool_has_the_finish_reason_stop(default_tokenizer: Tokenizer) -> None:
     said = Said(CALL, default_tokenizer, AnswerForm(tools=HERMES, max_calls=1), is_named_call=True)
     said.check_same()
     assert said.whole.message.tool_calls and said.whole.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("text", [CALL[:60], CALL[:25]], ids=["in the arguments", "before them"])
-def test_30_a_call_that_is_cut_keeps_its_text_and_ends_by_length(
+def test_30_a_truncated_call_keeps_its_text_and_has_the_finish_reason_length(
     default_tokenizer: Tokenizer, text: str
 ) -> None:
     said = Said(text, default_tokenizer, TOOLS, reason=FinishReason.LENGTH)
@@ -168,7 +170,7 @@ def test_30_a_call_that_is_cut_keeps_its_text_and_ends_by_length(
         assert message.content == text
 
 
-def test_where_calls_may_not_be_parallel_the_answer_ends_with_the_first(default_tokenizer: Tokenizer) -> None:
+def test_without_parallel_calls_the_answer_ends_after_the_first_call(default_tokenizer: Tokenizer) -> None:
     said = Said(f"{CALL}\n{OTHER}", default_tokenizer, AnswerForm(tools=HERMES, max_calls=1))
     said.check_same()
     assert len(said.whole.message.tool_calls or ()) == 1 and said.whole.finish_reason == "tool_calls"
@@ -176,7 +178,7 @@ def test_where_calls_may_not_be_parallel_the_answer_ends_with_the_first(default_
     assert len(said.choice.result.tokens) < len(default_tokenizer.encode(CALL))
 
 
-def test_thoughts_are_told_apart_and_counted(default_tokenizer: Tokenizer) -> None:
+def test_thoughts_are_separated_from_content_and_counted(default_tokenizer: Tokenizer) -> None:
     form = AnswerForm(THINK, begins_inside=True, tools=HERMES)
     said = Said(f"The user asks.\n</think>\n\n{CALL}", default_tokenizer, form)
     said.check_same()
@@ -188,7 +190,7 @@ def test_thoughts_are_told_apart_and_counted(default_tokenizer: Tokenizer) -> No
     assert said.choice.num_reasoning_tokens == len(thoughts)
 
 
-def test_logprobs_are_those_of_all_tokens_whatever_they_are_part_of(default_tokenizer: Tokenizer) -> None:
+def test_logprobs_cover_the_tokens_of_thoughts_and_calls_too(default_tokenizer: Tokenizer) -> None:
     form = AnswerForm(THINK, tools=HERMES)
     text = f"<think>hm</think>{CALL}"
     said = Said(text, default_tokenizer, form, wants_logprobs=True)
@@ -198,7 +200,7 @@ def test_logprobs_are_those_of_all_tokens_whatever_they_are_part_of(default_toke
     assert [entry.token for entry in streamed.content] == [entry.token for entry in whole.content]
 
 
-def test_markers_that_are_control_tokens_reach_the_parser_and_others_stay_out(
+def test_control_tokens_reach_the_parser_only_if_they_are_markers(
     default_tokenizer: Tokenizer,
 ) -> None:
     """With control tokens of the default model in the place of `[TOOL_CALLS]` and `[ARGS]`."""
@@ -211,7 +213,7 @@ def test_markers_that_are_control_tokens_reach_the_parser_and_others_stay_out(
     assert said.whole.message.content == "Now" and call.function.name == "f"
 
 
-def test_an_answer_without_calls_is_as_before(default_tokenizer: Tokenizer) -> None:
+def test_an_answer_without_calls_is_plain_content(default_tokenizer: Tokenizer) -> None:
     said = Said("Paris, <b>of course</b>.\n", default_tokenizer, TOOLS)
     said.check_same()
     assert said.whole.message.content == "Paris, <b>of course</b>.\n" and not said.whole.message.tool_calls

@@ -30,7 +30,7 @@ def peak_memory(server: Server) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
 
 
-def test_22_bodies_of_millions_of_values_are_refused_and_hold_nobody_up(server: Server) -> None:
+def test_22_bodies_of_millions_of_values_are_refused_and_block_no_other_request(server: Server) -> None:
     padding = {"metadata": {"padding": "x" * 400_000}}
     assert server.complete(**padding).status_code == 200  # starts the process that reads large ones
     before = peak_memory(server)
@@ -59,7 +59,7 @@ def test_22_bodies_of_millions_of_values_are_refused_and_hold_nobody_up(server: 
     assert peak_memory(server) - before < 150 << 20
 
 
-def test_a_large_body_is_read_as_a_small_one_is(server: Server) -> None:
+def test_a_large_body_is_parsed_like_a_small_one(server: Server) -> None:
     padding = {"metadata": {"padding": "x" * 400_000}, "bananas": 1}
     small = server.complete([5] * 20, seed=7).json()
     large = server.complete([5] * 20, seed=7, **padding)
@@ -81,7 +81,7 @@ def test_a_large_body_is_read_as_a_small_one_is(server: Server) -> None:
         {"chat_template_kwargs": {"number": 10**30}},
     ],
 )
-def test_a_number_that_a_large_body_cannot_hold_is_refused_by_its_field(
+def test_an_integer_of_more_than_64_bits_in_a_large_body_is_refused_with_its_field(
     server: Server, fields: dict[str, Any]
 ) -> None:
     """Larger than a message between processes has room for: the process that read the body died of it."""
@@ -99,7 +99,7 @@ def test_08_a_large_body_may_be_nested_as_deeply_as_a_small_one_and_no_deeper(se
         assert response.status_code in (200, 400), response.text
 
 
-def test_a_large_body_whose_client_leaves_does_not_disturb_the_next(server: Server) -> None:
+def test_a_large_body_of_a_client_that_disconnects_does_not_affect_the_next(server: Server) -> None:
     path, body = KINDS["objects"]
     for _ in range(3):
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
@@ -110,7 +110,7 @@ def test_a_large_body_whose_client_leaves_does_not_disturb_the_next(server: Serv
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "identity, gzip", "x" * 200])
-def test_32_packed_bodies_are_refused_and_nothing_is_unpacked(server: Server, encoding: str) -> None:
+def test_32_compressed_bodies_are_refused_and_not_decompressed(server: Server, encoding: str) -> None:
     before = peak_memory(server)
     bomb = gzip.compress(b"[" * (64 << 20)) if encoding != "deflate" else zlib.compress(b"[" * (64 << 20))
     answer = server.client.post("/v1/completions", content=bomb, headers={"Content-Encoding": encoding})
@@ -120,7 +120,7 @@ def test_32_packed_bodies_are_refused_and_nothing_is_unpacked(server: Server, en
     assert peak_memory(server) - before < 16 << 20
 
 
-def test_32_a_body_that_says_it_is_not_packed_is_taken(server: Server) -> None:
+def test_32_a_body_with_content_encoding_identity_is_accepted(server: Server) -> None:
     content = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
     headers = {"Content-Encoding": "identity"}
     assert server.client.post("/v1/completions", content=content, headers=headers).status_code == 200
@@ -133,7 +133,9 @@ def small_server(default_model_path: Path) -> Iterator[Server]:
         yield server
 
 
-def test_02_all_bodies_together_have_a_bound_and_who_is_beyond_it_may_come_back(small_server: Server) -> None:
+def test_02_all_bodies_together_have_a_limit_and_a_request_beyond_it_gets_retry_after(
+    small_server: Server,
+) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 600000\r\n\r\n"
     with socket.create_connection(("127.0.0.1", small_server.port)) as half:
         half.sendall(head + b" ")  # the rest never comes
@@ -157,7 +159,7 @@ def test_02_all_bodies_together_have_a_bound_and_who_is_beyond_it_may_come_back(
 LONG = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "n": 20, "stream": True}
 
 
-def test_a_body_counts_only_until_it_is_tokens(small_server: Server) -> None:
+def test_a_body_counts_only_until_it_is_tokenised(small_server: Server) -> None:
     padding = {"metadata": {"padding": "x" * 600_000}}
     with small_server.client.stream("POST", "/v1/completions", json={**LONG, **padding}) as running:
         assert running.status_code == 200
@@ -166,7 +168,7 @@ def test_a_body_counts_only_until_it_is_tokens(small_server: Server) -> None:
     small_server.wait_until_free()
 
 
-def test_39_who_finds_the_queue_full_is_told_a_time_from_its_length(default_model_path: Path) -> None:
+def test_39_retry_after_of_a_full_server_depends_on_the_active_requests(default_model_path: Path) -> None:
     with running_server(default_model_path, max_requests=4) as server, ExitStack() as streams:
         for _ in range(4):
             streams.enter_context(server.client.stream("POST", "/v1/completions", json=LONG))

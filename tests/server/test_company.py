@@ -24,7 +24,7 @@ def ask_all(server: Server, bodies: list[dict[str, Any]]) -> list[dict[str, Any]
             return list(threads.map(ask, bodies))
 
 
-def test_39_what_gave_way_for_want_of_memory_answers_as_if_undisturbed(default_model_path: Path) -> None:
+def test_39_preempted_requests_get_the_same_answers(default_model_path: Path) -> None:
     """Eight answers that would fill the cache four times over; the noop backend notices a block out of place."""
     cache = {"num_blocks": 48, "block_size": 16, "swap_blocks": 16}
     options = {"vocabulary_size": 49152, "max_context": 1024}
@@ -63,7 +63,7 @@ def test_17_the_same_seed_gives_the_same_text_under_load(real_server: Server) ->
     assert other["text"] != alone["text"]
 
 
-def test_answers_that_repeat_their_prompt_are_guessed_and_the_metrics_say_how_often(
+def test_repetitive_answers_use_draft_tokens_and_the_metrics_count_them(
     real_server: Server,
 ) -> None:
     names = ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "generation_tokens")

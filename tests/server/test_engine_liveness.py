@@ -110,7 +110,7 @@ class Asking(threading.Thread):
         return self.answer.status_code, last["error"]["code"]
 
 
-def test_41_a_stopped_engine_is_not_ready_then_not_healthy_fails_its_requests_and_comes_back(
+def test_41_a_stopped_engine_is_not_ready_then_unhealthy_fails_its_requests_and_restarts(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     with watched_server(default_model_path, tmp_path, backend_options=SLOW) as watched:
@@ -132,7 +132,7 @@ def test_41_a_stopped_engine_is_not_ready_then_not_healthy_fails_its_requests_an
         server.wait_until_free()
 
 
-def test_41_a_step_that_is_stuck_is_found_and_the_log_names_the_function(
+def test_41_a_stuck_step_is_detected_and_the_log_names_the_function(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     with watched_server(default_model_path, tmp_path) as watched:
@@ -150,7 +150,7 @@ def test_41_a_step_that_is_stuck_is_found_and_the_log_names_the_function(
 
 
 @pytest.mark.parametrize("fault", ["slow", "compiling"])
-def test_42_a_step_that_is_slow_or_compiles_is_no_stall(
+def test_42_a_slow_step_and_a_compiling_step_are_not_stalls(
     default_model_path: Path, tmp_path: Path, fault: str
 ) -> None:
     with watched_server(default_model_path, tmp_path, stall_seconds=3.0) as watched:
@@ -161,7 +161,7 @@ def test_42_a_step_that_is_slow_or_compiles_is_no_stall(
         assert server.engine_pid() == engine and server.metric("engine_stalls_total") == 0
 
 
-def test_an_idle_engine_is_no_stall(default_model_path: Path, tmp_path: Path) -> None:
+def test_an_idle_engine_is_not_a_stall(default_model_path: Path, tmp_path: Path) -> None:
     with watched_server(default_model_path, tmp_path, stall_seconds=3.0) as watched:
         engine = watched.server.engine_pid()
         time.sleep(8)
@@ -169,7 +169,7 @@ def test_an_idle_engine_is_no_stall(default_model_path: Path, tmp_path: Path) ->
         assert not watched.events("engine_stalled")
 
 
-def test_an_engine_that_is_stopped_for_a_while_goes_on_and_loses_nothing(
+def test_an_engine_that_is_stopped_briefly_continues_and_loses_nothing(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     with watched_server(default_model_path, tmp_path, backend_options=SLOW, stall_seconds=600.0) as watched:
@@ -191,7 +191,7 @@ def test_an_engine_that_is_stopped_for_a_while_goes_on_and_loses_nothing(
         assert server.engine_pid() == engine and server.metric("engine_restarts_total") == 0
 
 
-def test_deadlines_are_kept_while_the_engine_is_stopped(default_model_path: Path, tmp_path: Path) -> None:
+def test_deadlines_are_enforced_while_the_engine_is_stopped(default_model_path: Path, tmp_path: Path) -> None:
     with watched_server(default_model_path, tmp_path, backend_options=SLOW, stall_seconds=600.0) as watched:
         server, engine = watched.server, watched.server.engine_pid()
         running = [Asking(server, **LONG, deadline=5), Asking(server, **LONG, deadline=5, stream=True)]
@@ -205,7 +205,7 @@ def test_deadlines_are_kept_while_the_engine_is_stopped(default_model_path: Path
         server.wait_until_free()
 
 
-def test_the_servers_own_timeout_is_kept_while_the_engine_is_stopped(
+def test_request_timeout_is_enforced_while_the_engine_is_stopped(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     engine_settings = {"request_timeout": 1.0}
@@ -216,7 +216,7 @@ def test_the_servers_own_timeout_is_kept_while_the_engine_is_stopped(
         assert Asking(watched.server, **LONG).wait() == (504, "deadline_exceeded")
 
 
-def test_a_deadline_is_kept_while_a_prompt_becomes_tokens(default_model_path: Path, tmp_path: Path) -> None:
+def test_a_deadline_is_enforced_while_a_prompt_is_tokenised(default_model_path: Path, tmp_path: Path) -> None:
     with watched_server(default_model_path, tmp_path) as watched:
         server = watched.server
         assert server.complete("word " * 3000).status_code == 200
@@ -226,7 +226,7 @@ def test_a_deadline_is_kept_while_a_prompt_becomes_tokens(default_model_path: Pa
         assert server.complete("word " * 3000).status_code == 200, "another process is started"
 
 
-def test_an_engine_whose_every_step_fails_is_replaced(default_model_path: Path, tmp_path: Path) -> None:
+def test_an_engine_whose_steps_all_fail_is_restarted(default_model_path: Path, tmp_path: Path) -> None:
     with watched_server(default_model_path, tmp_path) as watched:
         server, engine = watched.server, watched.server.engine_pid()
         watched.fault.write_text("broken")
@@ -242,7 +242,7 @@ def test_an_engine_whose_every_step_fails_is_replaced(default_model_path: Path, 
         assert "6 steps in a row failed" in died["message"] and "illegal memory access" in died["message"]
 
 
-def test_an_engine_that_is_stuck_while_it_starts_is_replaced_too(
+def test_an_engine_that_is_stuck_during_its_start_is_restarted(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     with watched_server(default_model_path, tmp_path, stall_seconds=3.0) as watched:
@@ -254,7 +254,7 @@ def test_an_engine_that_is_stuck_while_it_starts_is_replaced_too(
         assert watched.server.complete().status_code == 200
 
 
-def test_an_engine_that_crashes_leaves_its_stacks_in_the_log(
+def test_an_engine_that_crashes_writes_its_stacks_to_the_log(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     with watched_server(default_model_path, tmp_path) as watched:
@@ -275,7 +275,7 @@ def no_descriptors(pid: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
-def test_an_engine_that_cannot_be_started_for_want_of_descriptors_is_tried_again(
+def test_an_engine_that_cannot_start_without_descriptors_is_started_again_later(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     with watched_server(default_model_path, tmp_path) as watched:
@@ -294,7 +294,7 @@ def test_an_engine_that_cannot_be_started_for_want_of_descriptors_is_tried_again
         wait_for(lambda: len(list(Path(f"/proc/{server.process.pid}/fd").iterdir())) <= num_open)
 
 
-def test_a_process_beside_the_engines_that_cannot_be_started_is_tried_again_with_the_next_request(
+def test_a_worker_process_that_cannot_start_is_started_by_the_next_request(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     asked = {
@@ -315,7 +315,7 @@ def test_a_process_beside_the_engines_that_cannot_be_started_is_tried_again_with
             assert answered.status_code == 200, (name, answered.text)
 
 
-def test_a_template_process_that_cannot_be_started_is_tried_again_with_the_next_request(
+def test_a_template_process_that_cannot_start_is_started_by_the_next_request(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     with watched_server(default_model_path, tmp_path) as watched:

@@ -13,7 +13,7 @@ from server_process import running_server, wait_for
 from weft.engine.replay import replay
 
 
-def test_the_log_of_an_engine_that_died_is_kept_beside_that_of_the_next(
+def test_the_event_log_of_a_dead_engine_is_kept_next_to_the_new_one(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "engine.log"

@@ -170,7 +170,7 @@ def run(tokenizer: Tokenizer, work: Callable[[Streamed], Any]) -> Streamed:
     return asyncio.run(go())
 
 
-def test_every_token_is_written_where_it_arrives(default_tokenizer: Tokenizer) -> None:
+def test_every_token_is_written_when_it_arrives(default_tokenizer: Tokenizer) -> None:
     async def work(found: Streamed) -> None:
         for number in range(1, 6):
             await found.put(1)
@@ -185,7 +185,7 @@ def test_every_token_is_written_where_it_arrives(default_tokenizer: Tokenizer) -
     assert [len(outcome) for outcome in found.outcomes] == [1]
 
 
-def test_what_arrives_before_a_request_is_handed_over_whole_is_not_lost(default_tokenizer: Tokenizer) -> None:
+def test_outputs_that_arrive_before_submit_returns_are_not_lost(default_tokenizer: Tokenizer) -> None:
     """The connection to the engine is full, and the answer is quicker than `submit` returns; who reads looks meanwhile."""
 
     class Slow(Engine):
@@ -218,7 +218,7 @@ def test_what_arrives_before_a_request_is_handed_over_whole_is_not_lost(default_
     asyncio.run(run())
 
 
-def test_without_a_writer_all_of_it_goes_by_send(default_tokenizer: Tokenizer) -> None:
+def test_without_a_writer_all_events_go_through_send(default_tokenizer: Tokenizer) -> None:
     async def work(found: Streamed) -> None:
         found.stream._writer = None
         await found.end()
@@ -228,7 +228,7 @@ def test_without_a_writer_all_of_it_goes_by_send(default_tokenizer: Tokenizer) -
     assert len(found.sent) == len(found.texts) + 2
 
 
-def test_a_client_that_is_behind_is_waited_for_and_gets_everything_in_order(
+def test_a_slow_client_gets_all_events_in_order(
     default_tokenizer: Tokenizer,
 ) -> None:
     async def work(found: Streamed) -> None:
@@ -251,7 +251,7 @@ def test_a_client_that_is_behind_is_waited_for_and_gets_everything_in_order(
     assert len(found.sent) == 3
 
 
-def test_a_turn_that_comes_while_something_waits_to_be_sent_takes_nothing(
+def test_a_turn_while_bytes_wait_to_be_sent_writes_nothing(
     default_tokenizer: Tokenizer,
 ) -> None:
     async def work(found: Streamed) -> None:
@@ -266,7 +266,7 @@ def test_a_turn_that_comes_while_something_waits_to_be_sent_takes_nothing(
     assert "".join(run(default_tokenizer, work).texts) == TEXT
 
 
-def test_a_client_that_reads_nothing_loses_its_answer(default_tokenizer: Tokenizer) -> None:
+def test_the_answer_of_a_client_that_does_not_read_is_cancelled(default_tokenizer: Tokenizer) -> None:
     async def work(found: Streamed) -> None:
         found.may_send.clear()
         found.writer.is_paused = True
@@ -280,7 +280,7 @@ def test_a_client_that_reads_nothing_loses_its_answer(default_tokenizer: Tokeniz
     assert isinstance(found.outcomes[0], ApiError)
 
 
-def test_tokens_that_come_while_a_stream_rests_make_one_event(
+def test_tokens_that_arrive_during_a_pause_share_one_event(
     default_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "_SECONDS_PER_EVENT", 3600.0)
@@ -304,7 +304,7 @@ def test_tokens_that_come_while_a_stream_rests_make_one_event(
     assert "".join(found.texts) == TEXT
 
 
-def test_a_stream_that_has_rested_when_its_token_comes_needs_no_timer(
+def test_a_stream_whose_pause_is_over_needs_no_timer(
     default_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "_SECONDS_PER_EVENT", 1e-9)
@@ -319,7 +319,7 @@ def test_a_stream_that_has_rested_when_its_token_comes_needs_no_timer(
     assert len(run(default_tokenizer, work).texts) > 5
 
 
-def test_an_error_on_the_way_is_the_last_event(default_tokenizer: Tokenizer) -> None:
+def test_an_error_during_a_stream_is_its_last_event(default_tokenizer: Tokenizer) -> None:
     async def work(found: Streamed) -> None:
         await found.put(3)
         found.answer.fail(WeftError("the engine is gone"))
@@ -329,7 +329,7 @@ def test_an_error_on_the_way_is_the_last_event(default_tokenizer: Tokenizer) -> 
     assert isinstance(found.outcomes[0], ApiError)
 
 
-def test_an_error_on_the_way_leaves_no_garbage(default_tokenizer: Tokenizer) -> None:
+def test_an_error_during_a_stream_leaves_no_garbage(default_tokenizer: Tokenizer) -> None:
     async def once() -> None:
         async with streamed(default_tokenizer) as found:
             await found.put(3)
@@ -355,7 +355,7 @@ def test_an_error_on_the_way_leaves_no_garbage(default_tokenizer: Tokenizer) -> 
     assert not {"Future", "traceback", "frame"} & found.keys(), found
 
 
-def test_a_mistake_while_writing_ends_its_own_stream(default_tokenizer: Tokenizer) -> None:
+def test_an_exception_while_writing_ends_only_its_own_stream(default_tokenizer: Tokenizer) -> None:
     seen: list[Streamed] = []
 
     async def work(found: Streamed) -> None:
@@ -369,7 +369,7 @@ def test_a_mistake_while_writing_ends_its_own_stream(default_tokenizer: Tokenize
     assert isinstance(found.outcomes[0], ApiError) and found.engine.cancelled
 
 
-def test_nothing_is_written_once_the_client_is_gone(default_tokenizer: Tokenizer) -> None:
+def test_nothing_is_written_after_the_client_disconnects(default_tokenizer: Tokenizer) -> None:
     async def work(found: Streamed) -> None:
         await found.put(2)
         found.answer.put_token(found.tokens.pop(0))  # its turn is asked for, and comes too late
@@ -443,7 +443,7 @@ async def body_and_messages(server: InProcess, http_version: str) -> tuple[list[
     return re.findall(rb'"text":("(?:[^"\\]|\\.)*")|\[(DONE)\]', content), num_messages
 
 
-def test_over_http_pieces_of_a_stream_go_past_asgi_and_say_the_same(default_model_path: Path) -> None:
+def test_direct_writes_of_a_stream_give_the_same_text_as_asgi(default_model_path: Path) -> None:
     async def run() -> None:
         async with in_process(default_model_path) as server:
             short, num_short = await body_and_messages(server, "1.1")

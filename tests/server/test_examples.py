@@ -24,7 +24,7 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize(("code", "said"), EXAMPLES)
-def test_an_example_runs_and_says_as_much_as_it_is_said_to(real_server: Server, code: str, said: str) -> None:
+def test_an_example_runs_and_prints_what_the_page_shows(real_server: Server, code: str, said: str) -> None:
     """Not word by word: the last bit of a sum, and with it the words, is the processor's business."""
     code = code.replace("http://127.0.0.1:8000", real_server.url).replace('"default"', f'"{MODEL}"')
     output = io.StringIO()

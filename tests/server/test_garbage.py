@@ -105,7 +105,7 @@ async def leftovers_of_deadlines(model_path: Path) -> Counter[str]:
     return found
 
 
-def test_requests_whose_deadline_the_server_keeps_leave_no_garbage(default_model_path: Path) -> None:
+def test_requests_that_the_server_ends_at_their_deadline_leave_no_garbage(default_model_path: Path) -> None:
     found = asyncio.run(leftovers_of_deadlines(default_model_path))
     own = {"EventStream", "Choices", "ActiveRequest", "RemoteAnswer", "ApiError", "TimerHandle"}
     assert not own & {name for name, count in found.items() if count >= ROUNDS}, found

@@ -64,7 +64,7 @@ def cpu_seconds() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def test_a_grammar_that_takes_too_long_is_refused_at_the_cost_of_its_own_time(
+def test_a_grammar_that_takes_too_long_is_refused_and_costs_only_its_time_limit(
     default_model_path: Path,
 ) -> None:
     async def run() -> None:
@@ -86,7 +86,7 @@ def test_a_grammar_that_takes_too_long_is_refused_at_the_cost_of_its_own_time(
     asyncio.run(run())
 
 
-def test_a_process_that_is_stuck_is_replaced_and_its_grammar_is_tried_in_another(
+def test_a_stuck_process_is_replaced_and_its_grammar_is_compiled_in_another(
     default_model_path: Path,
 ) -> None:
     async def run() -> None:
@@ -104,7 +104,7 @@ def test_a_process_that_is_stuck_is_replaced_and_its_grammar_is_tried_in_another
     asyncio.run(run())
 
 
-def test_a_process_that_dies_takes_nothing_else_along(default_model_path: Path) -> None:
+def test_a_process_that_dies_fails_only_its_own_grammar(default_model_path: Path) -> None:
     async def run() -> None:
         checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
         try:
@@ -142,7 +142,7 @@ def test_a_grammar_that_takes_too_much_memory_is_refused(default_model_path: Pat
     asyncio.run(run())
 
 
-def test_07_grammars_whose_clients_left_cost_nothing_more(default_model_path: Path) -> None:
+def test_07_grammars_of_disconnected_clients_are_not_compiled(default_model_path: Path) -> None:
     """Before, each was compiled to its end, and what came later waited for all of them."""
 
     async def run() -> None:
@@ -164,7 +164,7 @@ def test_07_grammars_whose_clients_left_cost_nothing_more(default_model_path: Pa
     asyncio.run(run())
 
 
-def test_07_a_grammar_that_is_being_compiled_is_ended_when_all_its_clients_left(
+def test_07_compiling_a_grammar_stops_when_all_its_clients_disconnect(
     default_model_path: Path,
 ) -> None:
     async def run() -> None:
@@ -186,7 +186,7 @@ def test_07_a_grammar_that_is_being_compiled_is_ended_when_all_its_clients_left(
     asyncio.run(run())
 
 
-def test_07_many_heavy_grammars_do_not_hold_up_a_light_one(default_model_path: Path) -> None:
+def test_07_many_heavy_grammars_do_not_delay_a_light_one(default_model_path: Path) -> None:
     async def run() -> None:
         checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
         try:
@@ -211,7 +211,7 @@ def test_07_many_heavy_grammars_do_not_hold_up_a_light_one(default_model_path: P
     asyncio.run(run())
 
 
-def test_who_goes_away_does_not_take_the_answer_of_others_along(default_model_path: Path) -> None:
+def test_a_cancelled_check_does_not_affect_others_of_the_same_grammar(default_model_path: Path) -> None:
     async def run() -> None:
         checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
         try:
@@ -226,7 +226,7 @@ def test_who_goes_away_does_not_take_the_answer_of_others_along(default_model_pa
     asyncio.run(run())
 
 
-def test_llama_cpps_grammars_are_handed_on_in_the_form_the_engine_knows(default_model_path: Path) -> None:
+def test_grammars_of_llama_cpp_are_converted_to_lark(default_model_path: Path) -> None:
     async def run() -> None:
         checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
         try:

@@ -44,7 +44,7 @@ def longest_callback() -> Iterator[list[float]]:
 
 
 @pytest.mark.parametrize(("path", "asked"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
-def test_an_answer_with_many_logprobs_leaves_the_event_loop_to_others_after_each_piece(
+def test_an_answer_with_many_logprobs_never_blocks_the_event_loop(
     default_model_path: Path, path: str, asked: dict[str, Any]
 ) -> None:
     async def run() -> float:
@@ -70,7 +70,7 @@ def resident(pid: int, name: str = "VmRSS") -> float:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_many_logprobs_take_no_more_memory_than_their_json_and_it_goes_back(
+def test_many_logprobs_take_no_more_memory_than_their_json_and_it_is_freed(
     default_model_path: Path, stream: bool
 ) -> None:
     """32,000 tokens with 20 logprobs each are 50 MB of JSON, and were some 200 MiB in the server and 90 in the engine."""
@@ -107,7 +107,7 @@ def test_an_answer_that_cannot_fit_is_refused_before_anything_is_computed(defaul
         assert server.complete([5] * 8180, max_tokens=100_000_000, ignore_eos=True).status_code == 200
 
 
-def test_an_answer_that_grows_too_large_ends(default_model_path: Path) -> None:
+def test_an_answer_that_grows_too_large_is_ended(default_model_path: Path) -> None:
     """Without max_tokens its size is not known before."""
     with running_server(default_model_path, max_answer_bytes=MIB) as server:
         refused = server.chat(**CHAT, max_tokens=None)
@@ -117,7 +117,9 @@ def test_an_answer_that_grows_too_large_ends(default_model_path: Path) -> None:
         assert server.chat(**CHAT, max_tokens=20).status_code == 200
 
 
-def test_answers_that_are_too_large_together_get_a_429_and_small_ones_go_on(default_model_path: Path) -> None:
+def test_answers_that_are_too_large_together_get_a_429_and_small_ones_continue(
+    default_model_path: Path,
+) -> None:
     with running_server(default_model_path, max_buffered_answer_bytes=MIB) as server:
         refused = server.chat(**CHAT, n=4, max_tokens=500)
         assert code_of(refused) == (429, "server_busy")
@@ -129,7 +131,7 @@ def test_answers_that_are_too_large_together_get_a_429_and_small_ones_go_on(defa
             assert server.chat(**CHAT, n=4, max_tokens=100).status_code == 200
 
 
-def test_what_a_stream_has_not_sent_counts_and_what_it_has_sent_does_not(default_model_path: Path) -> None:
+def test_only_the_unsent_bytes_of_a_stream_count(default_model_path: Path) -> None:
     settings: dict[str, Any] = {"max_answer_bytes": 2 * MIB, "engine": {"stream_buffer": 1_000_000}}
     with running_server(default_model_path, **settings) as server:
         asked: dict[str, Any] = {"prompt": [1], "logprobs": 20, "ignore_eos": True, "stream": True}
@@ -153,7 +155,7 @@ def test_what_a_stream_has_not_sent_counts_and_what_it_has_sent_does_not(default
         server.wait_until_free()
 
 
-def test_a_prompt_that_is_repeated_has_its_logprobs_before_those_of_each_answer(
+def test_the_logprobs_of_an_echoed_prompt_come_before_those_of_each_answer(
     default_model_path: Path,
 ) -> None:
     with running_server(default_model_path) as server:

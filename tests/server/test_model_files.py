@@ -62,7 +62,7 @@ def with_template(model: Path, template: str, target: Path) -> Path:
         pytest.param("{{ messages.__init__.__globals__['os'].system('true') }}", id="call"),
     ],
 )
-def test_24_a_hostile_template_is_an_error_for_its_request_and_harms_nobody(
+def test_24_a_hostile_template_fails_its_request_and_nothing_else(
     default_model_path: Path, tmp_path: Path, template: str
 ) -> None:
     model = with_template(default_model_path, template, tmp_path / "hostile.gguf")
@@ -160,7 +160,7 @@ def code(tmp_path: Path) -> tuple[Path, str]:
     ],
     ids=lambda make: make.__name__,
 )
-def test_33_34_a_model_file_that_is_none_is_refused_by_its_name_and_nothing_in_it_is_run(
+def test_33_34_an_invalid_model_file_is_refused_with_its_name_and_no_code_in_it_runs(
     tmp_path: Path, make: Callable[[Path], tuple[Path, str]]
 ) -> None:
     path, said = make(tmp_path)
@@ -171,7 +171,9 @@ def test_33_34_a_model_file_that_is_none_is_refused_by_its_name_and_nothing_in_i
     assert not (tmp_path / "harmed").exists()
 
 
-def test_25_a_model_without_a_template_is_told_at_the_start(default_model_path: Path, tmp_path: Path) -> None:
+def test_25_a_model_without_a_template_causes_a_warning_at_the_start(
+    default_model_path: Path, tmp_path: Path
+) -> None:
     content = default_model_path.read_bytes().replace(b"tokenizer.chat_template", b"tokenizer.chat_templatf")
     model = tmp_path / "plain.gguf"
     model.write_bytes(content)

@@ -48,7 +48,7 @@ def test_50_overwritten_pages_of_packed_weights_change_no_answer(
     assert str(packed) in warning and packed.with_suffix(".damaged").exists()
 
 
-def test_50_a_server_over_damaged_packed_weights_answers_right_and_warns_in_its_log(
+def test_50_a_server_with_damaged_packed_weights_answers_correctly_and_logs_a_warning(
     packed: Path, default_model_path: Path, tmp_path: Path
 ) -> None:
     spoil(packed)

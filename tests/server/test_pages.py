@@ -19,7 +19,7 @@ def pages(default_model_path: Path) -> Iterator[Server]:
         yield server
 
 
-def test_a_browser_that_asks_first_is_told_what_the_page_may_send(pages: Server) -> None:
+def test_a_cors_preflight_returns_what_the_page_may_send(pages: Server) -> None:
     asks = {
         **ORIGIN,
         "Access-Control-Request-Method": "POST",
@@ -33,7 +33,7 @@ def test_a_browser_that_asks_first_is_told_what_the_page_may_send(pages: Server)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_the_page_reads_the_answer_and_what_its_headers_say(pages: Server, stream: bool) -> None:
+def test_an_allowed_page_can_read_the_response_and_its_headers(pages: Server, stream: bool) -> None:
     headers = {**ORIGIN, "Authorization": "Bearer secret"}
     body = {"prompt": "Hello", "max_tokens": 2, "stream": stream}
     answer = pages.client.post("/v1/completions", json=body, headers=headers)
@@ -50,7 +50,7 @@ def test_the_page_reads_the_answer_and_what_its_headers_say(pages: Server, strea
         ({"Authorization": "Bearer secret"}, 404),
     ],
 )
-def test_the_page_reads_errors_too(pages: Server, headers: dict[str, str], status: int) -> None:
+def test_an_allowed_page_can_read_errors(pages: Server, headers: dict[str, str], status: int) -> None:
     """Without the header a browser tells the page that the network failed, and not what was wrong."""
     body = {"prompt": "Hello", "model": "nothing"}
     error = pages.client.post("/v1/completions", json=body, headers={**ORIGIN, **headers})

@@ -20,7 +20,7 @@ def busy(seconds: float) -> None:
         pass
 
 
-def test_whoever_is_alone_does_not_wait() -> None:
+def test_a_single_wait_returns_at_once() -> None:
     async def run() -> None:
         loop_turns = LoopTurns()
         turn = loop_turns.wait()
@@ -59,7 +59,7 @@ class Plenty:
 
 
 @pytest.mark.parametrize("open_streams", [1, 2])
-def test_one_stream_of_many_answers_lets_everyone_else_have_turns(
+def test_one_stream_of_many_answers_lets_other_tasks_run(
     open_streams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_turns = 0
@@ -84,7 +84,7 @@ def test_one_stream_of_many_answers_lets_everyone_else_have_turns(
     assert num_turns >= 40, "after every piece"
 
 
-def test_everyone_gets_a_turn_in_the_order_of_asking() -> None:
+def test_turns_are_granted_in_fifo_order() -> None:
     async def run() -> list[int]:
         loop_turns, done = LoopTurns(), []
 
@@ -98,7 +98,7 @@ def test_everyone_gets_a_turn_in_the_order_of_asking() -> None:
     assert asyncio.run(run()) == list(range(500))
 
 
-def test_work_without_a_task_has_its_turn_among_those_with_one() -> None:
+def test_calls_and_waiting_tasks_share_the_turns() -> None:
     async def run() -> list[int]:
         loop_turns, done = LoopTurns(), []
 
@@ -123,7 +123,7 @@ def test_work_without_a_task_has_its_turn_among_those_with_one() -> None:
     assert done[1::2] == sorted(done[1::2]), "nobody passes who asked the same way"
 
 
-def test_no_round_calls_more_than_it_has_time_for() -> None:
+def test_no_iteration_does_more_work_than_its_target_time_allows() -> None:
     async def run() -> list[int]:
         loop_turns, done = LoopTurns(), []
 
@@ -144,7 +144,7 @@ def test_no_round_calls_more_than_it_has_time_for() -> None:
     assert max(per_iteration) <= 17 and max(per_iteration[8:]) <= 4
 
 
-def test_rounds_do_not_grow_by_work_that_they_had_room_for() -> None:
+def test_the_number_of_turns_grows_only_if_work_was_left_over() -> None:
     """Two streams for hours, and then hundreds at once."""
 
     async def run() -> list[int]:
@@ -170,7 +170,7 @@ def test_rounds_do_not_grow_by_work_that_they_had_room_for() -> None:
     assert max(asyncio.run(run())) < 100
 
 
-def test_a_round_that_took_too_long_is_learned_from_though_nobody_waits_for_the_next() -> None:
+def test_a_long_iteration_lowers_the_number_of_turns_even_if_no_work_is_left() -> None:
     async def run() -> tuple[int, int]:
         loop_turns, done = LoopTurns(), []
 
@@ -193,7 +193,7 @@ def test_a_round_that_took_too_long_is_learned_from_though_nobody_waits_for_the_
     assert first == 10 > second
 
 
-def test_work_that_raises_costs_nobody_else_a_turn() -> None:
+def test_work_that_raises_does_not_affect_other_work() -> None:
     async def run() -> None:
         loop_turns, done = LoopTurns(), []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
@@ -207,7 +207,7 @@ def test_work_that_raises_costs_nobody_else_a_turn() -> None:
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_a_newcomer_who_is_not_paced_passes_hundreds_who_are() -> None:
+def test_a_task_without_turns_overtakes_hundreds_that_wait_for_one() -> None:
     """Each round of the loop lets a few of the three hundred in; a task that needs ten rounds waits for few of them."""
 
     async def run() -> int:
@@ -232,7 +232,7 @@ def test_a_newcomer_who_is_not_paced_passes_hundreds_who_are() -> None:
     assert asyncio.run(run()) < 150
 
 
-def test_whoever_is_gone_takes_nobodys_turn() -> None:
+def test_cancelled_tasks_use_no_turns() -> None:
     async def run() -> None:
         loop_turns = LoopTurns()
         tasks = [asyncio.create_task(loop_turns.wait()) for _ in range(100)]
@@ -246,7 +246,7 @@ def test_whoever_is_gone_takes_nobodys_turn() -> None:
     asyncio.run(run())
 
 
-def test_nothing_is_scheduled_while_nobody_asks() -> None:
+def test_nothing_is_scheduled_without_work() -> None:
     async def run() -> None:
         loop_turns = LoopTurns()
         await loop_turns.wait()

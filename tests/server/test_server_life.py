@@ -51,7 +51,7 @@ def send_request(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_38_a_client_that_leaves_while_decoding_frees_its_memory(slow_server: Server, stream: bool) -> None:
+def test_38_a_disconnect_during_decode_frees_the_memory(slow_server: Server, stream: bool) -> None:
     connection = send_request(slow_server, stream=stream)
     wait_for(lambda: slow_server.metric("kv_cache_usage_perc") > 0)
     connection.close()
@@ -59,7 +59,7 @@ def test_38_a_client_that_leaves_while_decoding_frees_its_memory(slow_server: Se
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_38_a_client_that_leaves_while_queued_is_forgotten(slow_server: Server, stream: bool) -> None:
+def test_38_a_disconnect_in_the_queue_removes_the_request(slow_server: Server, stream: bool) -> None:
     running = send_request(slow_server, stream=True)
     wait_for(lambda: slow_server.metric("num_requests_running") == 1)
     queued = send_request(slow_server, stream=stream)
@@ -71,14 +71,14 @@ def test_38_a_client_that_leaves_while_queued_is_forgotten(slow_server: Server, 
     slow_server.wait_until_free()
 
 
-def test_38_a_client_that_leaves_during_a_long_prompt_frees_its_memory(slow_server: Server) -> None:
+def test_38_a_disconnect_during_prefill_frees_the_memory(slow_server: Server) -> None:
     connection = send_request(slow_server, prompt=[5] * 8000, max_tokens=100)
     wait_for(lambda: slow_server.metric("num_requests_running") == 1)
     connection.close()
     slow_server.wait_until_free()
 
 
-def test_39_a_full_queue_is_a_429_that_says_when_to_come_back(slow_server: Server) -> None:
+def test_39_a_full_queue_is_a_429_with_retry_after(slow_server: Server) -> None:
     connections = [send_request(slow_server, stream=True)]
     wait_for(lambda: slow_server.metric("num_requests_running") == 1)
     connections += [send_request(slow_server) for _ in range(2)]
@@ -102,7 +102,7 @@ STALLING: dict[str, Any] = {"n": 8, "max_tokens": 2000, "prompt": [1], "logprobs
 """An answer of some 10 MB, more than all the buffers on the way hold, and a client that takes little of it."""
 
 
-def test_39_a_reader_that_is_too_far_behind_is_cancelled_and_told(default_model_path: Path) -> None:
+def test_39_a_reader_that_is_too_slow_is_cancelled_with_an_error(default_model_path: Path) -> None:
     with running_server(default_model_path, engine={"stream_buffer": 64}) as server:
         connection = send_request(server, stream=True, **STALLING)
         connection.recv(1, socket.MSG_PEEK)  # headers go out with the first token
@@ -124,7 +124,7 @@ def num_sockets(server: Server) -> int:
     return sum(os.readlink(one).startswith("socket:") for one in folder.iterdir())
 
 
-def test_a_reader_that_stops_reading_a_stream_loses_its_place_while_its_socket_is_open(
+def test_a_stalled_reader_of_a_stream_is_disconnected_and_its_request_ends(
     default_model_path: Path,
 ) -> None:
     """Its answer is cancelled at once; its request, and what its key may have at the same time, when it is disconnected."""
@@ -145,7 +145,7 @@ def test_a_reader_that_stops_reading_a_stream_loses_its_place_while_its_socket_i
         connection.close()
 
 
-def test_a_reader_that_stops_reading_an_answer_in_one_piece_is_disconnected(default_model_path: Path) -> None:
+def test_a_stalled_reader_of_a_whole_answer_is_disconnected(default_model_path: Path) -> None:
     with running_server(default_model_path, stalled_reader_seconds=1.0) as server:
         assert server.complete().status_code == 200
         before = num_sockets(server)
@@ -157,7 +157,7 @@ def test_a_reader_that_stops_reading_an_answer_in_one_piece_is_disconnected(defa
         connection.close()
 
 
-def test_a_reader_that_stops_reading_anything_at_all_is_disconnected(default_model_path: Path) -> None:
+def test_a_stalled_reader_of_any_other_response_is_disconnected(default_model_path: Path) -> None:
     with running_server(default_model_path, stalled_reader_seconds=1.0) as server:
         assert server.client.get("/openapi.json").status_code == 200
         before = num_sockets(server)
@@ -184,7 +184,7 @@ def test_40_sigterm_does_not_wait_for_a_client_that_does_not_read(default_model_
         connection.close()
 
 
-def test_a_slow_reader_that_keeps_reading_is_not_taken_for_a_stalled_one(default_model_path: Path) -> None:
+def test_a_slow_reader_that_keeps_reading_is_not_disconnected(default_model_path: Path) -> None:
     """It reads for several times as long as a stalled one is given, and gets all of its answer."""
     with running_server(default_model_path, stalled_reader_seconds=2.0) as server:
         connection = send_request(server, **STALLING)
@@ -210,9 +210,7 @@ while "weft.engine.ipc.process" in " ".join(sys.orig_argv) and pathlib.Path({!r}
 """
 
 
-def test_40_a_killed_engine_is_an_error_for_its_requests_and_comes_back(
-    default_model_path: Path, tmp_path: Path
-) -> None:
+def test_40_a_killed_engine_fails_its_requests_and_restarts(default_model_path: Path, tmp_path: Path) -> None:
     hold = tmp_path / "hold"  # as long as it is there no engine starts, and everything can be looked at
     (tmp_path / "sitecustomize.py").write_text(HELD_START.format(str(hold)))
     with running_server(default_model_path, python_path=[str(tmp_path)]) as server:
@@ -248,7 +246,9 @@ def test_40_a_killed_engine_is_an_error_for_its_requests_and_comes_back(
         server.wait_until_free()
 
 
-def test_40_sigterm_lets_what_runs_end_refuses_the_new_and_leaves_nothing(default_model_path: Path) -> None:
+def test_40_sigterm_lets_active_requests_end_refuses_new_ones_and_ends_all_processes(
+    default_model_path: Path,
+) -> None:
     with running_server(default_model_path, drain_seconds=60) as server:
         children, engine = server.children(), server.engine_pid()
         body = {**LONG, "max_tokens": 2000, "n": 2, "stream": True}
@@ -269,7 +269,7 @@ def test_40_sigterm_lets_what_runs_end_refuses_the_new_and_leaves_nothing(defaul
         wait_for(lambda: not [pid for pid in children if Path(f"/proc/{pid}").exists()])
 
 
-def test_40_what_does_not_end_in_time_is_told_and_the_server_ends_all_the_same(
+def test_40_requests_that_do_not_end_in_the_drain_time_get_an_error(
     default_model_path: Path,
 ) -> None:
     with running_server(default_model_path, drain_seconds=0.2) as server:
@@ -283,7 +283,7 @@ def test_40_what_does_not_end_in_time_is_told_and_the_server_ends_all_the_same(
         assert server.process.wait(60) == 0
 
 
-def test_40_a_second_signal_quits_at_once_and_leaves_nothing(default_model_path: Path) -> None:
+def test_40_a_second_signal_stops_at_once_and_ends_all_processes(default_model_path: Path) -> None:
     with running_server(default_model_path) as server:
         children = server.children()
         connection = send_request(server, **LONG, n=20, stream=True)
@@ -314,7 +314,7 @@ def test_a_signal_while_the_model_is_loaded_ends_the_server(default_model_path: 
     wait_for(lambda: not Path(f"/proc/{engine}").exists())
 
 
-def test_a_server_that_is_killed_leaves_nothing_running(default_model_path: Path) -> None:
+def test_a_killed_server_leaves_no_process_running(default_model_path: Path) -> None:
     with running_server(default_model_path) as server:
         children = server.children()
         assert children
@@ -323,7 +323,7 @@ def test_a_server_that_is_killed_leaves_nothing_running(default_model_path: Path
         wait_for(lambda: not [pid for pid in children if Path(f"/proc/{pid}").exists()])
 
 
-def test_an_idle_server_uses_next_to_no_cpu(default_model_path: Path) -> None:
+def test_an_idle_server_uses_almost_no_cpu(default_model_path: Path) -> None:
     def ticks(pids: list[int]) -> int:
         stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
         return sum(int(fields[11]) + int(fields[12]) for fields in stats)
@@ -345,7 +345,7 @@ def weft(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "weft.cli.main", "serve", *arguments]
 
 
-def test_the_command_says_what_it_serves_and_where_and_ctrl_c_ends_it(default_model_path: Path) -> None:
+def test_the_command_prints_the_model_and_the_address_and_ctrl_c_ends_it(default_model_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "WEFT_API_KEY": "secret"}
     environment["WEFT_SERVE_LOG_FORMAT"] = "text"
     process = subprocess.Popen(
@@ -388,7 +388,7 @@ def test_the_command_says_what_it_serves_and_where_and_ctrl_c_ends_it(default_mo
         (["default", "--api-key-file", "/dev/null"], 2, "there is no key"),
     ],
 )
-def test_the_command_refuses_in_one_line(arguments: list[str], exit_code: int, said: str) -> None:
+def test_errors_of_the_command_are_one_line(arguments: list[str], exit_code: int, said: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     done = subprocess.run(
         weft(*arguments, "--port", "0"), capture_output=True, text=True, env=environment, timeout=60
@@ -397,7 +397,7 @@ def test_the_command_refuses_in_one_line(arguments: list[str], exit_code: int, s
     assert done.stderr.startswith("weft: ") and said in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_the_command_says_that_a_port_is_taken(shared_server: Server, default_model_path: Path) -> None:
+def test_the_command_reports_a_port_in_use(shared_server: Server, default_model_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     command = weft(str(default_model_path), "--port", str(shared_server.port))
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)

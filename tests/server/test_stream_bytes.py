@@ -26,7 +26,7 @@ TEXTS = ("", "a", ' "quoted" \\ / \n\t\x00\x7f', "naïve 日本 \U0001f600", '""
 
 @pytest.mark.parametrize("api_format", get_args(ApiFormat))
 @pytest.mark.parametrize("more", [{}, {"usage": None}])
-def test_a_chunk_in_pieces_is_the_chunk_encoded_whole(
+def test_a_chunk_from_cached_parts_equals_the_encoded_chunk(
     api_format: ApiFormat, more: dict[str, Any], default_tokenizer: Tokenizer
 ) -> None:
     builder = ResponseBuilder(api_format, 'a "model" [] ""', default_tokenizer)
@@ -85,7 +85,7 @@ class Wire(asyncio.Transport):
 
 @pytest.mark.parametrize("http_version", [b"1.1", b"1.0"])
 @pytest.mark.parametrize("headers", [[], [("content-length", "309")]])
-def test_a_piece_written_past_asgi_is_what_h11_sends(
+def test_a_directly_written_piece_equals_what_h11_sends(
     http_version: bytes, headers: list[tuple[str, str]]
 ) -> None:
     async def run() -> None:
@@ -105,7 +105,7 @@ def test_a_piece_written_past_asgi_is_what_h11_sends(
     asyncio.run(run())
 
 
-def test_a_piece_waits_for_a_client_that_is_behind_and_for_none_that_is_gone() -> None:
+def test_a_piece_is_refused_for_a_slow_client_and_dropped_for_a_disconnected_one() -> None:
     async def run() -> None:
         connection, wire = _Connection(h11.SERVER), Wire()
         flow = FlowControl(wire)
@@ -122,7 +122,7 @@ def test_a_piece_waits_for_a_client_that_is_behind_and_for_none_that_is_gone() -
     asyncio.run(run())
 
 
-def test_nothing_is_sent_behind_the_end_of_an_answer() -> None:
+def test_nothing_can_be_sent_after_the_end_of_a_response() -> None:
     connection = _Connection(h11.SERVER)
     sent_by(connection, b"1.1", [])
     with pytest.raises(h11.LocalProtocolError):
@@ -137,7 +137,7 @@ class NoEngine(EngineClient):
         raise EngineStoppedError("there is none")
 
 
-def test_gaps_between_tokens_are_told_as_a_histogram_of_the_library_tells_them() -> None:
+def test_the_fast_histogram_exports_the_same_lines_as_that_of_the_library() -> None:
     metrics, registry = ServerMetrics('m "1"'), CollectorRegistry()
     name, bounds = "weft:inter_token_latency_seconds", _TOKEN_SECONDS
     theirs = Histogram(name, "", ["model_name"], registry=registry, buckets=bounds).labels('m "1"')
@@ -154,7 +154,7 @@ def test_gaps_between_tokens_are_told_as_a_histogram_of_the_library_tells_them()
         assert ours[1:] == expected[1:], "but for the help"
 
 
-def test_text_that_comes_token_by_token_is_the_text_of_all_of_them(default_tokenizer: Tokenizer) -> None:
+def test_text_decoded_token_by_token_equals_the_text_of_all_tokens(default_tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         tokens = default_tokenizer.encode(text, add_bos=False)
         one_by_one, together = (AnswerText(default_tokenizer, SamplingParams()) for _ in range(2))

@@ -38,7 +38,7 @@ def longest_callbacks(default_model_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_10_no_body_keeps_the_event_loop_to_itself(longest_callbacks: dict[str, Any], name: str) -> None:
+def test_10_no_body_blocks_the_event_loop(longest_callbacks: dict[str, Any], name: str) -> None:
     longest = longest_callbacks[name]
     print(name, longest)
     assert longest["references"] < MOST_REFERENCES, longest
@@ -59,7 +59,7 @@ SINGLE = {"Authorization": "Bearer single"}
 LONG = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True}
 
 
-def test_10_tokens_and_text_cost_tokens_of_the_keys_minute(keys: Server) -> None:
+def test_10_tokenize_and_detokenize_use_the_token_limit_of_the_key(keys: Server) -> None:
     def ask(path: str, **fields: Any) -> httpx.Response:
         return keys.client.post(path, json=fields, headers=METERED)
 
@@ -81,7 +81,7 @@ def test_10_tokens_and_text_cost_tokens_of_the_keys_minute(keys: Server) -> None
     assert int(late.headers["retry-after"]) >= 1
 
 
-def test_10_tokens_and_text_take_a_place(keys: Server) -> None:
+def test_10_tokenize_and_detokenize_count_as_active_requests(keys: Server) -> None:
     fields: dict[str, Any]
     with ExitStack() as streams:
         streams.enter_context(keys.client.stream("POST", "/v1/completions", json=LONG, headers=SINGLE))
@@ -153,7 +153,9 @@ def seconds_of(pids: list[int]) -> float:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_07_work_whose_clients_left_is_dropped_at_every_stage(default_model_path: Path, stage: str) -> None:
+def test_07_work_of_disconnected_clients_is_dropped_at_every_stage(
+    default_model_path: Path, stage: str
+) -> None:
     module, path, body = STAGES[stage]
 
     async def run() -> None:
@@ -174,7 +176,7 @@ def test_07_work_whose_clients_left_is_dropped_at_every_stage(default_model_path
 
 
 @pytest.mark.parametrize("stage", ["body", "text"])
-def test_10_a_process_that_is_stuck_costs_one_request_its_answer(
+def test_10_a_stuck_process_fails_one_request_and_is_replaced(
     default_model_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, path, body = STAGES[stage]
@@ -214,7 +216,7 @@ def grammar_seconds(server: Server) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def test_07_grammars_of_clients_that_left_do_not_delay_the_next(server: Server) -> None:
+def test_07_grammars_of_disconnected_clients_do_not_delay_the_next(server: Server) -> None:
     assert server.chat(guided_regex="a").status_code == 200
     before = grammar_seconds(server)
     for index in range(12):

@@ -19,7 +19,7 @@ def server(default_model_path: Path) -> Iterator[Server]:
         yield server
 
 
-def test_metrics_tell_what_moved_and_that_nothing_is_held_when_all_is_over(server: Server) -> None:
+def test_metrics_count_migrations_and_are_zero_when_all_requests_ended(server: Server) -> None:
     before = server.metric("kv_cache_migrations_total")
     assert server.complete(PROMPT, max_tokens=8, ignore_eos=True).status_code == 200
     server.wait_until_free()
@@ -29,7 +29,7 @@ def test_metrics_tell_what_moved_and_that_nothing_is_held_when_all_is_over(serve
     assert server.metric("kv_cache_compression_ratio") == 1
 
 
-def test_what_the_store_has_already_is_counted_apart(server: Server) -> None:
+def test_migrations_without_a_copy_are_counted_separately(server: Server) -> None:
     beginning = [*range(300, 396)]
     assert server.complete([*beginning, *range(400, 500)], ignore_eos=True).status_code == 200
     before = server.metric("kv_cache_migrations_shared_total")

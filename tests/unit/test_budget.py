@@ -10,7 +10,7 @@ from weft.server.http.byte_budget import ByteBudget, RequestBytes, answer_budget
 KIB = 1 << 10
 
 
-def test_what_arrives_after_a_request_has_ended_is_not_counted() -> None:
+def test_bytes_that_arrive_after_the_end_of_a_request_are_not_counted() -> None:
     budget = ByteBudget(1 << 20, 2 << 20, answer_budget_error)
     for _ in range(100):
         share = RequestBytes(budget)
@@ -20,7 +20,7 @@ def test_what_arrives_after_a_request_has_ended_is_not_counted() -> None:
     assert budget.num_bytes == 0
 
 
-def test_one_request_and_all_together_have_a_bound() -> None:
+def test_one_request_and_all_together_have_a_limit() -> None:
     budget = ByteBudget(1 << 20, 2 << 20, answer_budget_error)
     shares = [RequestBytes(budget) for _ in range(3)]
     with pytest.raises(ApiError):

@@ -74,7 +74,7 @@ def run(story: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(story())  # type: ignore[arg-type]
 
 
-def test_who_floods_does_not_keep_another_from_its_share() -> None:
+def test_a_flood_of_one_key_does_not_delay_another_key() -> None:
     async def story() -> None:
         engine = Paper(1, 1)
         for _ in range(200):
@@ -94,7 +94,7 @@ def test_who_floods_does_not_keep_another_from_its_share() -> None:
     run(story)
 
 
-def test_keys_that_always_want_more_get_tokens_by_their_weights() -> None:
+def test_busy_keys_get_tokens_in_proportion_to_their_weights() -> None:
     async def story() -> None:
         engine = Paper(1, 2, 5)
         for name in "abc":
@@ -109,7 +109,7 @@ def test_keys_that_always_want_more_get_tokens_by_their_weights() -> None:
     run(story)
 
 
-def test_a_share_is_of_tokens_and_not_of_requests() -> None:
+def test_keys_share_tokens_and_not_requests() -> None:
     async def story() -> None:
         engine = Paper(1, 1, places=2)
         tokens = Counter[str]()
@@ -124,7 +124,7 @@ def test_a_share_is_of_tokens_and_not_of_requests() -> None:
     run(story)
 
 
-def test_who_was_away_saves_nothing_up() -> None:
+def test_an_idle_key_saves_up_nothing() -> None:
     async def story() -> None:
         engine = Paper(1, 1, places=1)
         for _ in range(100):
@@ -141,7 +141,7 @@ def test_who_was_away_saves_nothing_up() -> None:
     run(story)
 
 
-def test_high_priorities_pass_all_keys_and_others_only_their_own() -> None:
+def test_high_priorities_overtake_all_keys_and_others_only_their_own() -> None:
     async def story() -> None:
         engine = Paper(1, 1, places=1)
         engine.ask("a")
@@ -162,7 +162,7 @@ def test_high_priorities_pass_all_keys_and_others_only_their_own() -> None:
     run(story)
 
 
-def test_while_there_is_room_everyone_passes_at_once() -> None:
+def test_answers_are_released_at_once_while_the_engine_has_capacity() -> None:
     async def story() -> None:
         engine = Paper(1, 1, places=64)
         assert all(not engine.ask("a").num_waiting for _ in range(60))
@@ -174,9 +174,7 @@ def test_while_there_is_room_everyone_passes_at_once() -> None:
     run(story)
 
 
-def test_a_thousand_answers_of_one_request_do_not_keep_another_key_waiting_for_more_than_one_of_them() -> (
-    None
-):
+def test_a_request_for_a_thousand_answers_delays_another_key_by_at_most_one_of_them() -> None:
     async def story() -> None:
         engine = Paper(1, 1, places=4)
         big = engine.ask("a", answers=1000)
@@ -196,7 +194,7 @@ def test_a_thousand_answers_of_one_request_do_not_keep_another_key_waiting_for_m
     run(story)
 
 
-def test_a_share_is_of_answers_and_not_of_the_requests_that_ask_for_them() -> None:
+def test_keys_share_answers_and_not_requests() -> None:
     async def story() -> None:
         engine = Paper(1, 1, places=8)
         for _ in range(8):
@@ -211,7 +209,7 @@ def test_a_share_is_of_answers_and_not_of_the_requests_that_ask_for_them() -> No
     run(story)
 
 
-def test_a_small_request_does_not_wait_for_all_answers_to_a_large_one_of_its_own_key() -> None:
+def test_a_small_request_does_not_wait_for_a_large_one_of_the_same_key() -> None:
     async def story() -> None:
         engine = Paper(1, 1, places=4)
         engine.ask("a", answers=1000)
@@ -223,7 +221,7 @@ def test_a_small_request_does_not_wait_for_all_answers_to_a_large_one_of_its_own
     run(story)
 
 
-def test_where_all_began_together_another_key_waits_for_none_of_them() -> None:
+def test_the_reserve_lets_another_key_start_at_once() -> None:
     async def story() -> None:
         engine = Paper(1, 1, 1, places=16)
         engine.ask("a", answers=1000)
@@ -235,7 +233,7 @@ def test_where_all_began_together_another_key_waits_for_none_of_them() -> None:
     run(story)
 
 
-def test_what_is_charged_in_parts_is_what_was_used_in_the_end() -> None:
+def test_the_final_charge_equals_the_tokens_used() -> None:
     async def story() -> None:
         engine = Paper(1, 1, places=8)
         ticket = engine.ask("a", answers=5, prompt=103, most=500)
@@ -253,7 +251,7 @@ def test_what_is_charged_in_parts_is_what_was_used_in_the_end() -> None:
     run(story)
 
 
-def test_where_memory_may_be_short_the_engine_gets_a_few_to_choose_from() -> None:
+def test_only_a_few_answers_are_released_if_memory_may_be_short() -> None:
     async def story() -> None:
         engine = Paper(1, 1, places=256, max_tokens=100)
         for _ in range(50):
@@ -268,7 +266,7 @@ def test_where_memory_may_be_short_the_engine_gets_a_few_to_choose_from() -> Non
     run(story)
 
 
-def test_one_that_goes_away_while_it_waits_leaves_no_trace_and_costs_nothing() -> None:
+def test_a_request_that_leaves_while_it_waits_is_removed_and_charged_nothing() -> None:
     async def story() -> None:
         engine = Paper(1, 1, places=1)
         first = engine.ask("a")
@@ -284,7 +282,7 @@ def test_one_that_goes_away_while_it_waits_leaves_no_trace_and_costs_nothing() -
     run(story)
 
 
-def test_what_came_to_nothing_after_its_turn_costs_nothing() -> None:
+def test_a_failed_request_is_charged_nothing() -> None:
     async def story() -> None:
         engine = Paper(1, 1, places=1)
         engine.ask("a")
@@ -300,7 +298,7 @@ def test_what_came_to_nothing_after_its_turn_costs_nothing() -> None:
     run(story)
 
 
-def test_without_keys_and_with_one_nobody_takes_turns() -> None:
+def test_with_fewer_than_two_keys_the_gate_is_off() -> None:
     async def story() -> None:
         for keys in ([], [ApiKey("a", "0" * 64)]):
             gate = FairGate(keys, max_running=1, max_tokens=1, count_answers=lambda: (9, 9))

@@ -70,7 +70,7 @@ def test_cheap_work_overtakes_costly_work_that_has_not_begun() -> None:
     assert run(1, use)[:2] == ["costly 0", "cheap"]
 
 
-def test_costly_work_is_not_put_off_for_ever() -> None:
+def test_costly_work_does_not_starve() -> None:
     async def use(work: Run) -> None:
         await work.ask("first", CHEAP)
         await work.ask("costly", 10 * CHEAP)
@@ -82,7 +82,7 @@ def test_costly_work_is_not_put_off_for_ever() -> None:
     assert run(1, use)[:2] == ["first", "costly"]
 
 
-def test_one_of_several_places_is_left_to_cheap_work() -> None:
+def test_costly_work_leaves_one_of_several_slots_to_cheap_work() -> None:
     async def use(work: Run) -> None:
         for number in range(4):
             await work.ask(f"costly {number}", COSTLY)
@@ -95,7 +95,7 @@ def test_one_of_several_places_is_left_to_cheap_work() -> None:
     assert len(run(2, use)) == 5
 
 
-def test_askers_share_the_places_however_much_one_of_them_sends() -> None:
+def test_clients_share_the_slots_however_much_one_of_them_sends() -> None:
     async def use(work: Run) -> None:
         for number in range(20):
             await work.ask(f"a{number}", CHEAP, "a")
@@ -109,7 +109,7 @@ def test_askers_share_the_places_however_much_one_of_them_sends() -> None:
     assert len(begun) == 23
 
 
-def test_an_asker_that_was_away_saves_nothing_up() -> None:
+def test_an_idle_client_saves_up_nothing() -> None:
     async def use(work: Run) -> None:
         await work.ask("a0", CHEAP, "a")
         for number in range(1, 10):
@@ -125,7 +125,7 @@ def test_an_asker_that_was_away_saves_nothing_up() -> None:
     assert begun[10] == "b0" and "a10" in begun[11:13], begun
 
 
-def test_what_is_given_up_leaves_its_place_to_the_next() -> None:
+def test_cancelled_work_leaves_its_slot_to_the_next() -> None:
     async def use(work: Run) -> None:
         for name in ("first", "waits", "leaves too", "last"):
             await work.ask(name, COSTLY)
@@ -140,7 +140,7 @@ def test_what_is_given_up_leaves_its_place_to_the_next() -> None:
     assert [name for name in run(1, use) if name != "leaves too"] == ["first", "last"]
 
 
-def test_a_place_is_lost_at_no_moment_at_which_work_may_be_given_up() -> None:
+def test_no_slot_is_lost_at_whatever_moment_work_is_cancelled() -> None:
     async def use(work: Run) -> None:
         for steps in range(6):
             first, second, third = (f"{steps}.{number}" for number in range(3))

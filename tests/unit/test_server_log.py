@@ -52,7 +52,7 @@ def answering(status: int = 200) -> Any:
     return app
 
 
-def test_a_request_that_ended_leaves_one_line_with_its_tokens_times_and_key() -> None:
+def test_a_request_is_logged_with_its_tokens_times_and_key() -> None:
     _, [line] = served(answering())
     told = json.loads(line)
     assert told.pop("time").endswith("Z") and told.pop("total_seconds") >= 0 and told.pop("request_id")
@@ -73,12 +73,12 @@ def test_a_request_that_ended_leaves_one_line_with_its_tokens_times_and_key() ->
     }
 
 
-def test_the_line_for_people_says_the_same_in_short() -> None:
+def test_the_text_format_has_the_same_values_in_short() -> None:
     _, [line] = served(answering(), "text", [(b"x-request-id", b"abc-1")])
     assert "200 POST /v1/x, 11 (4 cached) + 6 tokens, length" in line and line.endswith("team-a, abc-1")
 
 
-def test_an_answer_is_never_in_the_log() -> None:
+def test_the_log_never_contains_an_answer() -> None:
     for log_format in ("json", "text"):
         assert "secret" not in str(served(answering(), log_format)[1])
 
@@ -94,14 +94,14 @@ def test_an_answer_is_never_in_the_log() -> None:
         (b"\xff", False),
     ],
 )
-def test_an_id_that_the_client_gave_is_kept_where_it_is_one(given: bytes, is_kept: bool) -> None:
+def test_the_id_that_the_client_sent_is_used_if_it_is_valid(given: bytes, is_kept: bool) -> None:
     sent, [line] = served(answering(), headers=[(b"x-request-id", given)])
     told = dict(sent[0]["headers"])[b"x-request-id"]
     assert (told == given) is is_kept and told
     assert json.loads(line)["request_id"] == told.decode()
 
 
-def test_what_goes_wrong_becomes_a_500_and_a_line_that_says_where_and_quotes_nothing() -> None:
+def test_an_exception_becomes_a_500_and_a_log_line_with_frames_but_no_message() -> None:
     async def broken(scope: Any, receive: Any, send: Any) -> None:
         raise ValueError("".join(reversed("terces")))
 
@@ -118,12 +118,12 @@ def test_health_checks_are_logged_only_when_they_fail() -> None:
     assert len(served(answering(503), path="/health")[1]) == 1
 
 
-def test_off_writes_nothing_and_a_pipe_gets_json() -> None:
+def test_off_writes_nothing_and_auto_writes_json_to_a_pipe() -> None:
     assert served(answering(), "off")[1] == []
     assert ServerLog("auto", io.StringIO()).format == "json"
 
 
-def test_a_reader_that_does_not_read_loses_lines_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_reader_of_the_log_loses_lines_and_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "_MAX_LINES", 4)
     monkeypatch.setattr(logs, "_FLUSH_SECONDS", 60.0)  # all that were taken are written, on any machine
     may_write = threading.Event()
@@ -143,7 +143,7 @@ def test_a_reader_that_does_not_read_loses_lines_and_holds_nobody_up(monkeypatch
     assert lost >= 90 and lost + len(lines) - sum(line["event"] == "log_lost" for line in lines) == 100
 
 
-def test_what_a_library_says_is_a_line_without_its_traceback() -> None:
+def test_a_message_of_a_library_is_logged_without_its_traceback() -> None:
     stream = io.StringIO()
     log = ServerLog("json", stream)
     logger = logging.Logger("some.library")
