@@ -47,8 +47,8 @@ def test_text_completions_work(base_url: str, model: str) -> None:
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_structured_output_is_an_object_of_the_class(chat: Chat, method: str) -> None:
-    asking = chat(120).with_structured_output(Person, method=method)
-    assert isinstance(asking.invoke(ABOUT_A_PERSON), Person)
+    structured = chat(120).with_structured_output(Person, method=method)
+    assert isinstance(structured.invoke(ABOUT_A_PERSON), Person)
 
 
 def test_a_bound_tool_is_called_and_the_model_continues_after_its_result(chat: Chat) -> None:

@@ -64,25 +64,25 @@ def test_errors_have_the_exception_classes_of_the_package(fields: dict[str, Any]
 
 
 def test_a_schema_is_followed_streamed_or_not(fields: dict[str, Any]) -> None:
-    asking = {**fields, "messages": ABOUT_A_PERSON, "max_tokens": 120, "response_format": Person}
-    text = litellm.completion(**asking).choices[0].message.content
+    request = {**fields, "messages": ABOUT_A_PERSON, "max_tokens": 120, "response_format": Person}
+    text = litellm.completion(**request).choices[0].message.content
     Person.model_validate_json(text)
-    chunks = litellm.completion(**asking, stream=True)
+    chunks = litellm.completion(**request, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_a_forced_call_has_the_name_and_arguments_of_the_tool(fields: dict[str, Any], choice: Any) -> None:
-    asking = {
+    request = {
         **fields,
         "messages": ABOUT_WEATHER,
         "max_tokens": 80,
         "tools": [TOOL],
         "tool_choice": choice,
     }
-    (call,) = litellm.completion(**asking).choices[0].message.tool_calls
+    (call,) = litellm.completion(**request).choices[0].message.tool_calls
     assert call.function.name == "get_weather" and set(json.loads(call.function.arguments)) == {"city"}
-    chunks = list(litellm.completion(**asking, stream=True))
+    chunks = list(litellm.completion(**request, stream=True))
     (streamed,) = litellm.stream_chunk_builder(chunks, ABOUT_WEATHER).choices[0].message.tool_calls
     assert (streamed.function.name, streamed.function.arguments) == (
         call.function.name,

@@ -72,11 +72,11 @@ def test_parse_returns_an_object_of_the_requested_class(client: Any, model: str)
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_a_forced_call_has_the_name_and_arguments_of_the_tool(client: Any, model: str, choice: Any) -> None:
     fields = {"model": model, "tools": [TOOL], "max_tokens": 80, "temperature": 0}
-    asking = {**fields, "messages": ABOUT_WEATHER, "tool_choice": choice}
-    message = client.chat.completions.create(**asking).choices[0].message
+    request = {**fields, "messages": ABOUT_WEATHER, "tool_choice": choice}
+    message = client.chat.completions.create(**request).choices[0].message
     (call,) = message.tool_calls
     assert call.function.name == "get_weather" and set(json.loads(call.function.arguments)) == {"city"}
-    with client.chat.completions.stream(**asking) as events:
+    with client.chat.completions.stream(**request) as events:
         (streamed,) = events.get_final_completion().choices[0].message.tool_calls
     assert (streamed.function.name, streamed.function.arguments) == (
         call.function.name,

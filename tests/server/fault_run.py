@@ -485,13 +485,13 @@ async def _run(plan: Plan, backend: str, work: Path) -> Outcome:
         ) as server,
         HealthPolls(server.port) as polls,
     ):
-        asker = Target("127.0.0.1", server.port, (), (), ())
+        client = Target("127.0.0.1", server.port, (), (), ())
         sizes = REAL_SIZES if backend == "cpu" else dataclasses.replace(NOOP_SIZES, questions=60)
         known = None if backend == "cpu" else tokenizer
         target = dataclasses.replace(
-            asker,
-            questions=await with_answers(asker, draw_questions(plan.seed, sizes), known),
-            slow_questions=await with_answers(asker, draw_questions(plan.seed, sizes, slow=True), known),
+            client,
+            questions=await with_answers(client, draw_questions(plan.seed, sizes), known),
+            slow_questions=await with_answers(client, draw_questions(plan.seed, sizes, slow=True), known),
             wrong_questions=wrong_questions(8192),
         )
         run = Run(server, plan, target, faults, home / "packed", polls)

@@ -238,7 +238,7 @@ async def fuzz(server: InProcess, seed: int, count: int, at_once: int = 16) -> t
             path, body = mutated(chance)
             leaves_after = chance.choice((0.0, 0.001, 0.01)) if chance.random() < 0.03 else None
             try:
-                reply = await asyncio.wait_for(server.ask(path, body, leaves_after), 60)
+                reply = await asyncio.wait_for(server.send(path, body, leaves_after), 60)
                 problem = None if leaves_after is not None else problem_of(reply)
                 statuses[reply.status] += 1
             except Exception as error:
@@ -257,7 +257,7 @@ async def leftovers(server: InProcess) -> dict[str, float]:
     """What is still held once everyone was answered: nothing."""
     held: dict[str, float] = {}
     for _ in range(1200):
-        page = (await server.ask("/metrics", method="GET")).body.decode()
+        page = (await server.send("/metrics", method="GET")).body.decode()
         held = {}
         for line in page.splitlines():
             name, _, value = line.rpartition(" ")

@@ -32,7 +32,7 @@ class InProcess:
         self.server = server
         self._asgi = server.asgi()
 
-    async def ask(
+    async def send(
         self,
         path: str,
         body: bytes = b"",

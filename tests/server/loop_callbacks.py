@@ -104,13 +104,13 @@ BODIES: dict[str, tuple[str, dict[str, Any], int]] = {
 
 async def measure(app: InProcess, name: str) -> dict[str, Any]:
     """The best of a few tries. A body that blocks the loop does so in every try."""
-    path, asked, status = BODIES[name]
-    body = json.dumps(asked, separators=(",", ":")).encode()
+    path, fields, status = BODIES[name]
+    body = json.dumps(fields, separators=(",", ":")).encode()
     tries: list[dict[str, Any]] = []
     while len(tries) < MOST_TRIES and all(one["references"] >= MOST_REFERENCES for one in tries):
         before = reference_seconds()
         with timed_callbacks() as seen:
-            reply = await app.ask(path, body)
+            reply = await app.send(path, body)
         assert reply.status == status, reply.body[:300]
         references = seen.longest / max(before, reference_seconds())
         tries.append({"references": references, "seconds": seen.longest, "callback": seen.what[:200]})
@@ -119,7 +119,7 @@ async def measure(app: InProcess, name: str) -> dict[str, Any]:
 
 async def measure_all(model_path: Path) -> dict[str, dict[str, Any]]:
     async with in_process(model_path, max_context=4096) as app:
-        await app.ask(COMPLETION, b'{"prompt": "x", "max_tokens": 1}')
+        await app.send(COMPLETION, b'{"prompt": "x", "max_tokens": 1}')
         return {name: await measure(app, name) for name in BODIES}
 
 

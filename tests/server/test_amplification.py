@@ -47,7 +47,7 @@ async def cost(server: InProcess, body: dict[str, Any], key: str | None = None) 
     assert process is not None
     used = _process_seconds(process.pid)
     began = time.thread_time()
-    reply = await server.ask("/v1/completions", json.dumps({"max_tokens": 1, **body}).encode(), key=key)
+    reply = await server.send("/v1/completions", json.dumps({"max_tokens": 1, **body}).encode(), key=key)
     seconds = time.thread_time() - began
     assert reply.status == 200, reply.body
     return seconds, _process_seconds(process.pid) - used
@@ -81,10 +81,10 @@ def test_the_cost_of_a_list_does_not_multiply_with_prompts_and_answers(
         for name, body in bodies.items():
             listed = [await cost(server, body) for _ in range(2)]
             num_bytes = len(json.dumps(body))
-            for index, who in enumerate(("the event loop", "the engine")):
+            for index, process_name in enumerate(("the event loop", "the engine")):
                 without, found = max(one[index] for one in plain), min(one[index] for one in listed)
                 assert found < 2 * without + num_bytes * _SECONDS_PER_BYTE, (
-                    f"{who} needs {found:.3f} s for {num_bytes} bytes with {name}, and {without:.3f} s without"
+                    f"{process_name} needs {found:.3f} s for {num_bytes} bytes with {name}, and {without:.3f} s without"
                 )
 
     with_server(default_model_path, work)
@@ -116,9 +116,9 @@ def test_submitting_a_thousand_answers_does_not_block_the_event_loop(
                     await asyncio.sleep(0)
 
             engine.submit = noting  # type: ignore[method-assign]
-            asking = asyncio.create_task(others())
+            pending = asyncio.create_task(others())
             await cost(server, SHAPES["8 prompts, 128 answers each"], key="a" if has_keys else None)
-            asking.cancel()
+            pending.cancel()
             assert sum(count for _, count in sent) == 1024 and max(count for _, count in sent) <= 128
             assert len({turn for turn, _ in sent}) == len(sent) >= 8
 

@@ -44,19 +44,19 @@ def answered(
     tokens = tokenizer.encode(text, allow_control=True, add_bos=False)
     client = EngineClient("noop", {}, ServingEngineConfig())
     answer = RemoteAnswer(client, 0, capacity, asyncio.Event(), prompt_length=7)
-    told = [
+    outputs = [
         TokenOutput(RequestId(0), token, "", -0.5, False, None, place, ((token, -0.5),))
         for place, token in enumerate(tokens)
     ]
-    told.append(TokenOutput(RequestId(0), None, "", None, True, reason, len(tokens)))
+    outputs.append(TokenOutput(RequestId(0), None, "", None, True, reason, len(tokens)))
     answer.result = GenerationResult(
         RequestId(0), (), "", RequestState.COMPLETED, reason, None, 0, 0, 0, 0, 0, prompt_token_count=7,
         cached_token_count=0, preemptions=0, num_tokens=len(tokens),
     )  # fmt: skip
-    return answer, [wire.Output.of(one, 0) for one in told]
+    return answer, [wire.Output.of(one, 0) for one in outputs]
 
 
-class Said:
+class ReadAnswer:
     """One answer, taken `step` tokens at a time: its chunks, and what it is as a whole."""
 
     def __init__(
@@ -71,8 +71,8 @@ class Said:
     ) -> None:
         answer, outputs = answered(text, tokenizer, reason)
         params = SamplingParams(logprobs=0)
-        said = AnswerText(tokenizer, params, shown=form.shown_ids(tokenizer), keeps_text=False)
-        self.choice = Choice(0, answer, said, AnswerReader(form))
+        answer_text = AnswerText(tokenizer, params, shown=form.shown_ids(tokenizer), keeps_text=False)
+        self.choice = Choice(0, answer, answer_text, AnswerReader(form))
         self.builder = ResponseBuilder("chat", "m", tokenizer, has_parts=True, **builder)
         events = [self.builder.opening(0)]
         offsets = TokenOffsets(tokenizer)
@@ -116,11 +116,11 @@ class Said:
 def test_an_answer_of_calls_only_has_no_content_and_the_finish_reason_tool_calls(
     default_tokenizer: Tokenizer, step: int
 ) -> None:
-    said = Said(f"{CALL}\n{OTHER}", default_tokenizer, TOOLS, step=step)
-    said.check_same()
-    message = said.whole.message
-    assert message.content is None and said.whole.finish_reason == "tool_calls"
-    assert said.added_up.message.content is None
+    read = ReadAnswer(f"{CALL}\n{OTHER}", default_tokenizer, TOOLS, step=step)
+    read.check_same()
+    message = read.whole.message
+    assert message.content is None and read.whole.finish_reason == "tool_calls"
+    assert read.added_up.message.content is None
     calls: Any = message.tool_calls
     assert [(call.function.name, call.function.arguments) for call in calls] == [
         ("get_weather", '{"city": "Paris"}'),
@@ -132,8 +132,8 @@ def test_an_answer_of_calls_only_has_no_content_and_the_finish_reason_tool_calls
 def test_the_first_delta_of_a_call_has_its_name_and_the_others_its_arguments(
     default_tokenizer: Tokenizer,
 ) -> None:
-    said = Said(CALL, default_tokenizer, TOOLS)
-    deltas = [chunk["choices"][0]["delta"] for chunk in said.chunks]
+    read = ReadAnswer(CALL, default_tokenizer, TOOLS)
+    deltas = [chunk["choices"][0]["delta"] for chunk in read.chunks]
     assert deltas[0] == {"role": "assistant", "content": None} and deltas[-1] == {}
     [first, *others] = [delta["tool_calls"][0] for delta in deltas[1:-1]]
     assert set(first) == {"index", "id", "type", "function"}
@@ -143,25 +143,25 @@ def test_the_first_delta_of_a_call_has_its_name_and_the_others_its_arguments(
 
 
 def test_content_before_a_call_is_kept(default_tokenizer: Tokenizer) -> None:
-    said = Said(f"Let me see.\n{CALL}", default_tokenizer, TOOLS)
-    said.check_same()
-    assert said.whole.message.content == "Let me see." and said.whole.finish_reason == "tool_calls"
+    read = ReadAnswer(f"Let me see.\n{CALL}", default_tokenizer, TOOLS)
+    read.check_same()
+    assert read.whole.message.content == "Let me see." and read.whole.finish_reason == "tool_calls"
 
 
 def test_a_call_of_a_named_tool_has_the_finish_reason_stop(default_tokenizer: Tokenizer) -> None:
-    said = Said(CALL, default_tokenizer, AnswerForm(tools=HERMES, max_calls=1), is_named_call=True)
-    said.check_same()
-    assert said.whole.message.tool_calls and said.whole.finish_reason == "stop"
+    read = ReadAnswer(CALL, default_tokenizer, AnswerForm(tools=HERMES, max_calls=1), is_named_call=True)
+    read.check_same()
+    assert read.whole.message.tool_calls and read.whole.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("text", [CALL[:60], CALL[:25]], ids=["in the arguments", "before them"])
 def test_30_a_truncated_call_keeps_its_text_and_has_the_finish_reason_length(
     default_tokenizer: Tokenizer, text: str
 ) -> None:
-    said = Said(text, default_tokenizer, TOOLS, reason=FinishReason.LENGTH)
-    said.check_same()
-    assert said.whole.finish_reason == "length"
-    message = said.whole.message
+    read = ReadAnswer(text, default_tokenizer, TOOLS, reason=FinishReason.LENGTH)
+    read.check_same()
+    assert read.whole.finish_reason == "length"
+    message = read.whole.message
     if message.tool_calls:
         call: Any = message.tool_calls[0]
         assert call.function.name == "get_weather" and text.endswith(call.function.arguments)
@@ -171,32 +171,32 @@ def test_30_a_truncated_call_keeps_its_text_and_has_the_finish_reason_length(
 
 
 def test_without_parallel_calls_the_answer_ends_after_the_first_call(default_tokenizer: Tokenizer) -> None:
-    said = Said(f"{CALL}\n{OTHER}", default_tokenizer, AnswerForm(tools=HERMES, max_calls=1))
-    said.check_same()
-    assert len(said.whole.message.tool_calls or ()) == 1 and said.whole.finish_reason == "tool_calls"
-    assert said.choice.result is not None
-    assert len(said.choice.result.tokens) < len(default_tokenizer.encode(CALL))
+    read = ReadAnswer(f"{CALL}\n{OTHER}", default_tokenizer, AnswerForm(tools=HERMES, max_calls=1))
+    read.check_same()
+    assert len(read.whole.message.tool_calls or ()) == 1 and read.whole.finish_reason == "tool_calls"
+    assert read.choice.result is not None
+    assert len(read.choice.result.tokens) < len(default_tokenizer.encode(CALL))
 
 
 def test_thoughts_are_separated_from_content_and_counted(default_tokenizer: Tokenizer) -> None:
     form = AnswerForm(THINK, begins_inside=True, tools=HERMES)
-    said = Said(f"The user asks.\n</think>\n\n{CALL}", default_tokenizer, form)
-    said.check_same()
-    message: Any = said.whole.message
+    read = ReadAnswer(f"The user asks.\n</think>\n\n{CALL}", default_tokenizer, form)
+    read.check_same()
+    message: Any = read.whole.message
     assert message.reasoning_content == "The user asks." and message.content is None and message.tool_calls
-    deltas = [chunk["choices"][0]["delta"] for chunk in said.chunks]
+    deltas = [chunk["choices"][0]["delta"] for chunk in read.chunks]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "The user asks."
     thoughts = default_tokenizer.encode("The user asks.\n</think>", add_bos=False)
-    assert said.choice.num_reasoning_tokens == len(thoughts)
+    assert read.choice.num_reasoning_tokens == len(thoughts)
 
 
 def test_logprobs_cover_the_tokens_of_thoughts_and_calls_too(default_tokenizer: Tokenizer) -> None:
     form = AnswerForm(THINK, tools=HERMES)
     text = f"<think>hm</think>{CALL}"
-    said = Said(text, default_tokenizer, form, wants_logprobs=True)
-    whole: Any = said.whole.logprobs
+    read = ReadAnswer(text, default_tokenizer, form, wants_logprobs=True)
+    whole: Any = read.whole.logprobs
     assert "".join(entry.token for entry in whole.content) == text
-    streamed: Any = said.added_up.logprobs
+    streamed: Any = read.added_up.logprobs
     assert [entry.token for entry in streamed.content] == [entry.token for entry in whole.content]
 
 
@@ -207,15 +207,15 @@ def test_control_tokens_reach_the_parser_only_if_they_are_markers(
     control = ToolFormat(
         "test", ("<file_sep>",), before_name="<file_sep>", before_arguments="[ARGS]", has_named_calls=True
     )
-    said = Said("Now<jupyter_code><file_sep>f[ARGS]{}", default_tokenizer, AnswerForm(tools=control))
-    said.check_same()
-    call: Any = (said.whole.message.tool_calls or [None])[0]
-    assert said.whole.message.content == "Now" and call.function.name == "f"
+    read = ReadAnswer("Now<jupyter_code><file_sep>f[ARGS]{}", default_tokenizer, AnswerForm(tools=control))
+    read.check_same()
+    call: Any = (read.whole.message.tool_calls or [None])[0]
+    assert read.whole.message.content == "Now" and call.function.name == "f"
 
 
 def test_an_answer_without_calls_is_plain_content(default_tokenizer: Tokenizer) -> None:
-    said = Said("Paris, <b>of course</b>.\n", default_tokenizer, TOOLS)
-    said.check_same()
-    assert said.whole.message.content == "Paris, <b>of course</b>.\n" and not said.whole.message.tool_calls
-    assert said.whole.finish_reason == "stop"
-    assert said.whole.logprobs is None
+    read = ReadAnswer("Paris, <b>of course</b>.\n", default_tokenizer, TOOLS)
+    read.check_same()
+    assert read.whole.message.content == "Paris, <b>of course</b>.\n" and not read.whole.message.tool_calls
+    assert read.whole.finish_reason == "stop"
+    assert read.whole.logprobs is None

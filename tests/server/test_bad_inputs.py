@@ -356,14 +356,14 @@ def test_22_a_prompt_of_megabytes_does_not_block_other_requests(server: Server) 
             for size in (2_000_000, 10_000_000):
                 answers.append(client.post("/v1/completions", json={"prompt": "word " * (size // 5)}))
 
-    asking = threading.Thread(target=ask)
-    asking.start()
+    pending = threading.Thread(target=ask)
+    pending.start()
     num_healthy = 0
-    while asking.is_alive():
+    while pending.is_alive():
         assert server.client.get("/health").status_code == 200
         num_healthy += 1
         time.sleep(0.01)
-    asking.join()
+    pending.join()
     assert [error_of(answer, 400, "prompt")["code"] for answer in answers] == ["context_length_exceeded"] * 2
     # A tokenizer that kept the interpreter to itself would have let one or two through.
     assert num_healthy > 20, num_healthy

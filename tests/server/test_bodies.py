@@ -41,18 +41,18 @@ def test_22_bodies_of_millions_of_values_are_refused_and_block_no_other_request(
             for name, (path, body) in KINDS.items():
                 answers[name] = client.post(path, content=body)
 
-    asking = threading.Thread(target=ask)
-    asking.start()
+    pending = threading.Thread(target=ask)
+    pending.start()
     num_healthy = 0
     with httpx.Client(base_url=server.url, timeout=60) as client:
-        while asking.is_alive():
+        while pending.is_alive():
             assert client.get("/health").status_code == 200
             num_healthy += 1
             time.sleep(0.005)
-    asking.join()
+    pending.join()
     for answer in answers.values():
-        said = answer.json()["error"]["message"]
-        assert answer.status_code == 400 and ("262144" in said or "allowed: at most" in said)
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and ("262144" in message or "allowed: at most" in message)
     # A parser in this process would have let a few through for each body.
     assert num_healthy > 40, num_healthy
     # Read here, each of them takes a quarter of a gigabyte.

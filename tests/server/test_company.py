@@ -78,7 +78,7 @@ def test_repetitive_answers_use_draft_tokens_and_the_metrics_count_them(
     assert generated == 40 and 0 < accepted < generated and accepted <= drafted
     # A stop string is cut at the same place, though the tokens behind it came along with it.
     stopped = [{**body, "stop": [word]} for word in ("green", "y, bl", ", white")]
-    for asked, answer in zip(stopped, [ask_all(real_server, [one])[0] for one in stopped], strict=True):
-        assert asked["stop"][0] in whole["text"], "the case is none"
-        assert answer["text"] == whole["text"].partition(asked["stop"][0])[0]
+    for fields, answer in zip(stopped, [ask_all(real_server, [one])[0] for one in stopped], strict=True):
+        assert fields["stop"][0] in whole["text"], "the case is none"
+        assert answer["text"] == whole["text"].partition(fields["stop"][0])[0]
         assert answer["finish_reason"] == "stop"

@@ -42,12 +42,12 @@ def test_no_more_requests_are_taken_than_descriptors_allow(default_model_path: P
         ) as server,
         ExitStack() as streams,
     ):
-        asked = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True}
+        body = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True}
         client = streams.enter_context(
             httpx.Client(base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=None))
         )
         for _ in range(most):
-            answer = streams.enter_context(client.stream("POST", "/v1/completions", json=asked))
+            answer = streams.enter_context(client.stream("POST", "/v1/completions", json=body))
             assert answer.status_code == 200
         wait_for(lambda: server.metric("http_requests_open") == most)
         for _ in range(3):

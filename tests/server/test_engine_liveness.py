@@ -90,7 +90,7 @@ def watched_server(model_path: Path, tmp_path: Path, **settings: Any) -> Iterato
         yield Watched(server, log, fault)
 
 
-class Asking(threading.Thread):
+class BackgroundRequest(threading.Thread):
     """A request that is waited for elsewhere; `answer` once it has one."""
 
     def __init__(self, server: Server, **fields: Any) -> None:
@@ -115,14 +115,14 @@ def test_41_a_stopped_engine_is_not_ready_then_unhealthy_fails_its_requests_and_
 ) -> None:
     with watched_server(default_model_path, tmp_path, backend_options=SLOW) as watched:
         server, engine = watched.server, watched.server.engine_pid()
-        asking = [Asking(server, **LONG), Asking(server, **LONG, stream=True)]
+        pending = [BackgroundRequest(server, **LONG), BackgroundRequest(server, **LONG, stream=True)]
         wait_for(lambda: server.metric("num_requests_running") == 2)
         os.kill(engine, signal.SIGSTOP)
         wait_for(lambda: watched.status("/ready") == 503, 10)
         assert watched.status("/health") == 200, "it may go on yet"
         assert watched.raw_metric("engine_up") == 0
         wait_for(lambda: watched.status("/health") == 503)
-        assert [one.wait() for one in asking] == [(503, "engine_stalled"), (200, "engine_stalled")]
+        assert [one.wait() for one in pending] == [(503, "engine_stalled"), (200, "engine_stalled")]
         wait_for(lambda: watched.status("/ready") == 200)
         assert watched.status("/health") == 200 and server.engine_pid() != engine
         assert server.complete().status_code == 200
@@ -138,10 +138,10 @@ def test_41_a_stuck_step_is_detected_and_the_log_names_the_function(
     with watched_server(default_model_path, tmp_path) as watched:
         server, engine = watched.server, watched.server.engine_pid()
         watched.fault.write_text("stuck")
-        asking = [Asking(server, **LONG), Asking(server, **LONG, stream=True)]
+        pending = [BackgroundRequest(server, **LONG), BackgroundRequest(server, **LONG, stream=True)]
         wait_for(lambda: watched.status("/ready") == 503, 10)
         assert watched.status("/health") == 200
-        assert [one.wait()[1] for one in asking] == ["engine_stalled"] * 2
+        assert [one.wait()[1] for one in pending] == ["engine_stalled"] * 2
         wait_for(lambda: watched.status("/ready") == 200)
         assert server.engine_pid() != engine and server.complete().status_code == 200
         [stalled] = watched.events("engine_stalled")
@@ -174,18 +174,21 @@ def test_an_engine_that_is_stopped_briefly_continues_and_loses_nothing(
 ) -> None:
     with watched_server(default_model_path, tmp_path, backend_options=SLOW, stall_seconds=600.0) as watched:
         server, engine = watched.server, watched.server.engine_pid()
-        asked = {**LONG, "max_tokens": 300}
-        asking = [Asking(server, **asked, stream=True), Asking(server, **asked)]
+        request_fields = {**LONG, "max_tokens": 300}
+        pending = [
+            BackgroundRequest(server, **request_fields, stream=True),
+            BackgroundRequest(server, **request_fields),
+        ]
         wait_for(lambda: server.metric("num_requests_running") == 2)
         os.kill(engine, signal.SIGSTOP)
         wait_for(lambda: watched.status("/ready") == 503, 10)
-        asking.append(Asking(server, **asked))  # it waits
+        pending.append(BackgroundRequest(server, **request_fields))  # it waits
         time.sleep(0.5)
         os.kill(engine, signal.SIGCONT)
         wait_for(lambda: watched.status("/ready") == 200)
-        for one in asking:
+        for one in pending:
             one.join(120)
-        streamed, *whole = (one.answer for one in asking)
+        streamed, *whole = (one.answer for one in pending)
         assert streamed.text.endswith("data: [DONE]\n\n")
         assert [one.json()["usage"]["completion_tokens"] for one in whole] == [300, 300]
         assert server.engine_pid() == engine and server.metric("engine_restarts_total") == 0
@@ -194,10 +197,16 @@ def test_an_engine_that_is_stopped_briefly_continues_and_loses_nothing(
 def test_deadlines_are_enforced_while_the_engine_is_stopped(default_model_path: Path, tmp_path: Path) -> None:
     with watched_server(default_model_path, tmp_path, backend_options=SLOW, stall_seconds=600.0) as watched:
         server, engine = watched.server, watched.server.engine_pid()
-        running = [Asking(server, **LONG, deadline=5), Asking(server, **LONG, deadline=5, stream=True)]
+        running = [
+            BackgroundRequest(server, **LONG, deadline=5),
+            BackgroundRequest(server, **LONG, deadline=5, stream=True),
+        ]
         wait_for(lambda: server.metric("num_requests_running") == 2)
         os.kill(engine, signal.SIGSTOP)
-        new = [Asking(server, **LONG, deadline=1), Asking(server, **LONG, deadline=1, stream=True)]
+        new = [
+            BackgroundRequest(server, **LONG, deadline=1),
+            BackgroundRequest(server, **LONG, deadline=1, stream=True),
+        ]
         late = [one.wait() for one in (*running, *new)]
         assert [code for _, code in late] == ["deadline_exceeded"] * 4
         assert [status for status, _ in late] == [504, 200, 504, 200]
@@ -213,7 +222,7 @@ def test_request_timeout_is_enforced_while_the_engine_is_stopped(
         default_model_path, tmp_path, backend_options=SLOW, stall_seconds=600.0, engine=engine_settings
     ) as watched:
         os.kill(watched.server.engine_pid(), signal.SIGSTOP)
-        assert Asking(watched.server, **LONG).wait() == (504, "deadline_exceeded")
+        assert BackgroundRequest(watched.server, **LONG).wait() == (504, "deadline_exceeded")
 
 
 def test_a_deadline_is_enforced_while_a_prompt_is_tokenised(default_model_path: Path, tmp_path: Path) -> None:
@@ -222,7 +231,10 @@ def test_a_deadline_is_enforced_while_a_prompt_is_tokenised(default_model_path: 
         assert server.complete("word " * 3000).status_code == 200
         [encoder] = [pid for pid in server.children() if b"text_process" in command(pid)]
         os.kill(encoder, signal.SIGSTOP)
-        assert Asking(server, prompt="word " * 3000, deadline=1).wait() == (504, "deadline_exceeded")
+        assert BackgroundRequest(server, prompt="word " * 3000, deadline=1).wait() == (
+            504,
+            "deadline_exceeded",
+        )
         assert server.complete("word " * 3000).status_code == 200, "another process is started"
 
 
@@ -297,7 +309,7 @@ def test_an_engine_that_cannot_start_without_descriptors_is_started_again_later(
 def test_a_worker_process_that_cannot_start_is_started_by_the_next_request(
     default_model_path: Path, tmp_path: Path
 ) -> None:
-    asked = {
+    request_fields = {
         "long prompt": {"prompt": "word " * 3000},
         "large body": {"prompt": "x", "user": "x" * 300_000},
         "grammar": {"prompt": "x", "structured_outputs": {"regex": "[a-z]{3}"}},
@@ -306,11 +318,11 @@ def test_a_worker_process_that_cannot_start_is_started_by_the_next_request(
         server = watched.server
         assert server.complete().status_code == 200  # and the connection stays open
         with no_descriptors(server.process.pid):
-            for name, fields in asked.items():
+            for name, fields in request_fields.items():
                 refused = server.complete(**fields)
                 assert refused.status_code == 500 and "try again" in refused.text, name
             assert watched.status("/health") == 200
-        for name, fields in asked.items():
+        for name, fields in request_fields.items():
             answered = server.complete(**fields)
             assert answered.status_code == 200, (name, answered.text)
 

@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 
 from weft.server.http.protocol import TimedProtocol
 
-ASKED: list[dict[str, Any]] = [
+BODIES: list[dict[str, Any]] = [
     {"prompt": [1, 2, 3], "max_tokens": 4},
     {"prompt": [1, 2, 3], "max_tokens": 4, "stream": True, "logprobs": 2, "stop": ["x"]},
     {"prompt": [1, 2, 3], "max_tokens": 4, "stream": True},
@@ -57,8 +57,8 @@ async def leftovers(model_path: Path) -> Counter[str]:
 
         async def ask_all(rounds: int) -> None:
             for _ in range(rounds):
-                for number, asked in enumerate(ASKED):
-                    await ask(port, json.dumps(asked).encode(), leaves=number == 1)
+                for number, fields in enumerate(BODIES):
+                    await ask(port, json.dumps(fields).encode(), leaves=number == 1)
             while state.connections or state.tasks:
                 await asyncio.sleep(0.01)
 
@@ -91,7 +91,7 @@ async def leftovers_of_deadlines(model_path: Path) -> Counter[str]:
         gc.collect()
         gc.disable()
         try:
-            replies = await asyncio.gather(*(server.ask("/v1/completions", body) for body in bodies))
+            replies = await asyncio.gather(*(server.send("/v1/completions", body) for body in bodies))
             assert all(b"deadline_exceeded" in reply.body for reply in replies)
             del replies
             gc.set_debug(gc.DEBUG_SAVEALL)

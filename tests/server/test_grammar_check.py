@@ -16,7 +16,7 @@ from weft.errors import InvalidRequestError, WeftError
 from weft.request import Grammar
 from weft.server.text_work.grammar_check import GrammarChecker
 
-PATIENT = 120.0
+LONG_SECONDS = 120.0
 
 
 def processes() -> list[int]:
@@ -38,7 +38,7 @@ def has_children(pid: int) -> bool:
 
 async def until_at_rest() -> None:
     """Until a second passes in which nothing is compiled."""
-    async with asyncio.timeout(PATIENT):
+    async with asyncio.timeout(LONG_SECONDS):
         before = -1.0
         while any(map(has_children, processes())) or cpu_seconds() != before:
             before = cpu_seconds()
@@ -106,7 +106,7 @@ def test_a_stuck_process_is_replaced_and_its_grammar_is_compiled_in_another(
 
 def test_a_process_that_dies_fails_only_its_own_grammar(default_model_path: Path) -> None:
     async def run() -> None:
-        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
+        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=LONG_SECONDS)
         try:
             await checker.check(number(1))
             [pid] = processes()
@@ -126,7 +126,7 @@ def test_a_process_that_dies_fails_only_its_own_grammar(default_model_path: Path
 
 def test_a_grammar_that_takes_too_much_memory_is_refused(default_model_path: Path) -> None:
     async def run() -> None:
-        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
+        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=LONG_SECONDS)
         try:
             await checker.check(number(1))
             before = processes()
@@ -146,14 +146,14 @@ def test_07_grammars_of_disconnected_clients_are_not_compiled(default_model_path
     """Before, each was compiled to its end, and what came later waited for all of them."""
 
     async def run() -> None:
-        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
+        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=LONG_SECONDS)
         try:
             await checker.check(number(1))
             before = cpu_seconds()
             for index in range(12):
-                asking = asyncio.create_task(checker.check(heavy(index)))
+                pending = asyncio.create_task(checker.check(heavy(index)))
                 await asyncio.sleep(0.02)
-                asking.cancel()
+                pending.cancel()
             assert await checker.check(number(2)) == number(2)
             await until_at_rest()
             # Less than one of them takes that is compiled to its end, and the start of a second process.
@@ -168,15 +168,15 @@ def test_07_compiling_a_grammar_stops_when_all_its_clients_disconnect(
     default_model_path: Path,
 ) -> None:
     async def run() -> None:
-        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
+        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=LONG_SECONDS)
         try:
             await checker.check(number(1))
-            asked = [asyncio.create_task(checker.check(heavy(1))) for _ in range(2)]
+            checks = [asyncio.create_task(checker.check(heavy(1))) for _ in range(2)]
             await asyncio.sleep(2.0)  # tried in full by now, or about to be
-            asked[0].cancel()
+            checks[0].cancel()
             await asyncio.sleep(0.1)
-            assert not asked[1].done(), "the other still waits"
-            asked[1].cancel()
+            assert not checks[1].done(), "the other still waits"
+            checks[1].cancel()
             await until_at_rest()
             assert cpu_seconds() < 6.0, "it was not compiled to its end"
             assert await checker.check(number(2)) == number(2)
@@ -188,7 +188,7 @@ def test_07_compiling_a_grammar_stops_when_all_its_clients_disconnect(
 
 def test_07_many_heavy_grammars_do_not_delay_a_light_one(default_model_path: Path) -> None:
     async def run() -> None:
-        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
+        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=LONG_SECONDS)
         try:
             ended: list[str] = []
 
@@ -213,12 +213,12 @@ def test_07_many_heavy_grammars_do_not_delay_a_light_one(default_model_path: Pat
 
 def test_a_cancelled_check_does_not_affect_others_of_the_same_grammar(default_model_path: Path) -> None:
     async def run() -> None:
-        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
+        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=LONG_SECONDS)
         try:
-            asked = [asyncio.create_task(checker.check(number(1))) for _ in range(3)]
+            checks = [asyncio.create_task(checker.check(number(1))) for _ in range(3)]
             await asyncio.sleep(0)
-            asked[0].cancel()
-            assert await asyncio.gather(*asked[1:]) == [number(1), number(1)]
+            checks[0].cancel()
+            assert await asyncio.gather(*checks[1:]) == [number(1), number(1)]
             assert len(processes()) == 1, "the same question is asked once"
         finally:
             await checker.close()
@@ -228,7 +228,7 @@ def test_a_cancelled_check_does_not_affect_others_of_the_same_grammar(default_mo
 
 def test_grammars_of_llama_cpp_are_converted_to_lark(default_model_path: Path) -> None:
     async def run() -> None:
-        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
+        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=LONG_SECONDS)
         try:
             for _ in range(2):
                 checked = await checker.check(Grammar("lark", 'root ::= "a" | "b"'))

@@ -143,7 +143,7 @@ def test_an_operator_can_list_and_cancel_active_requests(keys: Server, stream: b
     body = {**LONG, "stream": stream, "n": 2}
     headers = {"Authorization": "Bearer tenant"}
     with ThreadPoolExecutor(1) as threads:
-        asking = threads.submit(keys.client.post, "/v1/completions", json=body, headers=headers)
+        pending = threads.submit(keys.client.post, "/v1/completions", json=body, headers=headers)
         with httpx.Client(base_url=keys.url, headers=OPERATOR, timeout=60) as operator:
             seen: list[dict[str, Any]] = []
 
@@ -156,7 +156,7 @@ def test_an_operator_can_list_and_cancel_active_requests(keys: Server, stream: b
             assert one["key"] == "tenant" and one["answers"] == 2 and one["age"] >= 0
             assert one["prompt_tokens"] == 1 and one["completion_tokens"] > 0
             assert operator.delete(f"/admin/requests/{one['id']}").json()["cancelled"] is True
-            answer = asking.result(60)
+            answer = pending.result(60)
     if stream:
         assert answer.headers["x-request-id"] == one["id"]
         last = answer.text.strip().splitlines()[-1].removeprefix("data: ")

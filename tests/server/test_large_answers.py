@@ -43,17 +43,19 @@ def longest_callback() -> Iterator[list[float]]:
         gc.enable()
 
 
-@pytest.mark.parametrize(("path", "asked"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
+@pytest.mark.parametrize(
+    ("path", "fields"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)]
+)
 def test_an_answer_with_many_logprobs_never_blocks_the_event_loop(
-    default_model_path: Path, path: str, asked: dict[str, Any]
+    default_model_path: Path, path: str, fields: dict[str, Any]
 ) -> None:
     async def run() -> float:
         async with in_process(default_model_path, max_context=256) as server:
-            small = json.dumps({**asked, "max_tokens": 2}).encode()
-            assert (await server.ask(path, small)).status == 200  # what is made once is made
+            small = json.dumps({**fields, "max_tokens": 2}).encode()
+            assert (await server.send(path, small)).status == 200  # what is made once is made
             with longest_callback() as longest:
-                body = json.dumps({**asked, "n": 128, "max_tokens": 150}).encode()
-                reply = await server.ask(path, body)
+                body = json.dumps({**fields, "n": 128, "max_tokens": 150}).encode()
+                reply = await server.send(path, body)
                 await asyncio.sleep(0)  # the callback in which the answer came is over, and counted
             assert reply.status == 200 and len(json.loads(reply.body)["choices"]) == 128
             return longest[0]
@@ -78,9 +80,9 @@ def test_many_logprobs_take_no_more_memory_than_their_json_and_it_is_freed(
         assert server.chat(logprobs=True, top_logprobs=20).status_code == 200
         http, engine = server.process.pid, server.engine_pid()
         before = resident(http), resident(engine)
-        asked = {**CHAT, "n": 64, "max_tokens": 500, "stream": stream}
+        fields = {**CHAT, "n": 64, "max_tokens": 500, "stream": stream}
         num_bytes = 0
-        with server.client.stream("POST", "/v1/chat/completions", json=asked) as response:
+        with server.client.stream("POST", "/v1/chat/completions", json=fields) as response:
             assert response.status_code == 200
             for part in response.iter_raw():
                 num_bytes += len(part)
@@ -99,8 +101,8 @@ def test_an_answer_that_cannot_fit_is_refused_before_anything_is_computed(defaul
     with running_server(default_model_path) as server:
         refused = server.chat(**CHAT, n=128, max_tokens=2000)
         assert code_of(refused) == (413, "answer_too_large")
-        allowed, asked = 64 * MIB, int(re.findall(r"would have (\d+) bytes", refused.text)[0])
-        assert str(allowed) in refused.text and asked > allowed
+        allowed, fields = 64 * MIB, int(re.findall(r"would have (\d+) bytes", refused.text)[0])
+        assert str(allowed) in refused.text and fields > allowed
         assert server.metric("generation_tokens_total") == 0
         assert server.chat(**CHAT, n=2, max_tokens=20).status_code == 200
         # The context ends an answer before max_tokens does.
@@ -134,15 +136,15 @@ def test_answers_that_are_too_large_together_get_a_429_and_small_ones_continue(
 def test_only_the_unsent_bytes_of_a_stream_count(default_model_path: Path) -> None:
     settings: dict[str, Any] = {"max_answer_bytes": 2 * MIB, "engine": {"stream_buffer": 1_000_000}}
     with running_server(default_model_path, **settings) as server:
-        asked: dict[str, Any] = {"prompt": [1], "logprobs": 20, "ignore_eos": True, "stream": True}
+        fields: dict[str, Any] = {"prompt": [1], "logprobs": 20, "ignore_eos": True, "stream": True}
         received = b""
         with server.client.stream(
-            "POST", "/v1/completions", json={**asked, "n": 8, "max_tokens": 1000}
+            "POST", "/v1/completions", json={**fields, "n": 8, "max_tokens": 1000}
         ) as response:
             for part in response.iter_raw():
                 received = received[-100:] + part
         assert b"[DONE]" in received
-        connection = send_request(server, receive_buffer=4096, **asked, n=16, max_tokens=2000)
+        connection = send_request(server, receive_buffer=4096, **fields, n=16, max_tokens=2000)
         connection.recv(1, socket.MSG_PEEK)
         wait_for(lambda: not server.metric("num_requests_running"))  # the socket is not read
         received = b""
@@ -161,11 +163,11 @@ def test_the_logprobs_of_an_echoed_prompt_come_before_those_of_each_answer(
     with running_server(default_model_path) as server:
         prompt = "One two three four five six seven. " * 40
         plain = server.complete(prompt, echo=True, n=2, max_tokens=5, seed=1).json()
-        told = server.complete(prompt, echo=True, n=2, max_tokens=5, seed=1, logprobs=2).json()
-        num_prompt = told["usage"]["prompt_tokens"]
+        scored = server.complete(prompt, echo=True, n=2, max_tokens=5, seed=1, logprobs=2).json()
+        num_prompt = scored["usage"]["prompt_tokens"]
         assert num_prompt > 200  # several messages of the engine
-        first, second = (choice["logprobs"] for choice in told["choices"])
-        for choice, other, logprobs in zip(told["choices"], plain["choices"], (first, second), strict=True):
+        first, second = (choice["logprobs"] for choice in scored["choices"])
+        for choice, other, logprobs in zip(scored["choices"], plain["choices"], (first, second), strict=True):
             assert choice["text"] == other["text"]
             lengths = [
                 len(logprobs[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")

@@ -39,14 +39,14 @@ def test_a_long_callback_is_measured_as_lag() -> None:
 
 
 def test_the_run_delay_of_the_thread_is_subtracted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = tmp_path / "schedstat"
-    told.write_text("0 0 0\n")
-    monkeypatch.setattr(loop_lag, "_SCHEDSTAT", str(told))
+    schedstat = tmp_path / "schedstat"
+    schedstat.write_text("0 0 0\n")
+    monkeypatch.setattr(loop_lag, "_SCHEDSTAT", str(schedstat))
 
     def wait() -> None:
         began = time.monotonic()
         time.sleep(0.5)
-        told.write_text(f"0 {round(1e9 * (time.monotonic() - began))} 1\n")
+        schedstat.write_text(f"0 {round(1e9 * (time.monotonic() - began))} 1\n")
 
     assert max(lags(wait)) < 0.25
 

@@ -163,11 +163,11 @@ def code(tmp_path: Path) -> tuple[Path, str]:
 def test_33_34_an_invalid_model_file_is_refused_with_its_name_and_no_code_in_it_runs(
     tmp_path: Path, make: Callable[[Path], tuple[Path, str]]
 ) -> None:
-    path, said = make(tmp_path)
+    path, expected = make(tmp_path)
     done = serve(path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("weft: ") and done.stderr.count("\n") == 1
-    assert str(path) in done.stderr and said in done.stderr
+    assert str(path) in done.stderr and expected in done.stderr
     assert not (tmp_path / "harmed").exists()
 
 

@@ -174,10 +174,10 @@ def test_the_document_says_which_routes_need_a_key(default_model_path: Path) -> 
             return {path: one["security"] for path, each in paths.items() for one in each.values()}
 
     is_open = {path for (_, path), operation in OPERATIONS.items() if operation.is_open}
-    for path, asked in asyncio.run(security()).items():
-        assert asked == ([] if path in is_open else [{}, {"key": []}])
-    for path, asked in asyncio.run(security(api_keys=plain_keys(["one"]))).items():
-        assert asked == ([] if path in is_open else [{"key": []}])
+    for path, required in asyncio.run(security()).items():
+        assert required == ([] if path in is_open else [{}, {"key": []}])
+    for path, required in asyncio.run(security(api_keys=plain_keys(["one"]))).items():
+        assert required == ([] if path in is_open else [{"key": []}])
 
 
 def test_a_browser_without_a_key_can_open_only_the_docs_page(

@@ -20,15 +20,17 @@ def pages(default_model_path: Path) -> Iterator[Server]:
 
 
 def test_a_cors_preflight_returns_what_the_page_may_send(pages: Server) -> None:
-    asks = {
+    preflight_headers = {
         **ORIGIN,
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization,content-type",
     }
-    told = pages.client.options("/v1/chat/completions", headers=asks)
-    assert told.status_code == 200 and told.headers["access-control-allow-origin"] == PAGE
-    assert "authorization" in told.headers["access-control-allow-headers"]
-    other = pages.client.options("/v1/chat/completions", headers={**asks, "Origin": "https://other.example"})
+    preflight = pages.client.options("/v1/chat/completions", headers=preflight_headers)
+    assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == PAGE
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+    other = pages.client.options(
+        "/v1/chat/completions", headers={**preflight_headers, "Origin": "https://other.example"}
+    )
     assert other.status_code == 403 and "access-control-allow-origin" not in other.headers
 
 

@@ -33,7 +33,7 @@ def test_a_single_wait_returns_at_once() -> None:
     asyncio.run(run())
 
 
-class Plenty:
+class ManyPieces:
     """Answers of which there is more whenever some was taken, and taking takes its time."""
 
     def __init__(self) -> None:
@@ -73,12 +73,12 @@ def test_one_stream_of_many_answers_lets_other_tasks_run(
                 num_turns += 1
 
         stream = EventStream.__new__(EventStream)
-        stream._choices, stream._loop_turns = Plenty(), LoopTurns()  # type: ignore[assignment]
+        stream._choices, stream._loop_turns = ManyPieces(), LoopTurns()  # type: ignore[assignment]
         stream._loop, stream._paused_until, stream._pause_timer = asyncio.get_running_loop(), 0.0, None
         stream._measure = stream._events = lambda *_: b""  # type: ignore[assignment, method-assign]
-        beside = asyncio.create_task(others())
+        other_task = asyncio.create_task(others())
         await stream._send_pieces(None)  # type: ignore[arg-type]  # nothing is sent
-        beside.cancel()
+        other_task.cancel()
 
     asyncio.run(run())
     assert num_turns >= 40, "after every piece"

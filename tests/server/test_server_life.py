@@ -137,9 +137,9 @@ def test_a_stalled_reader_of_a_stream_is_disconnected_and_its_request_ends(
         connection.recv(1, socket.MSG_PEEK)
         assert server.metric("http_requests_open") == 1
         server.wait_until_free()  # not a byte was read
-        asked = {"prompt": "x", "max_tokens": 1}
+        body = {"prompt": "x", "max_tokens": 1}
         again = httpx.post(
-            f"{server.url}/v1/completions", json=asked, headers={"Authorization": "Bearer one"}, timeout=60
+            f"{server.url}/v1/completions", json=body, headers={"Authorization": "Bearer one"}, timeout=60
         )
         assert again.status_code == 200
         connection.close()
@@ -221,8 +221,8 @@ def test_40_a_killed_engine_fails_its_requests_and_restarts(default_model_path: 
             with httpx.Client(base_url=server.url, timeout=60) as client:
                 statuses.append(client.post("/v1/completions", json={**LONG, "n": 20}).status_code)
 
-        asking = threading.Thread(target=ask_whole)
-        asking.start()
+        pending = threading.Thread(target=ask_whole)
+        pending.start()
         with server.client.stream(
             "POST", "/v1/completions", json={**LONG, "n": 20, "stream": True}
         ) as response:
@@ -234,7 +234,7 @@ def test_40_a_killed_engine_fails_its_requests_and_restarts(default_model_path: 
             *_, last = (line for line in lines if line)
         error = json.loads(last.removeprefix("data: "))["error"]
         assert error["code"] == "engine_died" and error["type"] == "server_error"
-        asking.join()
+        pending.join()
         assert statuses == [503]
         assert [server.client.get(path).status_code for path in ("/health", "/ready")] == [503, 503]
         hold.unlink()
@@ -356,19 +356,19 @@ def test_the_command_prints_the_model_and_the_address_and_ctrl_c_ends_it(default
     )
     assert process.stderr is not None
     try:
-        said = ""
-        while "Serving" not in said:
+        output = ""
+        while "Serving" not in output:
             line = process.stderr.readline()
-            assert line, said
-            said += line
-        assert MODEL in said and "KV cache" in said and "512 in one context" in said
-        found = re.search(r"http://127\.0\.0\.1:\d+/v1", said)
+            assert line, output
+            output += line
+        assert MODEL in output and "KV cache" in output and "512 in one context" in output
+        found = re.search(r"http://127\.0\.0\.1:\d+/v1", output)
         assert found is not None
         headers = {"Authorization": "Bearer secret"}
         models = httpx.get(f"{found[0]}/models", headers=headers, timeout=60).json()["data"]
         assert [(model["id"], model["max_model_len"]) for model in models] == [(MODEL, 512)]
         assert httpx.get(f"{found[0]}/models", timeout=60).status_code == 401
-        page = re.search(r"http://127\.0\.0\.1:\d+/docs", said)
+        page = re.search(r"http://127\.0\.0\.1:\d+/docs", output)
         assert page is not None and httpx.get(page[0], timeout=60).status_code == 200, (
             "a browser has no key to send"
         )
@@ -381,20 +381,20 @@ def test_the_command_prints_the_model_and_the_address_and_ctrl_c_ends_it(default
 
 
 @pytest.mark.parametrize(
-    ("arguments", "exit_code", "said"),
+    ("arguments", "exit_code", "message"),
     [
         (["/nowhere/model.gguf"], 2, "/nowhere/model.gguf"),
         (["default", "--context", "1"], 2, "context is 1; allowed: a whole number from 2"),
-        (["default", "--api-key-file", "/dev/null"], 2, "there is no key"),
+        (["default", "--api-key-file", "/dev/null"], 2, "it contains no key"),
     ],
 )
-def test_errors_of_the_command_are_one_line(arguments: list[str], exit_code: int, said: str) -> None:
+def test_errors_of_the_command_are_one_line(arguments: list[str], exit_code: int, message: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     done = subprocess.run(
         weft(*arguments, "--port", "0"), capture_output=True, text=True, env=environment, timeout=60
     )
     assert done.returncode == exit_code
-    assert done.stderr.startswith("weft: ") and said in done.stderr and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("weft: ") and message in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_the_command_reports_a_port_in_use(shared_server: Server, default_model_path: Path) -> None:

@@ -145,12 +145,12 @@ def test_the_fast_histogram_exports_the_same_lines_as_that_of_the_library() -> N
         for gap in (*reversed(bounds), 0.0, 1e-9, 0.017, 0.017, 4.9, 5.1, 1000.0):
             metrics.delivery(gap * 4, 4)
             theirs.observe(gap)
-        told = asyncio.run(metrics.text(NoEngine())).decode().splitlines()
+        exported = asyncio.run(metrics.text(NoEngine())).decode().splitlines()
         expected = [
             line for line in generate_latest(registry).decode().splitlines() if "_created" not in line
         ]
         assert len(expected) == len(bounds) + 5, turn
-        ours = [line for line in told if name in line]
+        ours = [line for line in exported if name in line]
         assert ours[1:] == expected[1:], "but for the help"
 
 

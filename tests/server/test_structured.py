@@ -164,11 +164,11 @@ def test_an_object_has_only_the_properties_that_the_schema_names(real_server: Se
         },
         "required": ["name", "age"],
     }
-    asked = {
+    body = {
         "messages": [{"role": "user", "content": "Tell me about a person called Ada, aged 36."}],
         "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}},
     }
-    [choice] = real_server.chat(**asked, temperature=0, max_tokens=60).json()["choices"]
+    [choice] = real_server.chat(**body, temperature=0, max_tokens=60).json()["choices"]
     assert choice["finish_reason"] == "stop"
     assert set(json.loads(choice["message"]["content"])) == {"name", "age"}
 
@@ -239,7 +239,7 @@ def check_that_it_errors_alone(server: Server, fields: dict[str, Any], message: 
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "said"),
+    ("fields", "param", "message"),
     [
         ({"guided_regex": "a(b"}, "guided_regex", "at character 2 of 3"),
         ({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
@@ -263,10 +263,10 @@ def check_that_it_errors_alone(server: Server, fields: dict[str, Any], message: 
     ],
 )
 def test_26_an_invalid_grammar_is_refused_with_its_field_and_position(
-    server: Server, fields: dict[str, Any], param: str, said: str
+    server: Server, fields: dict[str, Any], param: str, message: str
 ) -> None:
     for response in (server.chat(**fields), server.complete(**fields, stream=True)):
-        assert said in refused(response, param)
+        assert message in refused(response, param)
 
 
 @pytest.mark.parametrize("depth", [230, *range(480, 500)])

@@ -107,13 +107,13 @@ def test_10_a_prompt_of_9_kb_does_not_wait_for_many_of_500_kb(server: Server) ->
     with ThreadPoolExecutor(24) as pool:
         for body in (short, long):  # both processes run
             assert set(pool.map(ask, [body] * 4)) == {200 if body is short else 400}  # the context has 8192
-        asking = [pool.submit(ask, long) for _ in range(20)]
-        wait_for(lambda: any(one.done() for one in asking))
-        num_done = sum(one.done() for one in asking)
+        pending = [pool.submit(ask, long) for _ in range(20)]
+        wait_for(lambda: any(one.done() for one in pending))
+        num_done = sum(one.done() for one in pending)
         assert ask(short) == 200
-        num_overtaken = 20 - sum(one.done() for one in asking)
+        num_overtaken = 20 - sum(one.done() for one in pending)
         assert num_overtaken >= 20 - num_done - 6, "it waited for at most a few of them"
-        assert {one.result() for one in asking} == {400}
+        assert {one.result() for one in pending} == {400}
 
 
 STAGES: dict[str, tuple[str, str, bytes]] = {
@@ -161,14 +161,14 @@ def test_07_work_of_disconnected_clients_is_dropped_at_every_stage(
     async def run() -> None:
         async with in_process(default_model_path, max_context=2048) as app:
             for _ in range(2):
-                assert (await app.ask(path, body)).status == 400
+                assert (await app.send(path, body)).status == 400
             [pid] = children(module)
             before = seconds_of([pid])
-            assert (await app.ask(path, body)).status == 400
+            assert (await app.send(path, body)).status == 400
             alone = seconds_of([pid]) - before
-            leaving = [asyncio.create_task(app.ask(path, body, leaves_after=0.01)) for _ in range(30)]
+            leaving = [asyncio.create_task(app.send(path, body, leaves_after=0.01)) for _ in range(30)]
             await asyncio.gather(*leaving)
-            assert (await app.ask(path, body)).status == 400
+            assert (await app.send(path, body)).status == 400
             assert pid in children(module), "what is short is let end: a new process costs more"
             assert seconds_of([pid]) - before < 10 * alone + 1.0
 
@@ -183,14 +183,14 @@ def test_10_a_stuck_process_fails_one_request_and_is_replaced(
 
     async def run() -> None:
         async with in_process(default_model_path, max_context=2048) as app:
-            assert (await app.ask(path, body)).status == 400
+            assert (await app.send(path, body)).status == 400
             [pid] = children(module)
             os.kill(pid, signal.SIGSTOP)
             monkeypatch.setattr(bodies if stage == "body" else prompts, "_SECONDS", 1.0)
-            stuck = await app.ask(path, body)
+            stuck = await app.send(path, body)
             monkeypatch.undo()
             assert stuck.status == 503 and b"server_busy" in stuck.body and b"retry-after" in stuck.headers
-            assert (await app.ask(path, body)).status == 400
+            assert (await app.send(path, body)).status == 400
             assert pid not in children(module)
 
     asyncio.run(run())
@@ -220,8 +220,8 @@ def test_07_grammars_of_disconnected_clients_do_not_delay_the_next(server: Serve
     assert server.chat(guided_regex="a").status_code == 200
     before = grammar_seconds(server)
     for index in range(12):
-        asked = {"messages": MESSAGES, "json_schema": {**HEAVY, "title": f"{index} {time.time()}"}}
-        body = json.dumps(asked).encode()
+        fields = {"messages": MESSAGES, "json_schema": {**HEAVY, "title": f"{index} {time.time()}"}}
+        body = json.dumps(fields).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(head.encode() + body)

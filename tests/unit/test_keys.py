@@ -80,7 +80,7 @@ key_sha256 = "{digest("other")}"
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "expected"),
     [
         ("requests_per_minute = -1", "requests_per_minute is -1"),
         ("requests_per_minute = 1.5", "requests_per_minute is 1.5"),
@@ -96,18 +96,18 @@ key_sha256 = "{digest("other")}"
         ('key_sha256 = "00"', "either key or key_sha256"),
     ],
 )
-def test_an_error_in_a_key_table_has_its_line_and_field(tmp_path: Path, line: str, said: str) -> None:
+def test_an_error_in_a_key_table_has_its_line_and_field(tmp_path: Path, line: str, expected: str) -> None:
     text = f'[[key]]\nname = "first"\nkey = "a"\n\n[[key]]\nname = "second"\nkey = "hidden"\n{line}\n'
     with pytest.raises(InvalidRequestError) as caught:
         read_key_file(write(tmp_path, text))
     message = str(caught.value)
-    assert "keys.toml" in message and "key 2, line 5" in message and said in message
+    assert "keys.toml" in message and "key 2, line 5" in message and expected in message
     assert "hidden" not in message
     assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("", "no key"),
         ("[[key]]\nname = \n", "line 2"),
@@ -122,8 +122,8 @@ def test_an_error_in_a_key_table_has_its_line_and_field(tmp_path: Path, line: st
         ("[[key]]\nname = 'a'\nkey = 'x'\n[[key]]\nname = 'b'\nkey = 'x'\n", "'a' and 'b', are the same key"),
     ],
 )
-def test_an_invalid_key_file_is_refused_with_the_reason(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(InvalidRequestError, match=said):
+def test_an_invalid_key_file_is_refused_with_the_reason(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(InvalidRequestError, match=expected):
         read_key_file(write(tmp_path, text))
 
 

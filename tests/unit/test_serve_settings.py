@@ -93,7 +93,7 @@ def test_the_environment_can_set_every_kind_of_setting() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         ("prot = 1", ["prot", "did you mean port?", "host"]),
         ("[engine.scheduler]\nmax_runing = 1", ["engine.scheduler.max_runing", "max_running", "ageing_rate"]),
@@ -114,11 +114,11 @@ def test_the_environment_can_set_every_kind_of_setting() -> None:
     ],
 )
 def test_an_error_in_the_file_has_the_path_the_key_and_the_allowed_values(
-    write: Write, content: str, said: list[str]
+    write: Write, content: str, expected: list[str]
 ) -> None:
     file = write(content)
     message = str(refusal(file))
-    for part in [str(file), *said]:
+    for part in [str(file), *expected]:
         assert part in message, message
 
 

@@ -54,9 +54,9 @@ def answering(status: int = 200) -> Any:
 
 def test_a_request_is_logged_with_its_tokens_times_and_key() -> None:
     _, [line] = served(answering())
-    told = json.loads(line)
-    assert told.pop("time").endswith("Z") and told.pop("total_seconds") >= 0 and told.pop("request_id")
-    assert told == {
+    logged = json.loads(line)
+    assert logged.pop("time").endswith("Z") and logged.pop("total_seconds") >= 0 and logged.pop("request_id")
+    assert logged == {
         "level": "info",
         "event": "request",
         "key": "team-a",
@@ -96,9 +96,9 @@ def test_the_log_never_contains_an_answer() -> None:
 )
 def test_the_id_that_the_client_sent_is_used_if_it_is_valid(given: bytes, is_kept: bool) -> None:
     sent, [line] = served(answering(), headers=[(b"x-request-id", given)])
-    told = dict(sent[0]["headers"])[b"x-request-id"]
-    assert (told == given) is is_kept and told
-    assert json.loads(line)["request_id"] == told.decode()
+    logged = dict(sent[0]["headers"])[b"x-request-id"]
+    assert (logged == given) is is_kept and logged
+    assert json.loads(line)["request_id"] == logged.decode()
 
 
 def test_an_exception_becomes_a_500_and_a_log_line_with_frames_but_no_message() -> None:
