@@ -1,4 +1,4 @@
-"""instructor: objects of a class out of a model, by schema and by tool call."""
+"""instructor: objects of a class, by JSON schema and by tool call."""
 
 from __future__ import annotations
 

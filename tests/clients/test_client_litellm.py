@@ -1,4 +1,4 @@
-"""litellm, which many tools call models through."""
+"""litellm: completions, streams, schemas, tools and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The llm command, with the server as an extra model."""
+"""The llm command with the server as an extra model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def get_weather(city: str) -> str:
 
 @pytest.fixture(scope="module")
 def environment(base_url: str, model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A folder of settings with one model in it, as the documentation of llm describes."""
+    """A settings folder with one model, as the documentation of llm describes."""
     folder = tmp_path_factory.mktemp("llm")
     lines = (
         "- model_id: weft",
@@ -70,7 +70,7 @@ def test_a_schema_is_followed(environment: dict[str, str], more: tuple[str, ...]
 
 
 def test_the_model_may_call_a_function_or_answer(environment: dict[str, str], tmp_path: Path) -> None:
-    """llm leaves the choice to the model, so that either is right."""
+    """llm lets the model choose, so both a call and an answer are correct."""
     functions = tmp_path / "functions.py"
     functions.write_text(WEATHER)
     text = ask(

@@ -1,4 +1,4 @@
-"""lm-eval's local-completions on a task of a few lines: likelihoods from echoed logprobs, and generated text."""
+"""lm-eval with local-completions on a small task: likelihoods from echoed logprobs, and generated text."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def results(base_url: str, model: str, tmp_path_factory: pytest.TempPathFactory)
         },
     }
     for name, task in tasks.items():
-        # JSON is YAML too.
+        # JSON is valid YAML
         (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **shared, **task}))
     os.environ["OPENAI_API_KEY"] = "secret"
     return lm_eval.simple_evaluate(

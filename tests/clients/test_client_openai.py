@@ -1,4 +1,4 @@
-"""The openai package: plain, asynchronous, streamed, structured, with tools, and its errors."""
+"""The openai package: completions, asynchronous, streamed and structured ones, tools, and errors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What one small body may cost: no list of a request is looked at again for each of its prompts and answers.
+"""The cost of one small body: a list of a request is processed once, not for each of its prompts and answers.
 
-Counted in processor time of the event loop's thread and of the engine's process, against the same request without the
-list on the same machine: how busy or fast that is does not matter.
+The tests measure CPU time of the event loop and of the engine process, relative to the same request without the list.
+The speed and load of the machine do not matter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.request import InferenceRequest
 from weft.server.admission.keys import ApiKey
 
 _SECONDS_PER_BYTE = 5e-6
-"""To read, check, send and read again what the body holds takes a tenth of it."""
+"""Allowed cost per byte of the body: ten times what parsing, checking and sending it takes."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 LISTS: dict[str, Any] = {
     "logit_bias": {str(token): 1.5 for token in range(40_000, 40_000 + 1024)},
@@ -42,7 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 async def cost(server: InProcess, body: dict[str, Any], key: str | None = None) -> tuple[float, float]:
-    """Seconds of the event loop's thread and of the engine's process for one request that is answered."""
+    """CPU seconds of the event loop and of the engine process for one answered request."""
     process = server.server.engine._process
     assert process is not None
     used = _process_seconds(process.pid)
@@ -76,7 +76,9 @@ def test_the_cost_of_a_list_does_not_multiply_with_prompts_and_answers(
     del bodies["all but a grammar"]["guided_choice"]
 
     async def work(server: InProcess) -> None:
-        await cost(server, {"prompt": [5], "guided_choice": LISTS["guided_choice"]})  # starts what compiles
+        await cost(
+            server, {"prompt": [5], "guided_choice": LISTS["guided_choice"]}
+        )  # starts the grammar process
         plain = [await cost(server, shape) for _ in range(3)]
         for name, body in bodies.items():
             listed = [await cost(server, body) for _ in range(2)]
@@ -94,7 +96,7 @@ def test_the_cost_of_a_list_does_not_multiply_with_prompts_and_answers(
 def test_submitting_a_thousand_answers_does_not_block_the_event_loop(
     default_model_path: Path, has_keys: bool
 ) -> None:
-    """Of the event loop, between any two of its messages to the engine."""
+    """The event loop runs other tasks between any two messages to the engine."""
     keys = (ApiKey("a", sha256(b"a").hexdigest()), ApiKey("b", sha256(b"b").hexdigest())) if has_keys else ()
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""Answers with calls and thoughts as clients of the OpenAI API get them: whole, and added up from a stream."""
+"""Answers with tool calls and thoughts in the OpenAI API: whole, and accumulated from a stream."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOOLS = AnswerForm(tools=HERMES)
 def answered(
     text: str, tokenizer: Tokenizer, reason: FinishReason, capacity: int = 1000
 ) -> tuple[RemoteAnswer, list[wire.Output]]:
-    """An answer of the engine, as its client has it, and the outputs that make it."""
+    """An answer as `EngineClient` has it, and its outputs."""
     tokens = tokenizer.encode(text, allow_control=True, add_bos=False)
     client = EngineClient("noop", {}, ServingEngineConfig())
     answer = RemoteAnswer(client, 0, capacity, asyncio.Event(), prompt_length=7)
@@ -57,7 +57,7 @@ def answered(
 
 
 class ReadAnswer:
-    """One answer, taken `step` tokens at a time: its chunks, and what it is as a whole."""
+    """Reads one answer, `step` tokens at a time: as chunks of a stream, and as a whole response."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class ReadAnswer:
         self.added_up = state.current_completion_snapshot.choices[0]
 
     def check_same(self) -> None:
-        """What a client adds up is the whole answer."""
+        """Checks that a client accumulates the whole answer from the stream."""
         whole, streamed = self.whole.message, self.added_up.message
         assert (streamed.content or None) == (whole.content or None)
         calls = [
@@ -203,7 +203,7 @@ def test_logprobs_cover_the_tokens_of_thoughts_and_calls_too(default_tokenizer: 
 def test_control_tokens_reach_the_parser_only_if_they_are_markers(
     default_tokenizer: Tokenizer,
 ) -> None:
-    """With control tokens of the default model in the place of `[TOOL_CALLS]` and `[ARGS]`."""
+    """Control tokens of the default model stand for `[TOOL_CALLS]` and `[ARGS]`."""
     control = ToolFormat(
         "test", ("<file_sep>",), before_name="<file_sep>", before_arguments="[ARGS]", has_named_calls=True
     )

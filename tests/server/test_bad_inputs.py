@@ -1,4 +1,4 @@
-"""What a server survives, by the numbers of the list of forty: the right answer, and then everything as before."""
+"""Bad inputs, numbered as in the list of forty: the server responds correctly and keeps working."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def error_of(response: httpx.Response, status: int, param: str | None = None) ->
 
 
 def raw(server: Server, sent: bytes, seconds: float = 60.0) -> bytes:
-    """What comes back for these bytes until the server closes or has answered."""
+    """The bytes that the server sends back until it closes the connection."""
     received = b""
     with socket.create_connection(("127.0.0.1", server.port), timeout=seconds) as connection:
         try:
@@ -68,7 +68,7 @@ def test_02_a_chunked_body_that_is_too_large_is_refused_while_it_is_received(ser
 
 @pytest.fixture(scope="module")
 def strict_server(default_model_path: Path) -> Iterator[Server]:
-    """Keys and a short queue."""
+    """A server with keys and a short queue."""
     keys, headers = [api_key("first"), api_key("second")], {"Authorization": "Bearer second"}
     with running_server(
         default_model_path, backend_options=SLOW, api_keys=keys, headers=headers, max_requests=2
@@ -78,7 +78,7 @@ def strict_server(default_model_path: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def impatient_server(default_model_path: Path) -> Iterator[Server]:
-    """For those who are late alone: on a busy machine anybody may be."""
+    """A server with short timeouts, only for tests of slow requests: on a busy machine any request may be slow."""
     with running_server(default_model_path, header_seconds=0.5, body_seconds=1.0) as server:
         yield server
 
@@ -228,7 +228,7 @@ COMPLETION_FIELDS = (*FIELDS, "prompt", "logprobs", "echo", "suffix", "best_of")
 def test_09_a_wrong_type_in_a_chat_is_refused_with_its_field_and_null_is_the_default(
     server: Server, field: str
 ) -> None:
-    # A dict would be a metadata, a string a stop: a list of lists is nowhere right.
+    # A list of lists is valid for no field; a dict would be valid for metadata, a string for stop.
     assert error_of(server.chat(**{field: [[{}]]}), 400)["param"].startswith(field)
     if field != "messages":
         assert server.chat(**{field: None, "max_tokens": 2}).status_code == 200
@@ -348,7 +348,8 @@ def test_21_control_tokens_in_messages_and_prompts_are_plain_text(server: Server
 
 
 def test_22_a_prompt_of_megabytes_does_not_block_other_requests(server: Server) -> None:
-    """10 MB are refused uncounted for this context; 2 MB, which could fit a very odd vocabulary, are counted elsewhere."""
+    """10 MB are refused without tokenising. 2 MB might fit with another vocabulary, and are tokenised in a worker
+    process."""
     answers: list[httpx.Response] = []
 
     def ask() -> None:
@@ -365,7 +366,7 @@ def test_22_a_prompt_of_megabytes_does_not_block_other_requests(server: Server) 
         time.sleep(0.01)
     pending.join()
     assert [error_of(answer, 400, "prompt")["code"] for answer in answers] == ["context_length_exceeded"] * 2
-    # A tokenizer that kept the interpreter to itself would have let one or two through.
+    # With a tokenizer that blocks the event loop, only one or two requests would get through.
     assert num_healthy > 20, num_healthy
 
 

@@ -1,4 +1,4 @@
-"""More of the list of forty: nulls in completions, biases without bounds, media that must not be fetched."""
+"""More of the list of forty: nulls in completions, invalid biases, media that must not be fetched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that is stopped, stuck, slow, broken or cannot be started: what the server says of it, and that it comes back."""
+"""An engine that is stopped, stuck, slow, broken or cannot start: what the server reports, and that it recovers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if "weft.engine.ipc.process" in " ".join(sys.orig_argv):
 
     fault, finish = pathlib.Path({!r}), noop.NoopBackend._finish
 
-    def wait_for_a_lock_that_nobody_gives_back():
+    def wait_for_a_lock_that_is_never_released():
         lock = threading.Lock()
         lock.acquire()
         lock.acquire()
@@ -40,7 +40,7 @@ if "weft.engine.ipc.process" in " ".join(sys.orig_argv):
         if kind:
             fault.unlink()
         if kind == "stuck":
-            wait_for_a_lock_that_nobody_gives_back()
+            wait_for_a_lock_that_is_never_released()
         if kind == "slow":
             end = time.monotonic() + float(seconds)
             while time.monotonic() < end:
@@ -53,12 +53,12 @@ if "weft.engine.ipc.process" in " ".join(sys.orig_argv):
     noop.NoopBackend._finish = finish_with_faults
     if fault.exists() and fault.read_text() == "stuck start":
         fault.unlink()
-        wait_for_a_lock_that_nobody_gives_back()
+        wait_for_a_lock_that_is_never_released()
 """
 
 
 class Watched:
-    """A server, its log, and what goes wrong in the next step of its engine."""
+    """A server, its log, and the file that injects a fault into the next step of its engine."""
 
     def __init__(self, server: Server, log: Path, fault: Path) -> None:
         self.server = server
@@ -73,7 +73,7 @@ class Watched:
         return self.server.client.get(path).status_code
 
     def raw_metric(self, name: str) -> float:
-        """Also of a moment in which the engine does not answer."""
+        """The value of a metric, also while the engine does not respond."""
         lines = self.server.client.get("/metrics").text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"weft:{name}{{"))
 
@@ -91,7 +91,7 @@ def watched_server(model_path: Path, tmp_path: Path, **settings: Any) -> Iterato
 
 
 class BackgroundRequest(threading.Thread):
-    """A request that is waited for elsewhere; `answer` once it has one."""
+    """A request in a thread; `answer` is set when it ends."""
 
     def __init__(self, server: Server, **fields: Any) -> None:
         super().__init__(daemon=True)
@@ -103,7 +103,7 @@ class BackgroundRequest(threading.Thread):
         self.answer = httpx.post(self._url, json=self._fields, timeout=120)
 
     def wait(self) -> tuple[int, str]:
-        """Its status and the code of its error; that of the last event, where it was streamed."""
+        """The status and the error code; of a stream, that of the last event."""
         self.join(120)
         lines = [line for line in self.answer.text.splitlines() if line]
         last = json.loads(lines[-1].removeprefix("data: "))
@@ -119,7 +119,7 @@ def test_41_a_stopped_engine_is_not_ready_then_unhealthy_fails_its_requests_and_
         wait_for(lambda: server.metric("num_requests_running") == 2)
         os.kill(engine, signal.SIGSTOP)
         wait_for(lambda: watched.status("/ready") == 503, 10)
-        assert watched.status("/health") == 200, "it may go on yet"
+        assert watched.status("/health") == 200, "it may still continue"
         assert watched.raw_metric("engine_up") == 0
         wait_for(lambda: watched.status("/health") == 503)
         assert [one.wait() for one in pending] == [(503, "engine_stalled"), (200, "engine_stalled")]
@@ -145,7 +145,7 @@ def test_41_a_stuck_step_is_detected_and_the_log_names_the_function(
         wait_for(lambda: watched.status("/ready") == 200)
         assert server.engine_pid() != engine and server.complete().status_code == 200
         [stalled] = watched.events("engine_stalled")
-        assert "wait_for_a_lock_that_nobody_gives_back" in stalled["traceback"]
+        assert "wait_for_a_lock_that_is_never_released" in stalled["traceback"]
         assert stalled["process_state"] == "S"
 
 
@@ -157,7 +157,7 @@ def test_42_a_slow_step_and_a_compiling_step_are_not_stalls(
         server, engine = watched.server, watched.server.engine_pid()
         watched.fault.write_text(f"{fault} 8")
         assert server.complete().status_code == 200
-        assert not watched.fault.exists(), "there was such a step"
+        assert not watched.fault.exists(), "the fault was injected"
         assert server.engine_pid() == engine and server.metric("engine_stalls_total") == 0
 
 
@@ -182,7 +182,7 @@ def test_an_engine_that_is_stopped_briefly_continues_and_loses_nothing(
         wait_for(lambda: server.metric("num_requests_running") == 2)
         os.kill(engine, signal.SIGSTOP)
         wait_for(lambda: watched.status("/ready") == 503, 10)
-        pending.append(BackgroundRequest(server, **request_fields))  # it waits
+        pending.append(BackgroundRequest(server, **request_fields))
         time.sleep(0.5)
         os.kill(engine, signal.SIGCONT)
         wait_for(lambda: watched.status("/ready") == 200)
@@ -235,7 +235,7 @@ def test_a_deadline_is_enforced_while_a_prompt_is_tokenised(default_model_path: 
             504,
             "deadline_exceeded",
         )
-        assert server.complete("word " * 3000).status_code == 200, "another process is started"
+        assert server.complete("word " * 3000).status_code == 200, "another worker process is started"
 
 
 def test_an_engine_whose_steps_all_fail_is_restarted(default_model_path: Path, tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_an_engine_that_crashes_writes_its_stacks_to_the_log(
 
 @contextmanager
 def no_descriptors(pid: int) -> Iterator[None]:
-    """None can be opened; what is open stays."""
+    """No descriptor can be opened; open ones stay."""
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, before[1]))
     try:
@@ -316,7 +316,7 @@ def test_a_worker_process_that_cannot_start_is_started_by_the_next_request(
     }
     with watched_server(default_model_path, tmp_path) as watched:
         server = watched.server
-        assert server.complete().status_code == 200  # and the connection stays open
+        assert server.complete().status_code == 200  # the connection stays open for the requests below
         with no_descriptors(server.process.pid):
             for name, fields in request_fields.items():
                 refused = server.complete(**fields)

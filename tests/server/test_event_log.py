@@ -1,4 +1,4 @@
-"""The engine's event log under a server: a crash keeps its log, and a full disk costs no request."""
+"""The event log of the engine under a server: a crash keeps the log, and a full disk fails no request."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_49_a_full_disk_ends_the_event_log_with_one_warning_and_no_request(
     ):
         engine = server.engine_pid()
         assert server.complete().status_code == 200
-        most = path.stat().st_size + 1_000  # within a few lines from here
+        most = path.stat().st_size + 1_000  # room for a few more lines
         resource.prlimit(engine, resource.RLIMIT_FSIZE, (most, most))
         for _ in range(5):
             assert server.complete(max_tokens=50).status_code == 200

@@ -1,4 +1,4 @@
-"""One stream of events: written where tokens arrive, whole and in order, however fast the client reads and however it ends."""
+"""One event stream: events are written when tokens arrive, completely and in order, however fast the client reads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TEXT = "one two three four five six seven eight nine ten"
 
 
 class Engine(EngineClient):
-    """Hands out answers that the test fills."""
+    """An engine client whose answers are filled by the test."""
 
     def __init__(self) -> None:
         super().__init__("noop", {}, ServingEngineConfig())
@@ -70,7 +70,7 @@ class Engine(EngineClient):
 
 
 class Writer:
-    """Stands for the connection."""
+    """A fake `BodyWriter`."""
 
     accepts_chunks = True
 
@@ -85,7 +85,7 @@ class Writer:
 
 
 class Streamed:
-    """A stream under way, and both ways out of it."""
+    """A running stream, with its writer and its ASGI `send`."""
 
     def __init__(self, stream: EventStream, engine: Engine, tokens: list[int]) -> None:
         self.stream, self.engine, self.answer = stream, engine, engine.answer
@@ -104,16 +104,16 @@ class Streamed:
     async def send(self, message: Any) -> None:
         await self.may_send.wait()
         self.sent.append(message)
-        self.writer.pieces.append(message.get("body", b""))  # all that is written, in order
+        self.writer.pieces.append(message.get("body", b""))  # all bytes in order, written directly or sent
 
     async def put(self, count: int) -> None:
-        """So many tokens, each at a time of its own."""
+        """Delivers `count` tokens, one at a time."""
         for _ in range(count):
             self.answer.put_token(self.tokens.pop(0))
             await run_loop()
 
     async def end(self) -> None:
-        """The rest, and the end."""
+        """Delivers the remaining tokens and ends the answer."""
         await self.put(len(self.tokens))
         self.answer.put(wire.Output(0, None, finish_reason=FinishReason.LENGTH))
         self.answer.result = GenerationResult(
@@ -123,14 +123,14 @@ class Streamed:
 
     @property
     def texts(self) -> list[str]:
-        """Of each event that was written, by either way."""
+        """The texts of all events, written directly or sent."""
         lines = b"".join(self.writer.pieces).decode().split("\n\n")
         events = [json.loads(line[6:]) for line in lines if line and line != "data: [DONE]"]
         return [one["choices"][0]["text"] for one in events if "choices" in one]
 
 
 async def run_loop(count: int = 10) -> None:
-    """Whoever can go on does."""
+    """Runs `count` iterations of the event loop."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -179,14 +179,15 @@ def test_every_token_is_written_when_it_arrives(default_tokenizer: Tokenizer) ->
 
     found = run(default_tokenizer, work)
     kinds = [message["type"] for message in found.sent]
-    assert kinds == ["http.response.start", "http.response.body"], "no piece went the long way"
+    assert kinds == ["http.response.start", "http.response.body"], "no piece went through send"
     assert "".join(found.texts) == TEXT
     assert found.writer.pieces[-1] == b"data: [DONE]\n\n"
     assert [len(outcome) for outcome in found.outcomes] == [1]
 
 
 def test_outputs_that_arrive_before_submit_returns_are_not_lost(default_tokenizer: Tokenizer) -> None:
-    """The connection to the engine is full, and the answer is quicker than `submit` returns; who reads looks meanwhile."""
+    """The connection to the engine is full, so that outputs arrive before `submit` returns. The reader calls `take`
+    meanwhile."""
 
     class Slow(Engine):
         may_return = asyncio.Event()
@@ -213,7 +214,9 @@ def test_outputs_that_arrive_before_submit_returns_are_not_lost(default_tokenize
 
         quiet = Choices(Engine(), default_tokenizer)
         await quiet.submit([request])
-        assert not quiet._arrived.is_set(), "the status of a stream waits for news, which may be a refusal"
+        assert not quiet._arrived.is_set(), (
+            "no event is set before the first output: the status of a stream waits for it"
+        )
 
     asyncio.run(run())
 
@@ -238,10 +241,10 @@ def test_a_slow_client_gets_all_events_in_order(
         await found.put(3)
         found.writer.is_paused = False
         await found.put(1)
-        assert len(found.texts) == 2, "what comes later must not pass what waits"
+        assert len(found.texts) == 2, "later events must not overtake waiting bytes"
         found.may_send.set()
         await run_loop()
-        assert len(found.texts) == 4, "one that waited, and all that came meanwhile"
+        assert len(found.texts) == 4, "the waiting event, and one with all later tokens"
         await found.put(1)
         assert len(found.texts) == 5
         await found.end()
@@ -288,12 +291,12 @@ def test_tokens_that_arrive_during_a_pause_share_one_event(
 
     async def work(found: Streamed) -> None:
         await found.put(1)
-        assert len(found.texts) == 1, "the first at once"
+        assert len(found.texts) == 1, "the first token is written at once"
         await found.put(4)
         assert len(found.texts) == 1
         assert found.stream._pause_timer is not None
         found.stream._pause_timer.cancel()
-        found.stream._loop_turns.call_in_turn(found.stream._write)  # as if the hour were over
+        found.stream._loop_turns.call_in_turn(found.stream._write)  # as if the pause were over
         await run_loop()
         assert len(found.texts) == 2
         monkeypatch.setattr(streaming, "_MAX_PAUSE", 0.0)
@@ -351,7 +354,7 @@ def test_an_error_during_a_stream_leaves_no_garbage(default_tokenizer: Tokenizer
             gc.enable()
 
     found = asyncio.run(run())
-    # What the test itself is made of goes in a circle; what an error holds must not be part of it.
+    # The test's own objects form cycles; objects of an error must not be among them.
     assert not {"Future", "traceback", "frame"} & found.keys(), found
 
 
@@ -372,7 +375,7 @@ def test_an_exception_while_writing_ends_only_its_own_stream(default_tokenizer: 
 def test_nothing_is_written_after_the_client_disconnects(default_tokenizer: Tokenizer) -> None:
     async def work(found: Streamed) -> None:
         await found.put(2)
-        found.answer.put_token(found.tokens.pop(0))  # its turn is asked for, and comes too late
+        found.answer.put_token(found.tokens.pop(0))  # its turn is requested, and comes after the disconnect
         found.is_gone.set()
         await run_loop()
         written = len(found.writer.pieces)
@@ -384,7 +387,7 @@ def test_nothing_is_written_after_the_client_disconnects(default_tokenizer: Toke
 
 
 class Wire(asyncio.Transport):
-    """A connection without its socket."""
+    """A transport without a socket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -407,7 +410,7 @@ class Wire(asyncio.Transport):
 
 
 async def body_and_messages(server: InProcess, http_version: str) -> tuple[list[tuple[bytes, bytes]], int]:
-    """The events of a stream without what differs between any two, and how many messages of ASGI they took."""
+    """The texts of a stream's events, and the number of ASGI messages."""
     num_messages = 0
 
     async def counting(scope: Any, receive: Any, send: Any) -> None:
@@ -447,8 +450,8 @@ def test_direct_writes_of_a_stream_give_the_same_text_as_asgi(default_model_path
     async def run() -> None:
         async with in_process(default_model_path) as server:
             short, num_short = await body_and_messages(server, "1.1")
-            long, num_long = await body_and_messages(server, "1.0")  # which has no chunks
-            assert num_short == 2 < num_long, "the head and the end"
+            long, num_long = await body_and_messages(server, "1.0")  # HTTP/1.0 has no chunked encoding
+            assert num_short == 2 < num_long, "only the head and the end go through ASGI"
             for events in (short, long):
                 assert events[-1] == (b"", b"DONE")
             texts = [b"".join(text[1:-1] for text, _ in events) for events in (short, long)]

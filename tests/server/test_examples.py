@@ -1,4 +1,4 @@
-"""The examples that the documents show run as they stand, on the real model."""
+"""The Python examples of the documents run unchanged with the real model."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ EXAMPLES = [
 
 @pytest.mark.parametrize(("code", "printed"), EXAMPLES)
 def test_an_example_runs_and_prints_what_the_page_shows(real_server: Server, code: str, printed: str) -> None:
-    """Not word by word: the last bit of a sum, and with it the words, is the processor's business."""
+    """The text may differ: rounding depends on the processor. The number of lines and the names before "=" must
+    match."""
     code = code.replace("http://127.0.0.1:8000", real_server.url).replace('"default"', f'"{MODEL}"')
     output = io.StringIO()
     with redirect_stdout(output):
-        exec(compile(code, "an example", "exec"), {"__name__": "example"})
+        exec(compile(code, "example", "exec"), {"__name__": "example"})
     shown = output.getvalue().splitlines()
     assert len(shown) == len(printed.splitlines()) if printed else shown
     for line, promised in zip(shown, printed.splitlines(), strict=False):

@@ -1,4 +1,4 @@
-"""The fault run in short: every fault once on a real server that computes nothing, and damaged weights under the real model."""
+"""A short fault run: every fault once on the noop backend, and damaged weights with the real model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several keys on one server: their limits, their shares, their caches, and what only an operator may do."""
+"""Several keys on one server: rate limits, fair sharing, separate caches, and admin routes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPERATOR = {"Authorization": "Bearer operator"}
 
 @pytest.fixture(scope="module")
 def shared_keys(default_model_path: Path) -> Iterator[Server]:
-    """The operator's key is the one that is sent where a test names no other."""
+    """A server with several keys. Tests use the operator's key unless they name another."""
     keys = [
         api_key("operator", admin=True, max_priority=3),
         api_key("tenant", max_priority=1),
@@ -78,12 +78,14 @@ def test_39_a_key_is_charged_the_tokens_it_used_and_none_for_refused_requests(ke
     refused = ask(keys, "small", [10**6], max_tokens=8)
     assert refused.status_code == 400 and refused.headers["x-ratelimit-limit-tokens"] == "10"
     assert ask(keys, "small", [5], stream=True, min_tokens=9, max_tokens=2).status_code == 400
-    # It needs more than a minute's tokens, and so all of them: they are still there.
+    # It needs more tokens than the bucket holds, so it takes a full bucket: refused requests cost nothing.
     answer = ask(keys, "small", [5] * 10, max_tokens=6)
     assert answer.status_code == 200 and answer.headers["x-ratelimit-remaining-tokens"] == "0"
     late = ask(keys, "small", [5], max_tokens=3)
     assert late.status_code == 429 and "needs 4" in late.json()["error"]["message"]
-    assert 12 <= int(late.headers["retry-after"]) <= 60  # (4 + 6 owed) at one in 6 s, less what came back
+    assert (
+        12 <= int(late.headers["retry-after"]) <= 60
+    )  # 4 + 6 owed tokens, one per 6 s, minus what was refilled meanwhile
 
 
 def test_39_a_key_has_a_limit_of_concurrent_requests(keys: Server) -> None:
@@ -186,7 +188,7 @@ def test_the_usage_of_a_key_is_shown_only_to_itself_and_to_operators(keys: Serve
 
     def seen_by(key: str) -> set[str]:
         text = keys.client.get("/metrics", headers={"Authorization": f"Bearer {key}"}).text
-        assert "weft:generation_tokens_total{" in text, "totals are for all"
+        assert "weft:generation_tokens_total{" in text, "every key sees the totals"
         return set(re.findall(r'weft:key_(?:requests|tokens)_total{.*key="([^"]+)"', text))
 
     assert seen_by("mate-1") == {"mate-1"}
@@ -218,7 +220,7 @@ def test_a_session_id_or_salt_that_is_too_long_is_refused_with_both_lengths(
 
 
 def test_tokens_generated_before_a_deadline_are_charged_and_counted(keys: Server) -> None:
-    for deadline in (0.2, 1, 5, 25):  # long enough for two tokens, on a machine as busy as this
+    for deadline in (0.2, 1, 5, 25):  # until it is long enough for two tokens on this machine
         paid, generated = used(keys, "mate-1", "key_tokens_total"), keys.metric("generation_tokens_total")
         stream = ask(keys, "mate-1", [7] * 10, max_tokens=8000, deadline=deadline, stream=True)
         received = stream.text.count("data: ") - 1
@@ -229,7 +231,7 @@ def test_tokens_generated_before_a_deadline_are_charged_and_counted(keys: Server
     assert keys.metric("generation_tokens_total") - generated >= received
     paid = used(keys, "mate-1", "key_tokens_total")
     assert ask(keys, "mate-1", [7] * 10, max_tokens=-1).status_code == 400
-    assert used(keys, "mate-1", "key_tokens_total") == paid, "who was refused pays nothing"
+    assert used(keys, "mate-1", "key_tokens_total") == paid, "a refused request is charged nothing"
 
 
 def test_tokens_generated_for_a_disconnected_client_are_counted(keys: Server) -> None:
@@ -247,7 +249,7 @@ def test_every_failed_request_is_counted_by_its_status(keys: Server) -> None:
         return {line.partition('status="')[2][:3]: float(line.rpartition(" ")[2]) for line in found}
 
     before = failures()
-    assert ask(keys, "nobody").status_code == 401
+    assert ask(keys, "unknown").status_code == 401
     assert ask(keys, "tenant", priority="high").status_code == 403
     assert keys.client.get("/nothing").status_code == 404
     assert keys.client.get("/v1/completions").status_code == 405
@@ -274,7 +276,7 @@ def test_the_request_list_has_the_id_that_the_client_sent(keys: Server) -> None:
 
 @pytest.fixture(scope="module")
 def narrow(default_model_path: Path) -> Iterator[Server]:
-    """One answer at a time, two keys."""
+    """A server that runs one answer at a time, with two keys."""
     keys = [api_key("flood"), api_key("calm", admin=True)]
     with running_server(
         default_model_path,
@@ -287,7 +289,7 @@ def narrow(default_model_path: Path) -> Iterator[Server]:
 
 
 def test_a_flood_of_one_key_does_not_delay_another_key(narrow: Server) -> None:
-    """Counted in turns: the second key's five requests, one after another, against two hundred of the first's."""
+    """Five sequential requests of the second key, against two hundred of the first."""
     connections = [open_stream(narrow, "flood", max_tokens=8, stream=False) for _ in range(200)]
 
     def num_left() -> int:
@@ -305,7 +307,7 @@ def test_a_flood_of_one_key_does_not_delay_another_key(narrow: Server) -> None:
         answer = ask(narrow, "calm", max_tokens=2)
         assert answer.status_code == 200
         assert answer.json()["choices"][0]["timings"]["queue"] > 0
-    # In the order of arrival the first of the five would have waited for all two hundred.
+    # In FIFO order the first of the five would have waited for all two hundred.
     assert num_left() > 100
     for connection in connections:
         connection.close()
@@ -318,7 +320,7 @@ def under_way(server: Server, key: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def wide(default_model_path: Path) -> Iterator[Server]:
-    """Sixteen answers at a time, two keys."""
+    """A server that runs sixteen answers at a time, with two keys."""
     keys = [api_key("flood"), api_key("calm", admin=True)]
     with running_server(
         default_model_path,
@@ -332,7 +334,7 @@ def wide(default_model_path: Path) -> Iterator[Server]:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_request_for_a_thousand_answers_does_not_delay_another_key(wide: Server, stream: bool) -> None:
-    """Counted in tokens: in the order of arrival the second key would wait for a thousand answers of 500 each."""
+    """In FIFO order the second key would wait for a thousand answers of 500 tokens each."""
     body = {"prompt": ["x"] * 8, "n": 128, "max_tokens": 500, "stream": stream}
     with open_stream(wide, "flood", **body):
         wait_for(lambda: wide.metric("num_requests_running") >= 15)
@@ -360,7 +362,7 @@ def test_a_deadline_applies_to_answers_that_still_wait(wide: Server) -> None:
 
 
 def test_answers_released_one_by_one_equal_those_released_together(wide: Server, server: Server) -> None:
-    """Seeds by index, the order of the answers, the usage, and the prompt's logprobs with the first."""
+    """Compares seeds by index, the order of answers, usage, and the logprobs of the prompt."""
     body = {
         "prompt": ["one two three", [5, 6, 7]],
         "n": 30,
@@ -375,7 +377,7 @@ def test_answers_released_one_by_one_equal_those_released_together(wide: Server,
     for one, other in zip(held["choices"], together["choices"], strict=True):
         assert (one["index"], one["text"], one["finish_reason"]) == (other["index"], other["text"], "length")
         assert one["logprobs"]["tokens"] == other["logprobs"]["tokens"]
-        # The noop backend draws logprobs anew in every process.
+        # The logprobs of the noop backend differ between processes.
         assert (
             one["logprobs"]["token_logprobs"][0] is None and None not in one["logprobs"]["token_logprobs"][1:]
         )
@@ -439,7 +441,7 @@ def test_39_a_flood_of_one_key_leaves_capacity_for_other_keys(default_model_path
         assert server.metric("http_requests_open") == 8
         refused = ask(server, "flood")
         assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
-        assert int(refused.headers["retry-after"]) > 1  # eight are ahead, and nothing ended lately
+        assert int(refused.headers["retry-after"]) > 1  # eight requests are ahead, and none ended recently
         assert ask(server, "calm").status_code == 200
         for connection in connections:
             connection.close()
@@ -453,7 +455,7 @@ def test_two_keys_do_not_wait_for_each_other_while_the_engine_has_capacity(keys:
 
 
 def test_40_no_answer_is_released_while_the_engine_is_down(default_model_path: Path) -> None:
-    """With places in reserve: those of a dead engine were given away, and whoever got one was refused."""
+    """Earlier, the reserved slots of a dead engine were released to requests, which then failed."""
     keys = [api_key("flood"), api_key("calm", admin=True)]
     with (
         running_server(
@@ -468,7 +470,7 @@ def test_40_no_answer_is_released_while_the_engine_is_down(default_model_path: P
         flood = [open_stream(server, "flood", stream=False) for _ in range(17)]
         wait_for(lambda: server.metric("num_requests_running") == 15)
         engine = server.engine_pid()
-        long = open_stream(server, "calm", stream=False)  # has the place in reserve
+        long = open_stream(server, "calm", stream=False)  # takes the reserved slot
         wait_for(lambda: server.metric("num_requests_running") == 16)
         waiting = [threads.submit(ask, server, "calm") for _ in range(4)]
         wait_for(lambda: server.metric("num_requests_held") == 6)

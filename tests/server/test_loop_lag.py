@@ -1,4 +1,4 @@
-"""How late the event loop is: what it did itself counts, what the kernel took from its thread does not."""
+"""Event loop lag: the time of callbacks counts, the run delay of the thread does not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.server.loop_lag import watch_lag
 
 
 def lags(work: Callable[[], object], is_busy: bool = True) -> list[float]:
-    """What was measured while `work` kept the loop once."""
+    """The lags measured while `work` blocks the event loop once."""
     seen: list[float] = []
 
     async def run() -> None:

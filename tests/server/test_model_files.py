@@ -1,4 +1,4 @@
-"""Model files that mean harm or are broken, as `weft serve` and its clients meet them."""
+"""Hostile and broken model files, as `weft serve` and its clients see them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ from model_files import (
 
 
 def with_template(model: Path, template: str, target: Path) -> Path:
-    """The default model with another chat template: the head of its file is written anew, for the text side alone."""
+    """The default model with another chat template. Only the metadata of the GGUF file is rewritten, for the text
+    side."""
     content = model.read_bytes()
     key = string("tokenizer.chat_template") + struct.pack("<I", STRING)
     at = content.index(key) + len(key)
     (length,) = struct.unpack_from("<Q", content, at)
     changed = content[:at] + string(template) + content[at + 8 + length :]
-    # What follows the head begins at a multiple of 32 bytes.
+    # The tensor data must begin at a multiple of 32 bytes.
     padding = -(len(string(template)) - 8 - length) % 32
     extra = pair("padding", STRING, string("x" * ((padding - len(pair("padding", STRING, string("")))) % 32)))
     first = content.index(string("general.architecture"))
@@ -82,7 +83,7 @@ def serve(path: Path) -> subprocess.CompletedProcess[str]:
 
 
 class Harm:
-    """Runs something when it is unpickled."""
+    """Touches a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

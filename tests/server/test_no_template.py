@@ -1,4 +1,4 @@
-"""A model without a chat template: what its server says, and how an operator gives it one."""
+"""A model without a chat template: the errors of its server, and the template of the operator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content 
 
 @pytest.fixture(scope="module")
 def plain_model(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The default model, whose template nobody finds."""
+    """The default model with its chat template hidden."""
     content = default_model_path.read_bytes()
     name = b"tokenizer.chat_template"
     assert content.count(name) == 1
@@ -51,7 +51,7 @@ def test_25_the_template_of_the_operator_is_used_for_short_and_long_chats(
             return text
 
         assert rendered(MESSAGES) == "<user>Hello\n"
-        long = "word " * 3000  # read in another process
+        long = "word " * 3000  # tokenised in a worker process
         assert rendered([{"role": "user", "content": long}]) == f"<user>{long}\n"
 
 

@@ -1,4 +1,4 @@
-"""The openai package against the real server: what people's programs see."""
+"""The openai package with the real server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def real_client(real_server: Server) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def expected(default_model_path: Path) -> str:
-    """What the engine says in a script."""
+    """The answer of `LLM` in Python."""
     with LLM(str(default_model_path), max_context=2048) as llm:
         return llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=12)).text
 
@@ -95,7 +95,7 @@ def test_logprobs_of_the_real_model_match_its_text(real_client: openai.OpenAI) -
     assert "".join(entry.token for entry in content) == choice.message.content
     for entry in content:
         assert len(entry.top_logprobs) == 3
-        # Greedy: what was chosen is the likeliest.
+        # Greedy sampling takes the most likely token.
         assert entry.top_logprobs[0].token == entry.token
         assert bytes(entry.bytes or []).decode() == entry.token
 
@@ -125,7 +125,9 @@ def test_text_offsets_of_a_stream_equal_those_of_the_whole_answer_while_text_is_
 ) -> None:
     options: Any = {"model": MODEL, "prompt": "One", "max_tokens": 40, "seed": 3, "logprobs": 0}
     text = client.completions.create(**options).choices[0].text
-    options["stop"] = [f"{text[3 * place : 3 * place + 3]}\0" for place in range(10)]  # begun, and never met
+    options["stop"] = [
+        f"{text[3 * place : 3 * place + 3]}\0" for place in range(10)
+    ]  # the beginnings match, the whole strings never do
     whole = client.completions.create(**options).choices[0]
     assert whole.text == text and whole.logprobs is not None and whole.logprobs.text_offset
     offsets: list[int] = []
@@ -214,7 +216,7 @@ def test_streamed_logprobs_equal_those_of_the_whole_answer(client: openai.OpenAI
 
 
 def test_many_concurrent_streams_get_the_same_text_as_alone(client: openai.OpenAI, server: Server) -> None:
-    """Nothing is lost, doubled or mixed up, whatever is coalesced."""
+    """No token is lost, doubled or mixed up when events are coalesced."""
     count = 40
 
     async def text(asynchronous: openai.AsyncOpenAI, seed: int) -> str:

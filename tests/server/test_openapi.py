@@ -1,4 +1,4 @@
-"""The OpenAPI document says what is true: of every route and field, of ranges, and of what comes back."""
+"""The OpenAPI document is correct about routes, fields, ranges and responses."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ def test_every_reference_exists_and_every_operation_has_responses(document: dict
 
 
 def test_the_documented_ranges_are_those_that_are_checked(document: dict[str, Any]) -> None:
-    """The border is taken and what lies beyond it refused, by the field's own name."""
+    """The limit itself is accepted and the next value refused, with the name of the field."""
 
     def build(name: str, value: Any) -> None:
         if name in SamplingParams.__dataclass_fields__:
-            # As many tokens as there may be, so that a minimum of them can be reached.
+            # Without max_tokens, so that every min_tokens is valid.
             SamplingParams(**{"max_tokens": None, name: value})
         else:
             InferenceRequest((1,), **{name: value})
@@ -141,7 +141,7 @@ def test_the_response_to_every_example_has_the_documented_type(
 PAGES = [
     path
     for method, path in OPERATIONS
-    if method == "get" and "{" not in path and not path.startswith("/admin")  # those need their own key
+    if method == "get" and "{" not in path and not path.startswith("/admin")  # they need an admin key
 ]
 
 

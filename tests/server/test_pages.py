@@ -1,4 +1,4 @@
-"""Web pages that an operator lets call the server: what their browser asks first, and what the page can read."""
+"""CORS: requests from web pages that an operator allows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_allowed_page_can_read_the_response_and_its_headers(pages: Server, st
     ],
 )
 def test_an_allowed_page_can_read_errors(pages: Server, headers: dict[str, str], status: int) -> None:
-    """Without the header a browser tells the page that the network failed, and not what was wrong."""
+    """Without the CORS header a browser only reports a network error to the page."""
     body = {"prompt": "Hello", "model": "nothing"}
     error = pages.client.post("/v1/completions", json=body, headers={**ORIGIN, **headers})
     assert error.status_code == status and error.headers["access-control-allow-origin"] == PAGE

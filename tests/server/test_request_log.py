@@ -1,4 +1,4 @@
-"""The log of a real server: what its requests and its life leave there, and the ids that tie answers to lines."""
+"""The log of a real server: lines for requests and events, and the ids that connect responses to lines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Found = Callable[[str], dict[str, Any]]
 
 @pytest.fixture
 def found(logged: tuple[Server, Path]) -> Found:
-    """The line of the request with this id, once it is there."""
+    """Waits for the log line of the request with this id."""
 
     def line(request_id: str) -> dict[str, Any]:
         lines: list[dict[str, Any]] = []

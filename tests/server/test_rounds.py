@@ -1,4 +1,5 @@
-"""Turns in the event loop: everyone gets one, first come first served, and no round lets more in than it has time for."""
+"""Turns in the event loop: they are granted in FIFO order, and an iteration never does more work than its target time
+allows."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from weft.server.stream.loop_turns import LoopTurns
 
 
 def busy(seconds: float) -> None:
-    """Keeps the event loop to itself, for so much of this thread's own time."""
+    """Blocks the event loop for this much CPU time."""
     until = time.thread_time() + seconds
     while time.thread_time() < until:
         pass
@@ -28,13 +29,13 @@ def test_a_single_wait_returns_at_once() -> None:
             turn.send(None)
         except StopIteration:
             return
-        raise AssertionError("it waited")
+        raise AssertionError("it had to wait")
 
     asyncio.run(run())
 
 
 class ManyPieces:
-    """Answers of which there is more whenever some was taken, and taking takes its time."""
+    """Fake `Choices` that always has another piece. Taking one takes 2 ms."""
 
     def __init__(self) -> None:
         self.left = 40
@@ -81,7 +82,7 @@ def test_one_stream_of_many_answers_lets_other_tasks_run(
         other_task.cancel()
 
     asyncio.run(run())
-    assert num_turns >= 40, "after every piece"
+    assert num_turns >= 40, "other tasks run after every piece"
 
 
 def test_turns_are_granted_in_fifo_order() -> None:
@@ -112,7 +113,7 @@ def test_calls_and_waiting_tasks_share_the_turns() -> None:
             await asyncio.sleep(0)
             before = len(done)
             loop_turns.call_in_turn(lambda number=number: done.append(number + 1))  # type: ignore[misc]
-            assert len(done) == before, "later, not now"
+            assert len(done) == before, "the call must be deferred"
         await asyncio.gather(*tasks)
         while len(done) < 200:
             await asyncio.sleep(0)
@@ -120,7 +121,7 @@ def test_calls_and_waiting_tasks_share_the_turns() -> None:
 
     done = asyncio.run(run())
     assert sorted(done) == list(range(200))
-    assert done[1::2] == sorted(done[1::2]), "nobody passes who asked the same way"
+    assert done[1::2] == sorted(done[1::2]), "calls keep their order"
 
 
 def test_no_iteration_does_more_work_than_its_target_time_allows() -> None:
@@ -145,7 +146,7 @@ def test_no_iteration_does_more_work_than_its_target_time_allows() -> None:
 
 
 def test_the_number_of_turns_grows_only_if_work_was_left_over() -> None:
-    """Two streams for hours, and then hundreds at once."""
+    """Two streams for hours, then hundreds at once."""
 
     async def run() -> list[int]:
         loop_turns, called, per_iteration = LoopTurns(), 0, []
@@ -208,7 +209,7 @@ def test_work_that_raises_does_not_affect_other_work() -> None:
 
 
 def test_a_task_without_turns_overtakes_hundreds_that_wait_for_one() -> None:
-    """Each round of the loop lets a few of the three hundred in; a task that needs ten rounds waits for few of them."""
+    """Each iteration grants a few of the 300 turns. A task that needs ten iterations waits for few of them."""
 
     async def run() -> int:
         loop_turns, done = LoopTurns(), []

@@ -1,4 +1,4 @@
-"""Clients that go away, an engine that dies, signals: the server gives back what it holds and goes on, or ends."""
+"""Disconnects, a dead engine, signals: the server releases its resources, and continues or ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def slow_server(default_model_path: Path) -> Iterator[Server]:
-    """An answer takes its time; one sequence at a time, so that others wait."""
+    """A slow server that runs one sequence at a time, so that other requests wait."""
     engine = {"scheduler": {"max_running": 1, "max_waiting_requests": 2, "max_chunk_tokens": 16}}
     with running_server(default_model_path, backend_options=SLOW, engine=engine) as server:
         yield server
@@ -33,7 +33,7 @@ def slow_server(default_model_path: Path) -> Iterator[Server]:
 def send_request(
     server: Server, receive_buffer: int | None = None, key: str = "", **fields: Any
 ) -> socket.socket:
-    """A request on a connection of its own, to be dropped at will."""
+    """Sends a request on a new connection that the test can close."""
     body = json.dumps(
         {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True, **fields}
     ).encode()
@@ -99,13 +99,13 @@ def test_a_deadline_ends_a_request_with_a_504(slow_server: Server) -> None:
 
 
 STALLING: dict[str, Any] = {"n": 8, "max_tokens": 2000, "prompt": [1], "logprobs": 20, "receive_buffer": 4096}
-"""An answer of some 10 MB, more than all the buffers on the way hold, and a client that takes little of it."""
+"""An answer of about 10 MB, more than all buffers hold, and a client with a small receive buffer."""
 
 
 def test_39_a_reader_that_is_too_slow_is_cancelled_with_an_error(default_model_path: Path) -> None:
     with running_server(default_model_path, engine={"stream_buffer": 64}) as server:
         connection = send_request(server, stream=True, **STALLING)
-        connection.recv(1, socket.MSG_PEEK)  # headers go out with the first token
+        connection.recv(1, socket.MSG_PEEK)  # headers are sent with the first token
         wait_for(lambda: not any(server.metrics("num_requests_running", "num_requests_waiting")))
         assert server.complete().status_code == 200
         received = b""
@@ -119,7 +119,7 @@ def test_39_a_reader_that_is_too_slow_is_cancelled_with_an_error(default_model_p
 
 
 def num_sockets(server: Server) -> int:
-    """Connections that the server's process holds, beside those to its own processes."""
+    """Open sockets of the server process."""
     folder = Path(f"/proc/{server.process.pid}/fd")
     return sum(os.readlink(one).startswith("socket:") for one in folder.iterdir())
 
@@ -127,7 +127,7 @@ def num_sockets(server: Server) -> int:
 def test_a_stalled_reader_of_a_stream_is_disconnected_and_its_request_ends(
     default_model_path: Path,
 ) -> None:
-    """Its answer is cancelled at once; its request, and what its key may have at the same time, when it is disconnected."""
+    """The answer is cancelled at once. The request and its slot of the key end at the disconnect."""
     keys = [api_key("one", concurrent=1), api_key("other")]
     other = {"Authorization": "Bearer other"}
     with running_server(
@@ -136,7 +136,7 @@ def test_a_stalled_reader_of_a_stream_is_disconnected_and_its_request_ends(
         connection = send_request(server, stream=True, key="one", **STALLING)
         connection.recv(1, socket.MSG_PEEK)
         assert server.metric("http_requests_open") == 1
-        server.wait_until_free()  # not a byte was read
+        server.wait_until_free()  # the client has read nothing
         body = {"prompt": "x", "max_tokens": 1}
         again = httpx.post(
             f"{server.url}/v1/completions", json=body, headers={"Authorization": "Bearer one"}, timeout=60
@@ -164,7 +164,7 @@ def test_a_stalled_reader_of_any_other_response_is_disconnected(default_model_pa
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", server.port))
-        # One after the other on one connection: together more than all the buffers on the way hold.
+        # Many requests on one connection: their responses are more than all buffers hold.
         connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 500)
         connection.recv(1, socket.MSG_PEEK)
         assert num_sockets(server) == before + 1
@@ -185,7 +185,7 @@ def test_40_sigterm_does_not_wait_for_a_client_that_does_not_read(default_model_
 
 
 def test_a_slow_reader_that_keeps_reading_is_not_disconnected(default_model_path: Path) -> None:
-    """It reads for several times as long as a stalled one is given, and gets all of its answer."""
+    """It reads for several times the timeout, and gets the complete answer."""
     with running_server(default_model_path, stalled_reader_seconds=2.0) as server:
         connection = send_request(server, **STALLING)
         received, ends_at = bytearray(), time.monotonic() + 8.0
@@ -197,7 +197,7 @@ def test_a_slow_reader_that_keeps_reading_is_not_disconnected(default_model_path
         assert found is not None
         while len(body) < int(found[1]):
             part = connection.recv(1 << 20)
-            assert part, "cut off"
+            assert part, "the connection was closed"
             body += part
         connection.close()
         assert len(json.loads(body)["choices"]) == 8
@@ -211,7 +211,7 @@ while "weft.engine.ipc.process" in " ".join(sys.orig_argv) and pathlib.Path({!r}
 
 
 def test_40_a_killed_engine_fails_its_requests_and_restarts(default_model_path: Path, tmp_path: Path) -> None:
-    hold = tmp_path / "hold"  # as long as it is there no engine starts, and everything can be looked at
+    hold = tmp_path / "hold"  # while this file exists no engine starts, so that the state can be checked
     (tmp_path / "sitecustomize.py").write_text(HELD_START.format(str(hold)))
     with running_server(default_model_path, python_path=[str(tmp_path)]) as server:
         engine = server.engine_pid()
@@ -255,12 +255,12 @@ def test_40_sigterm_lets_active_requests_end_refuses_new_ones_and_ends_all_proce
         with server.client.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
-            os.kill(engine, signal.SIGSTOP)  # what runs ends when all else was asked, and not before
+            os.kill(engine, signal.SIGSTOP)  # the stream must not end before the checks below
             server.process.send_signal(signal.SIGTERM)
             wait_for(lambda: server.client.get("/ready").status_code == 503)
             refused = server.complete()
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
-            assert refused.headers["retry-after"] == "60"  # as long as the drain may take
+            assert refused.headers["retry-after"] == "60"  # the drain time
             assert server.client.get("/health").status_code == 200
             os.kill(engine, signal.SIGCONT)
             *_, last = (line for line in lines if line)
@@ -333,10 +333,10 @@ def test_an_idle_server_uses_almost_no_cpu(default_model_path: Path) -> None:
         pids = [server.process.pid, *server.children()]
 
         def is_idle() -> bool:
-            """For a second; not at once, where what is left to do after a start or an answer takes its time."""
+            """Whether a second passes without CPU use. Work after the start may take a while."""
             before = ticks(pids)
             time.sleep(1.0)
-            return ticks(pids) - before <= 1  # of 10 ms
+            return ticks(pids) - before <= 1  # one tick is 10 ms
 
         wait_for(is_idle)
 
@@ -370,7 +370,7 @@ def test_the_command_prints_the_model_and_the_address_and_ctrl_c_ends_it(default
         assert httpx.get(f"{found[0]}/models", timeout=60).status_code == 401
         page = re.search(r"http://127\.0\.0\.1:\d+/docs", output)
         assert page is not None and httpx.get(page[0], timeout=60).status_code == 200, (
-            "a browser has no key to send"
+            "the docs page needs no key"
         )
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0

@@ -1,4 +1,4 @@
-"""`weft bench soak` in short: a storm on a real server whose engine is killed, and its checks, each of which can fail."""
+"""A short `weft bench soak` with a killed engine, and its checks, each of which can fail."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_soak_with_a_killed_engine_loses_doubles_and_holds_nothing(
     )
     found = json.loads(report.read_text())
     assert found["violations"] == [], done.stdout
-    # How quick this machine is today is no question of right or wrong.
+    # The speed of this machine is not tested.
     missed = [
         one["criterion"] for one in found["checks"] if not one["is_met"] and "p99" not in one["criterion"]
     ]
@@ -51,7 +51,9 @@ def test_a_soak_with_a_killed_engine_loses_doubles_and_holds_nothing(
     outcomes = Counter()
     for one in found["requests"]:
         outcomes[one["conduct"]] += one["count"]
-    assert set(outcomes) == {conduct.value for conduct in Conduct}, "too short for every kind of client"
+    assert set(outcomes) == {conduct.value for conduct in Conduct}, (
+        "the run was too short for every kind of client"
+    )
 
 
 def test_the_same_seed_gives_the_same_soak_and_another_does_not() -> None:
@@ -125,13 +127,13 @@ def test_an_id_of_two_answers_is_detected() -> None:
 
 
 def test_a_server_with_a_wrong_answer_is_detected(server: Server) -> None:
-    """The real server, and expectations that are wrong."""
+    """The real server with wrong expectations."""
     question = Question("/v1/completions", {"prompt": "Hello", "max_tokens": 4, "seed": 1}, ("no",), 4)
     target = Target("127.0.0.1", server.port, [question], [question], wrong_questions(8192))
     ledger, seeds = Ledger(), itertools.count()
 
     def is_caught() -> bool:
-        """In as many rounds as it takes: a busy machine may not get to a whole answer in one of them."""
+        """Repeated: on a busy machine one run may not reach a complete answer."""
         asyncio.run(SoakClient(target, Behaviour(next(seeds), 0), ledger).run(time.monotonic() + 0.5))
         return any("another text" in violation for violation in ledger.violations)
 

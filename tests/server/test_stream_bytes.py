@@ -1,4 +1,4 @@
-"""What a stream writes for every token by a short way is byte for byte what the long way writes."""
+"""The fast paths of a stream write the same bytes as the general ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_chunk_from_cached_parts_equals_the_encoded_chunk(
 
 
 def begin(connection: h11.Connection, http_version: bytes) -> None:
-    """A request has come, and waits for its answer."""
+    """Receives a request, so that a response can be sent."""
     connection.receive_data(b"GET / HTTP/" + http_version + b"\r\nhost: localhost\r\n\r\n")
     while not isinstance(connection.next_event(), h11.EndOfMessage):
         pass
@@ -69,7 +69,7 @@ def test_a_connection_sends_what_h11_sends(http_version: bytes, headers: list[tu
 
 
 class Wire(asyncio.Transport):
-    """Keeps what is written."""
+    """A transport that records the written bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_a_directly_written_piece_equals_what_h11_sends(
         ours, theirs, wire = _Connection(h11.SERVER), h11.Connection(h11.SERVER), Wire()
         expected = b"".join(sent_by(theirs, http_version, headers)[1:4])
         writer = BodyWriter(ours, wire, FlowControl(wire))
-        assert not writer.accepts_chunks, "there is no answer yet"
+        assert not writer.accepts_chunks, "no response has begun"
         begin(ours, http_version)
         ours.send(h11.Response(status_code=200, headers=headers))
         assert writer.accepts_chunks == (http_version == b"1.1" and not headers)
@@ -100,7 +100,7 @@ def test_a_directly_written_piece_equals_what_h11_sends(
             assert writer.write(b"data: 1\n\n") and writer.write(b"x" * 300)
             assert b"".join(wire.written) == expected
             ours.send(h11.EndOfMessage())
-            assert not writer.accepts_chunks, "the answer is over"
+            assert not writer.accepts_chunks, "the response has ended"
 
     asyncio.run(run())
 
@@ -141,7 +141,7 @@ def test_the_fast_histogram_exports_the_same_lines_as_that_of_the_library() -> N
     metrics, registry = ServerMetrics('m "1"'), CollectorRegistry()
     name, bounds = "weft:inter_token_latency_seconds", _TOKEN_SECONDS
     theirs = Histogram(name, "", ["model_name"], registry=registry, buckets=bounds).labels('m "1"')
-    for turn in range(2):  # whenever somebody looks
+    for turn in range(2):  # every scrape
         for gap in (*reversed(bounds), 0.0, 1e-9, 0.017, 0.017, 4.9, 5.1, 1000.0):
             metrics.delivery(gap * 4, 4)
             theirs.observe(gap)
@@ -151,7 +151,7 @@ def test_the_fast_histogram_exports_the_same_lines_as_that_of_the_library() -> N
         ]
         assert len(expected) == len(bounds) + 5, turn
         ours = [line for line in exported if name in line]
-        assert ours[1:] == expected[1:], "but for the help"
+        assert ours[1:] == expected[1:], "all lines but the help text"
 
 
 def test_text_decoded_token_by_token_equals_the_text_of_all_tokens(default_tokenizer: Tokenizer) -> None:

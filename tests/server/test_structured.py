@@ -1,4 +1,4 @@
-"""Structured output over HTTP: what clients of several servers send, what a model makes of it, and what is refused."""
+"""Structured output over HTTP: the fields of several APIs, their effect on answers, and refused ones."""
 
 from __future__ import annotations
 
@@ -151,11 +151,11 @@ def test_json_object_gives_a_json_object(real_server: Server, fields: dict[str, 
     [choice] = answer["choices"]
     if choice["finish_reason"] == "stop":
         assert isinstance(json.loads(choice["message"]["content"]), dict)
-    assert "\n\n" not in choice["message"]["content"], "whitespace has a bound"
+    assert "\n\n" not in choice["message"]["content"], "whitespace is limited"
 
 
 def test_an_object_has_only_the_properties_that_the_schema_names(real_server: Server) -> None:
-    """As instructor and llm send it: the model had no end of things to add."""
+    """A schema as instructor and llm send it. With open objects the model added properties without end."""
     schema = {
         "type": "object",
         "properties": {
@@ -200,18 +200,18 @@ def test_logprobs_are_those_of_the_model_without_the_grammar(real_server: Server
     bound = real_server.complete("The capital of France is", **fields, guided_choice=["Rome"]).json()
     bound = bound["choices"][0]["logprobs"]
     likeliest = {name for name in free["top_logprobs"][0] if name in bound["top_logprobs"][0]}
-    assert len(likeliest) >= 3, "the same are likeliest"
+    assert len(likeliest) >= 3, "the most likely tokens are the same"
     assert bound["token_logprobs"][0] < free["token_logprobs"][0]
 
 
 def test_18_a_request_that_bans_every_token_fails_alone(real_server: Server) -> None:
-    """Over HTTP the bound of the list refuses it; with a vocabulary that is smaller than that, the sampler does."""
+    """Over HTTP the limit for the list refuses it. With a vocabulary smaller than that limit the sampler does."""
     banned = {"stop_token_ids": list(range(49152)), "min_tokens": 1}
     check_that_it_errors_alone(real_server, banned, "stop_token_ids has 49152 entries; allowed: at most 1024")
 
 
 def test_29_a_grammar_that_fails_during_decode_ends_only_its_request(real_server: Server) -> None:
-    """It compiles, and after a few letters there is more to keep in mind than any grammar may need."""
+    """It compiles, but after a few letters the state of the parser exceeds its limit."""
     endless = {"guided_regex": "(([a-z]{0,999}){0,999}){0,999}"}
     check_that_it_errors_alone(real_server, endless, "the grammar cannot be followed any further")
 
@@ -271,7 +271,7 @@ def test_26_an_invalid_grammar_is_refused_with_its_field_and_position(
 
 @pytest.mark.parametrize("depth", [230, *range(480, 500)])
 def test_26_a_schema_as_deep_as_a_body_may_be_is_a_400_and_not_a_500(server: Server, depth: int) -> None:
-    """What reads a body can go deeper than what writes it again."""
+    """The JSON decoder allows deeper nesting than the encoder."""
     schema = '{"properties":{"a":' * depth + "{}" + "}}" * depth
     refused = server.client.post("/v1/completions", content=f'{{"prompt":"x","guided_json":{schema}}}')
     assert refused.status_code == 400, refused.text
@@ -316,7 +316,7 @@ def test_28_the_same_format_in_two_fields_is_accepted(server: Server) -> None:
 
 
 def bomb(size: int) -> dict[str, Any]:
-    """Every combination of one of each pair: 2 to the power of `size` objects."""
+    """All combinations of one of each pair: 2 to the power of `size` objects."""
     pairs = [
         {
             "anyOf": [
@@ -334,7 +334,8 @@ MANY_OPTIONAL = {
     "minProperties": 1,
     "additionalProperties": False,
 }
-"""Takes a second or more to find out that it is too large; whether the deadline is quicker depends on the machine."""
+"""It takes a second or more to detect that it is too large. Whether the time limit is reached first depends on the
+machine."""
 
 
 @pytest.mark.parametrize(
@@ -353,7 +354,7 @@ def test_27_a_grammar_bomb_is_refused(server: Server, fields: dict[str, Any]) ->
 
 
 def test_27_health_responds_while_grammar_bombs_are_compiled(server: Server) -> None:
-    """Each grammar is a new one, so that each is compiled."""
+    """Each grammar is new, so that none is cached."""
     stop = threading.Event()
     answers: list[int] = []
 
@@ -386,11 +387,11 @@ def test_grammar_processes_start_with_the_first_grammar_and_end_with_the_server(
     with running_server(default_model_path) as server:
         before = set(server.children())
         assert server.chat().status_code == 200
-        assert set(server.children()) == before, "who sends no grammar pays for none"
+        assert set(server.children()) == before, "no process starts without a grammar"
         assert server.chat(guided_regex="a+").status_code == 200
         [pid] = set(server.children()) - before
         assert b"weft.server.text_work.grammar_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        for _ in range(3):  # the verdict is remembered, and the process kept
+        for _ in range(3):  # the verdict is cached and the process stays
             assert server.chat(guided_regex="a+").status_code == 200
         assert set(server.children()) - before == {pid}
     wait_for(lambda: not Path(f"/proc/{pid}").exists())

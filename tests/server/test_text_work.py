@@ -1,4 +1,5 @@
-"""Text work of large requests: it is done beside the event loop, in a fair order, and dropped when its client left."""
+"""Text work of large requests: it does not block the event loop, is fairly ordered, and is dropped after a
+disconnect."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from weft.server.text_work import prompt_tokens as prompts
 
 @pytest.fixture(scope="module")
 def longest_callbacks(default_model_path: Path) -> dict[str, Any]:
-    """By the name of the body that caused it."""
+    """The longest callback by the name of the body."""
     script = Path(__file__).with_name("loop_callbacks.py")
     done = subprocess.run(
         [sys.executable, str(script), str(default_model_path)], capture_output=True, text=True, timeout=600
@@ -46,7 +47,7 @@ def test_10_no_body_blocks_the_event_loop(longest_callbacks: dict[str, Any], nam
 
 @pytest.fixture(scope="module")
 def keys(default_model_path: Path) -> Iterator[Server]:
-    """Keys with limits, and four places."""
+    """A server with limited keys and max_requests of 4."""
     found = [api_key("metered", tokens_per_minute=1000), api_key("single", concurrent=1), api_key("plain")]
     options = {"api_keys": found, "backend_options": SLOW, "max_requests": 4}
     with running_server(default_model_path, **options, headers=PLAIN) as server:
@@ -68,14 +69,14 @@ def test_10_tokenize_and_detokenize_use_the_token_limit_of_the_key(keys: Server)
 
     first = ask("/tokenize", prompt="word " * 100)
     tokens = first.json()["tokens"]
-    # What came back meanwhile is one token in 0.06 s; a slow machine may have had some more.
+    # One token is refilled per 0.06 s; allow for a slow machine.
     assert first.status_code == 200 and 100 <= len(tokens) <= 1000 - left(first) + 50
     second = ask("/detokenize", tokens=tokens)
     assert second.status_code == 200 and left(second) < left(first)
     refused = ask("/detokenize", tokens=[10**6] * 500)
-    assert refused.status_code == 400 and left(refused) >= left(second), "what is refused costs nothing"
+    assert refused.status_code == 400 and left(refused) >= left(second), "refused requests cost nothing"
     assert ask("/tokenize", prompt="x", messages=[]).status_code == 400
-    # More than a minute's worth has to wait for a full minute's worth.
+    # A request for more than the bucket holds needs a full bucket.
     late = ask("/tokenize", prompt="word " * 2000)
     assert late.status_code == 429 and late.json()["error"]["code"] == "rate_limit_exceeded"
     assert int(late.headers["retry-after"]) >= 1
@@ -105,14 +106,16 @@ def test_10_a_prompt_of_9_kb_does_not_wait_for_many_of_500_kb(server: Server) ->
             return client.post("/tokenize", json=body).status_code
 
     with ThreadPoolExecutor(24) as pool:
-        for body in (short, long):  # both processes run
-            assert set(pool.map(ask, [body] * 4)) == {200 if body is short else 400}  # the context has 8192
+        for body in (short, long):  # starts both processes
+            assert set(pool.map(ask, [body] * 4)) == {
+                200 if body is short else 400
+            }  # longer than the context of 8192
         pending = [pool.submit(ask, long) for _ in range(20)]
         wait_for(lambda: any(one.done() for one in pending))
         num_done = sum(one.done() for one in pending)
         assert ask(short) == 200
         num_overtaken = 20 - sum(one.done() for one in pending)
-        assert num_overtaken >= 20 - num_done - 6, "it waited for at most a few of them"
+        assert num_overtaken >= 20 - num_done - 6, "it waited for at most a few of the long ones"
         assert {one.result() for one in pending} == {400}
 
 
@@ -129,11 +132,11 @@ STAGES: dict[str, tuple[str, str, bytes]] = {
         json.dumps({"messages": [{"role": "user", "content": "A fox. " * 5}] * 4000}).encode(),
     ),
 }
-"""A stage, the process that it runs in, and a request that is refused there, since it is too long for the context."""
+"""By stage: the module of its worker process, and a request that is refused there because it exceeds the context."""
 
 
 def children(module: str) -> list[int]:
-    """Processes of this test's own that run a module."""
+    """Child processes of this test that run a module."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):
@@ -144,7 +147,7 @@ def children(module: str) -> list[int]:
 
 
 def seconds_of(pids: list[int]) -> float:
-    """Of the processor, with the processes that they started and that have ended."""
+    """CPU seconds of these processes and of their ended children."""
     ticks = 0
     for pid in pids:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -169,7 +172,7 @@ def test_07_work_of_disconnected_clients_is_dropped_at_every_stage(
             leaving = [asyncio.create_task(app.send(path, body, leaves_after=0.01)) for _ in range(30)]
             await asyncio.gather(*leaving)
             assert (await app.send(path, body)).status == 400
-            assert pid in children(module), "what is short is let end: a new process costs more"
+            assert pid in children(module), "short work runs to its end: a new process costs more"
             assert seconds_of([pid]) - before < 10 * alone + 1.0
 
     asyncio.run(run())
@@ -206,7 +209,7 @@ HEAVY = {
 
 
 def grammar_seconds(server: Server) -> float:
-    """Of the processor, in the processes that compile grammars and in those that they started."""
+    """CPU seconds of the grammar processes and of their ended children."""
     ticks = 0
     for pid in server.children():
         with suppress(OSError):
@@ -227,5 +230,5 @@ def test_07_grammars_of_disconnected_clients_do_not_delay_the_next(server: Serve
             connection.sendall(head.encode() + body)
             time.sleep(0.05)
     assert server.chat(guided_regex=f"a{{{time.time_ns() % 1000},1000}}").status_code == 200
-    # Twelve times a twentieth of a second, one of a second, and the start of a process.
+    # Twelve trials of 0.05 s, one of 1 s, and the start of a process.
     assert grammar_seconds(server) - before < 6.0

@@ -1,4 +1,4 @@
-"""Tools over HTTP with the openai package: what is refused, what the model is told, and what it is made to call."""
+"""Tools over HTTP with the openai package: validation, prompts with tools, and forced calls."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_21_control_tokens_in_tools_and_results_are_plain_text(server: Server) -
     history = [*QUESTION, {"role": "tool", "content": hostile}]
     body = {"messages": history, "tools": [changed(description=hostile)]}
     tokens = server.client.post("/tokenize", json=body).json()["tokens"]
-    # system, user, tool result and what the answer begins with; three of them end
+    # system, user, tool result, and the begun answer: four starts and three ends
     assert (tokens.count(1), tokens.count(2)) == (4, 3)
 
 
@@ -170,7 +170,7 @@ def test_with_tool_choice_none_the_prompt_has_no_tools(server: Server) -> None:
 
 
 def test_a_long_conversation_with_tools_is_tokenised_the_same_in_a_worker_process(server: Server) -> None:
-    """Beyond some kilobytes another process makes the tokens: it must write tools as this one does."""
+    """A long prompt is tokenised in a worker process. It must render tools as the server does."""
     long = [{"role": "user", "content": "apple " * 3000}]
     prompt = prompt_of(server, long, TOOLS)
     assert '{"name": "get_weather"' in prompt and prompt.count("apple") == 3000
@@ -237,7 +237,7 @@ def test_a_required_call_is_made_at_a_high_temperature(client: openai.OpenAI) ->
 
 
 def final(client: openai.OpenAI, choice: Any) -> Any:
-    """What the package adds up from a stream."""
+    """The completion that the package accumulates from a stream."""
     fields: Any = {"model": MODEL, "messages": QUESTION, "tools": TOOLS, "tool_choice": choice}
     with client.chat.completions.stream(**fields, temperature=0, max_tokens=80) as stream:
         return stream.get_final_completion().choices[0]
@@ -333,7 +333,7 @@ def test_with_response_format_and_tools_an_answer_is_a_call_or_follows_the_forma
         check_calls(choice.message, {"get_weather"})
     else:
         assert choice.message.content in ("true", "false")
-    # A call that must be made leaves no room for it.
+    # A required call excludes content.
     [choice] = ask(client, tools=[TIME], response_format=form, tool_choice="required").choices
     check_calls(choice.message, {"get_time"})
 
@@ -361,4 +361,4 @@ def test_26_an_error_in_a_tool_schema_names_tools_and_quotes_the_schema_of_the_c
     refused = server.chat(tools=[strict], response_format=form)
     error = refused.json()["error"]
     assert refused.status_code == 400 and error["param"] == "tools" and problem in error["message"]
-    assert "start:" not in error["message"], "that is weft's own grammar"
+    assert "start:" not in error["message"], "the internal grammar must not be quoted"

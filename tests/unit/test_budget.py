@@ -1,4 +1,4 @@
-"""Bytes of answers in memory: what a request has is given back once, whatever arrives after it."""
+"""The byte budget of answers: the bytes of a request are released exactly once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_bytes_that_arrive_after_the_end_of_a_request_are_not_counted() -> None:
         request_bytes = RequestBytes(budget)
         request_bytes.add(200 * KIB)
         request_bytes.release()
-        assert request_bytes.try_add(300 * KIB) is None, "a cancelled answer ends without an error of its own"
+        assert request_bytes.try_add(300 * KIB) is None, "late outputs of a cancelled answer are not an error"
     assert budget.num_bytes == 0
 
 

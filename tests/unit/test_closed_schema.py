@@ -1,4 +1,4 @@
-"""Objects that name their properties have no others, unless the schema says so or would mean something else."""
+"""Objects with named properties are closed, unless the schema opens them or would change its meaning."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ SHUT_A, SHUT_B = ({**one, "additionalProperties": False} for one in (A, B))
         ({"anyOf": [A, B, {"type": "null"}]}, {"anyOf": [SHUT_A, SHUT_B, {"type": "null"}]}),
         ({"$ref": "#/$defs/a", "$defs": {"a": A}}, {"$ref": "#/$defs/a", "$defs": {"a": SHUT_A}}),
         ({"additionalProperties": A}, {"additionalProperties": SHUT_A}),
-        # A property may have any name.
+        # A property may have the name of a keyword.
         (
             {"properties": {"properties": A, "allOf": B}},
             {"properties": {"properties": SHUT_A, "allOf": SHUT_B}, "additionalProperties": False},
         ),
-        # pydantic's way to describe a field that is an object.
+        # pydantic describes a field that is an object like this.
         ({"items": {"allOf": [A], "title": "x"}}, {"items": {"allOf": [SHUT_A], "title": "x"}}),
     ],
 )
 def test_objects_with_properties_are_closed_at_every_level(schema: Any, expected: Any) -> None:
     before = copy.deepcopy(schema)
     assert closed(schema) == expected
-    assert schema == before, "it is the client's: the model is told of it as it came"
+    assert schema == before, "the input must not change: the chat template uses it"
 
 
 @pytest.mark.parametrize(

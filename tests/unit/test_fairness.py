@@ -1,4 +1,4 @@
-"""Turns at the engine: who goes next, counted in tokens and turns on an engine of paper."""
+"""The fair gate: which answer is released next, tested with a fake engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPT, ANSWER = 10, 30
 
 
 class FakeEngine:
-    """An engine with so many places, whose answers end when told to, the oldest first."""
+    """A fake engine with `slots` slots. The test ends its answers, oldest first."""
 
     def __init__(self, *weights: float, slots: int = 4, max_tokens: int = 10**9) -> None:
         self.keys = [
@@ -25,7 +25,7 @@ class FakeEngine:
         self.waiting: list[tuple[str, GateTicket]] = []
         self.not_started = 0
         self.released: list[str] = []
-        """Keys, in the order in which their requests went to the engine."""
+        """The keys of released answers, in order."""
         self.gate = FairGate(
             self.keys,
             max_running=slots,
@@ -49,7 +49,7 @@ class FakeEngine:
         return ticket
 
     def submit_released(self) -> None:
-        """What may go goes."""
+        """Submits all released answers."""
         while ready := [one for one in self.waiting if one[1].num_to_submit]:
             for name, ticket in sorted(ready, key=lambda one: one[1].order[1]):
                 if not ticket.num_waiting:
@@ -60,7 +60,7 @@ class FakeEngine:
                 self.released += [name] * count
 
     def end_one(self, tokens: int = ANSWER) -> str:
-        """The oldest answer; its request too, where it was the last."""
+        """Ends the oldest answer, and its request if that was its last one."""
         name, ticket = self.running.pop(0)
         if ticket.num_waiting or any(other is ticket for _, other in self.running):
             self.gate.ended(ticket, tokens)
@@ -81,7 +81,7 @@ def test_a_flood_of_one_key_does_not_delay_another_key() -> None:
             engine.ask("a")
         for _ in range(10):
             engine.end_one()
-        for _ in range(5):  # one after another
+        for _ in range(5):  # sequentially
             before = engine.released.count("a")
             ticket = engine.ask("b")
             while ticket.num_waiting:
@@ -103,7 +103,7 @@ def test_busy_keys_get_tokens_in_proportion_to_their_weights() -> None:
         for _ in range(160):
             engine.end_one()
         shares = Counter(engine.released)
-        # Four places were filled before there was anybody to choose from.
+        # The first four slots were filled before other keys waited.
         assert abs(shares["a"] - 20) <= 4 and abs(shares["b"] - 40) <= 4 and abs(shares["c"] - 100) <= 4
 
     run(scenario)
@@ -157,7 +157,9 @@ def test_high_priorities_overtake_all_keys_and_others_only_their_own() -> None:
             order.append(names[engine.running[0][1]])
         assert order[:2] == ["critical", "high"]
         assert order.index("normal") < order.index("low")
-        assert order.index("other low") < order.index("normal"), "a has had two turns, b one"
+        assert order.index("other low") < order.index("normal"), (
+            "two answers of a were released, and one of b"
+        )
 
     run(scenario)
 
@@ -166,9 +168,9 @@ def test_answers_are_released_at_once_while_the_engine_has_capacity() -> None:
     async def scenario() -> None:
         engine = FakeEngine(1, 1, slots=64)
         assert all(not engine.ask("a").num_waiting for _ in range(60))
-        assert engine.ask("a").num_waiting, "a sixteenth of the places is for keys that have none"
+        assert engine.ask("a").num_waiting, "a sixteenth of the slots is reserved for keys without answers"
         assert not engine.ask("b").num_waiting
-        assert engine.ask("b").num_waiting, "b has one now"
+        assert engine.ask("b").num_waiting, "b has an answer in the engine now"
         assert not engine.ask("a", Priority.HIGH).num_waiting
 
     run(scenario)
@@ -226,7 +228,7 @@ def test_the_reserve_lets_another_key_start_at_once() -> None:
         engine = FakeEngine(1, 1, 1, slots=16)
         engine.ask("a", answers=1000)
         assert not engine.ask("b").num_waiting
-        assert engine.ask("c").num_waiting, "one place of sixteen"
+        assert engine.ask("c").num_waiting, "one slot of sixteen is reserved"
         engine.end_one()
         assert engine.released[-1] == "c"
 
@@ -258,7 +260,7 @@ def test_only_a_few_answers_are_released_if_memory_may_be_short() -> None:
             engine.not_started = len(engine.running)
             engine.ask("a")
         assert len(engine.running) == 8
-        engine.not_started = 0  # all have begun: there was memory after all
+        engine.not_started = 0  # all have started, so there was enough memory
         engine.gate.release_answers()
         engine.submit_released()
         assert len(engine.running) > 8
@@ -289,7 +291,7 @@ def test_a_failed_request_is_charged_nothing() -> None:
         for _ in range(10):
             engine.ask("a")
             engine.ask("b")
-        for _ in range(4):  # b's fail
+        for _ in range(4):  # the requests of b fail
             name, ticket = engine.running.pop(0)
             engine.gate.leave(ticket, None if name == "b" else ANSWER)
             engine.submit_released()

@@ -1,4 +1,4 @@
-"""Keys of the server: how files with them are read, how one is found, what keeps their caches apart."""
+"""API keys: key files, lookup, and cache salts."""
 
 from __future__ import annotations
 
@@ -161,5 +161,5 @@ def test_no_salt_reaches_the_cache_of_another_key() -> None:
     reached = [{key.salt_for(salt) for salt in salts} for key in (one, two, team)]
     assert all(len(each) == len(salts) for each in reached)
     assert not reached[0] & reached[1] and not reached[0] & reached[2] and not reached[1] & reached[2]
-    # Who was given the same salt shares, and may still ask for a cache apart.
+    # Keys with the same salt share, and a request may still choose another salt.
     assert team.salt_for("x") == mates.salt_for("x") != team.salt_for("")

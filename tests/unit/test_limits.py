@@ -1,4 +1,4 @@
-"""Rates of keys, and when to come back: on a clock that only moves when told."""
+"""Rate limits of keys and Retry-After, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_requests_beyond_the_rate_limit_wait_for_the_bucket() -> None:
     error = refusal(key.take_request)
     assert error.retry_after == 30
     assert "'alice'" in error.message and "0 of its 2 requests" in error.message
-    refusal(key.take_request)  # one that was refused costs nothing
+    refusal(key.take_request)  # a refused request costs nothing
     clock.advance(30)
     key.take_request()
 

@@ -1,4 +1,4 @@
-"""Places for work beside the event loop: in which order they are given, and that nothing is lost when one is given up."""
+"""Work slots: their order, and that no slot is lost when work is cancelled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CHEAP, COSTLY = 0.01, 1.0
 
 
 class Run:
-    """Pieces of work that note their names when they get a place, and keep it until they are told to end."""
+    """Work that records its name when it gets a slot, and keeps the slot until `end`."""
 
     def __init__(self, count: int) -> None:
         self.now = 0.0
@@ -76,7 +76,7 @@ def test_costly_work_does_not_starve() -> None:
         await work.start("costly", 10 * CHEAP)
         work.now = 30 * CHEAP
         await work.start("late", CHEAP)
-        work.now = 32 * CHEAP  # the one waited for 3.2 times its cost, the other for 2 times
+        work.now = 32 * CHEAP  # "costly" waited for 3.2 times its cost, "late" for 2 times
         await work.end("first")
 
     assert run(1, use)[:2] == ["first", "costly"]
@@ -131,7 +131,7 @@ def test_cancelled_work_leaves_its_slot_to_the_next() -> None:
             await work.start(name, COSTLY)
         work.tasks["waits"].cancel()
         await settle()
-        # Given the place and cancelled in the same moment.
+        # The slot is granted and the work cancelled in the same iteration.
         work._ends["first"].set()
         await asyncio.sleep(0)
         work.tasks["leaves too"].cancel()

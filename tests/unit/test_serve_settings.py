@@ -1,4 +1,4 @@
-"""Settings of `weft serve`: flag before environment before file before default, and refusals that say what to do."""
+"""Settings of `weft serve`: precedence of the sources, and error messages."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_print_config_prints_and_starts_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_example_in_the_documentation_is_valid_and_has_every_key() -> None:
-    """What is commented out counts: the page shows all there is."""
+    """Commented settings count: the page shows every setting."""
     found = re.search(r"```toml\n(.*?)```", DOCUMENT.read_text(), re.S)
     assert found is not None
     tomllib.loads(found[1])

@@ -1,4 +1,4 @@
-"""The server's log: one line for each request, in the form that was asked for, never in anybody's way."""
+"""The server's log: one line per request, in text or JSON, without blocking the server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lines_of(log: ServerLog, stream: io.StringIO) -> list[str]:
 
 
 def served(app: Any, log_format: Any = "json", headers: Any = (), path: str = "/v1/x") -> tuple[Any, Any]:
-    """The messages that an application behind `Logged` sent, and the lines it left."""
+    """The messages that an application inside `AccessLog` sent, and the log lines."""
     stream, sent = io.StringIO(), []
     log = ServerLog(log_format, stream)
 
@@ -125,7 +125,7 @@ def test_off_writes_nothing_and_auto_writes_json_to_a_pipe() -> None:
 
 def test_a_slow_reader_of_the_log_loses_lines_and_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "_MAX_LINES", 4)
-    monkeypatch.setattr(logs, "_FLUSH_SECONDS", 60.0)  # all that were taken are written, on any machine
+    monkeypatch.setattr(logs, "_FLUSH_SECONDS", 60.0)  # long enough to write all queued lines on any machine
     may_write = threading.Event()
 
     class Stuck(io.StringIO):
