@@ -11,12 +11,12 @@ class Fault(enum.Enum):
     BRIEF_STOP = "the engine stopped (SIGSTOP) and continued in time"
     LONG_STOP = "the engine stopped (SIGSTOP) until it is replaced"
     KILLED_ENGINE = "the engine killed"
-    KILLED_HELPER = "a process beside the engine killed"
+    KILLED_WORKER = "a worker process killed"
     NO_DESCRIPTORS = "the engine killed while the server has no descriptor left (EMFILE)"
     NO_FORK = "the engine killed while no process can be started (ENOMEM)"
     FULL_DISK = "the engine's log cannot grow"
     STALLED_READERS = "streams whose clients do not read"
-    LEAVERS = "clients that leave while their body, text, template or grammar is worked on"
+    LEAVERS = "clients that disconnect while their body, text, template or grammar is processed"
     CLOCK_JUMP = "the wall clock jumps by days, both ways"
     FLIPPED_WEIGHTS = "bits of the packed weights flipped, then the engine killed"
     CUT_WEIGHTS = "the packed weights cut short, then the engine killed"
@@ -28,12 +28,12 @@ SHOWN_BY_HEALTH = {Fault.LONG_STOP, Fault.KILLED_ENGINE, Fault.NO_FORK, *OF_WEIG
 descriptors the server may not accept the connection of a probe."""
 
 _OF_AN_ENGINE = frozenset({"engine_died", "engine_not_ready", "engine_stalled"})
-_OF_A_HELPER = frozenset({"failed", "engine_not_ready"})
+_OF_A_WORKER = frozenset({"failed", "engine_not_ready"})
 _EXPLAINED = {
     Fault.BRIEF_STOP: frozenset({"engine_not_ready"}),
-    Fault.KILLED_HELPER: _OF_A_HELPER,
-    Fault.NO_DESCRIPTORS: _OF_AN_ENGINE | _OF_A_HELPER | {"lost"},
-    Fault.NO_FORK: _OF_AN_ENGINE | _OF_A_HELPER,
+    Fault.KILLED_WORKER: _OF_A_WORKER,
+    Fault.NO_DESCRIPTORS: _OF_AN_ENGINE | _OF_A_WORKER | {"lost"},
+    Fault.NO_FORK: _OF_AN_ENGINE | _OF_A_WORKER,
     **dict.fromkeys((Fault.LONG_STOP, Fault.KILLED_ENGINE, *OF_WEIGHTS), _OF_AN_ENGINE),
 }
 

@@ -178,7 +178,7 @@ class Run:
             with contextlib.suppress(AssertionError):
                 return self.server.engine_pid()
             if time.monotonic() > give_up_at:
-                raise Violation("no engine's process came back")
+                raise Violation("the engine process did not come back")
             await asyncio.sleep(0.05)
 
     async def recovered(self, window: Window) -> None:
@@ -193,7 +193,7 @@ class Run:
             if is_good and (noticed is not None or not needs_notice):
                 break
             if is_good and time.monotonic() > began + 10:
-                self.violations.append(f"{window.fault.name}: /health never said that the engine was gone")
+                self.violations.append(f"{window.fault.name}: /health never returned 503")
                 break
             await asyncio.sleep(_POLL_SECONDS)
         else:
@@ -213,8 +213,8 @@ class Run:
             os.kill(await self.engine(), signal.SIGSTOP)
         elif fault is Fault.KILLED_ENGINE:
             os.kill(await self.engine(), signal.SIGKILL)
-        elif fault is Fault.KILLED_HELPER:
-            await self._kill_helper()
+        elif fault is Fault.KILLED_WORKER:
+            await self._kill_worker()
         elif fault is Fault.NO_DESCRIPTORS:
             await self._kill_without_descriptors(source.uniform(1.0, 3.0))
         elif fault is Fault.NO_FORK:
@@ -242,12 +242,12 @@ class Run:
         await asyncio.sleep(seconds)
         os.kill(pid, signal.SIGCONT)
 
-    async def _kill_helper(self) -> None:
+    async def _kill_worker(self) -> None:
         engine = await self.engine()
-        helpers = [pid for pid in self.server.children() if pid != engine]
-        if helpers:
+        workers = [pid for pid in self.server.children() if pid != engine]
+        if workers:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.plan.source.choice(helpers), signal.SIGKILL)
+                os.kill(self.plan.source.choice(workers), signal.SIGKILL)
         await asyncio.sleep(0.5)
 
     async def _kill_without_descriptors(self, seconds: float) -> None:
@@ -507,7 +507,7 @@ async def _run(plan: Plan, backend: str, work: Path) -> Outcome:
         try:
             after = await _footprint(server)
         except AssertionError as error:
-            run.violations.append(f"what was under way never ended: {error}")
+            run.violations.append(f"not all requests ended: {error}")
             after = before
         violations = run.judge()
     if server.process.returncode not in (0, 128 + signal.SIGTERM):  # a second signal may have ended it
@@ -516,7 +516,7 @@ async def _run(plan: Plan, backend: str, work: Path) -> Outcome:
         violations.append(f"not back at the baseline: {before} before, {after} after")
     if after.mib > before.mib + GROWN_MIB:
         violations.append(f"memory grew from {before.mib:.0f} to {after.mib:.0f} MiB")
-    violations += _mistakes(log)
+    violations += _internal_errors(log)
     requests = sum(run.ledger.outcomes.values())
     seconds = time.monotonic() - began
     return Outcome(
@@ -524,9 +524,9 @@ async def _run(plan: Plan, backend: str, work: Path) -> Outcome:
     )
 
 
-def _mistakes(log: Path) -> list[str]:
+def _internal_errors(log: Path) -> list[str]:
     lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
-    return [f"a mistake in the log: {line}"[:2000] for line in lines if line["event"] == "mistake"]
+    return [f"an internal error in the log: {line}"[:2000] for line in lines if line["event"] == "mistake"]
 
 
 def run_faults(seed: int, backend: str, count: int | None = None) -> Outcome:
@@ -562,10 +562,14 @@ def main() -> int:
             bad += 1
             print(f"  violated: {violation}", flush=True)
         seed += 1
-    print(dict(totals), "slowest notice by /ready, s:", {name: round(s, 2) for name, s in slowest.items()})
+    print(
+        dict(totals),
+        "longest time until /ready returned 503, s:",
+        {name: round(s, 2) for name, s in slowest.items()},
+    )
     late = [name for name in (Fault.LONG_STOP.name,) if slowest.get(name, 0.0) > NOTICED_SECONDS]
     for name in late:
-        print(f"{name} was noticed after {slowest[name]:.2f} s; {NOTICED_SECONDS:g} is asked")
+        print(f"{name} was noticed after {slowest[name]:.2f} s; allowed: {NOTICED_SECONDS:g} s")
     print(f"{totals['runs'] - bool(bad)} passed, {bad} failed" if bad else "no violation")
     return 1 if bad or late else 0
 

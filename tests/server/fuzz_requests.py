@@ -282,7 +282,7 @@ async def _main(arguments: argparse.Namespace) -> int:
     print(
         f"{arguments.count} requests in {seconds:.1f} s, {arguments.count / seconds:.0f}/s; {dict(statuses)}"
     )
-    print(f"{len(problems)} problems; left behind: {held or 'nothing'}")
+    print(f"{len(problems)} problems; still held: {held or 'nothing'}")
     print("\n".join(problems[:20]))
     return 1 if problems or held else 0
 

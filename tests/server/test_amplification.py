@@ -101,28 +101,28 @@ def test_submitting_a_thousand_answers_does_not_block_the_event_loop(
 
     async def run() -> None:
         async with in_process(default_model_path, api_keys=keys) as server:
-            engine, turns, sent = server.server.engine, 0, []
+            engine, iterations, sent = server.server.engine, 0, []
             submit = engine.submit
 
-            async def noting(
+            async def recording_submit(
                 request: InferenceRequest, *arguments: Any, **options: Any
             ) -> list[RemoteAnswer]:
                 answers = await submit(request, *arguments, **options)
-                sent.append((turns, len(answers)))
+                sent.append((iterations, len(answers)))
                 return answers
 
-            async def others() -> None:
-                nonlocal turns
+            async def count_iterations() -> None:
+                nonlocal iterations
                 while True:
-                    turns += 1
+                    iterations += 1
                     await asyncio.sleep(0)
 
-            engine.submit = noting  # type: ignore[method-assign]
-            pending = asyncio.create_task(others())
+            engine.submit = recording_submit  # type: ignore[method-assign]
+            counting = asyncio.create_task(count_iterations())
             await cost(server, SHAPES["8 prompts, 128 answers each"], key="a" if has_keys else None)
-            pending.cancel()
+            counting.cancel()
             assert sum(count for _, count in sent) == 1024 and max(count for _, count in sent) <= 128
-            assert len({turn for turn, _ in sent}) == len(sent) >= 8
+            assert len({iteration for iteration, _ in sent}) == len(sent) >= 8
 
     asyncio.run(run())
 

@@ -45,8 +45,8 @@ def answered(
     client = EngineClient("noop", {}, ServingEngineConfig())
     answer = RemoteAnswer(client, 0, capacity, asyncio.Event(), prompt_length=7)
     outputs = [
-        TokenOutput(RequestId(0), token, "", -0.5, False, None, place, ((token, -0.5),))
-        for place, token in enumerate(tokens)
+        TokenOutput(RequestId(0), token, "", -0.5, False, None, position, ((token, -0.5),))
+        for position, token in enumerate(tokens)
     ]
     outputs.append(TokenOutput(RequestId(0), None, "", None, True, reason, len(tokens)))
     answer.result = GenerationResult(

@@ -41,8 +41,8 @@ def test_49_a_full_disk_ends_the_event_log_with_one_warning_and_no_request(
     ):
         engine = server.engine_pid()
         assert server.complete().status_code == 200
-        most = path.stat().st_size + 1_000  # room for a few more lines
-        resource.prlimit(engine, resource.RLIMIT_FSIZE, (most, most))
+        limit = path.stat().st_size + 1_000  # room for a few more lines
+        resource.prlimit(engine, resource.RLIMIT_FSIZE, (limit, limit))
         for _ in range(5):
             assert server.complete(max_tokens=50).status_code == 200
         assert server.engine_pid() == engine

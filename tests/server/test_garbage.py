@@ -25,7 +25,7 @@ BODIES: list[dict[str, Any]] = [
     {"prompt": [49151, 1 << 20], "max_tokens": 4},  # refused by the engine
     {"prompt": [1, 2, 3], "max_tokens": 4, "model": "other"},
 ]
-ROUNDS = 20
+REPEATS = 20
 
 
 async def ask(port: int, body: bytes, *, leaves: bool) -> None:
@@ -55,8 +55,8 @@ async def leftovers(model_path: Path) -> Counter[str]:
         )
         port = listening.sockets[0].getsockname()[1]
 
-        async def ask_all(rounds: int) -> None:
-            for _ in range(rounds):
+        async def ask_all(repeats: int) -> None:
+            for _ in range(repeats):
                 for number, fields in enumerate(BODIES):
                     await ask(port, json.dumps(fields).encode(), leaves=number == 1)
             while state.connections or state.tasks:
@@ -66,7 +66,7 @@ async def leftovers(model_path: Path) -> Counter[str]:
         gc.collect()
         gc.disable()
         try:
-            await ask_all(ROUNDS)
+            await ask_all(REPEATS)
             gc.set_debug(gc.DEBUG_SAVEALL)
             gc.collect()
             found = Counter(type(one).__name__ for one in gc.garbage)
@@ -86,7 +86,7 @@ async def leftovers_of_deadlines(model_path: Path) -> Counter[str]:
         os.kill(process.pid, signal.SIGSTOP)
         bodies = [
             json.dumps({"prompt": [1], "deadline": 0, "stream": number % 2 == 0}).encode()
-            for number in range(2 * ROUNDS)
+            for number in range(2 * REPEATS)
         ]
         gc.collect()
         gc.disable()
@@ -108,12 +108,12 @@ async def leftovers_of_deadlines(model_path: Path) -> Counter[str]:
 def test_requests_that_the_server_ends_at_their_deadline_leave_no_garbage(default_model_path: Path) -> None:
     found = asyncio.run(leftovers_of_deadlines(default_model_path))
     own = {"EventStream", "Choices", "ActiveRequest", "RemoteAnswer", "ApiError", "TimerHandle"}
-    assert not own & {name for name, count in found.items() if count >= ROUNDS}, found
+    assert not own & {name for name, count in found.items() if count >= REPEATS}, found
 
 
 def test_requests_leave_no_garbage(default_model_path: Path) -> None:
     found = asyncio.run(leftovers(default_model_path))
-    often = {name: count for name, count in found.items() if count >= ROUNDS}
+    often = {name: count for name, count in found.items() if count >= REPEATS}
     # The clients of this test also leave asyncio transports in cycles.
     own = {"TimedProtocol", "RequestResponseCycle", "BodyWriter", "EventStream"}
     own |= {"Choices", "ActiveRequest", "RemoteAnswer", "ApiError", "Task", "frame"}

@@ -22,11 +22,11 @@ LONG_SECONDS = 120.0
 def processes() -> list[int]:
     """The child processes of this test that compile grammars."""
     found = []
-    for place in Path("/proc").glob("[0-9]*"):
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"grammar_process" in (place / "cmdline").read_bytes():
-                found.append(int(place.name))
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"grammar_process" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
         except (OSError, IndexError):
             continue
     return found

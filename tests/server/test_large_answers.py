@@ -175,7 +175,9 @@ def test_the_logprobs_of_an_echoed_prompt_come_before_those_of_each_answer(
                 len(logprobs[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
             ]
             assert lengths == [num_prompt + 5] * 4
-            assert [place for place, value in enumerate(logprobs["token_logprobs"]) if value is None] == [0]
+            assert [
+                position for position, value in enumerate(logprobs["token_logprobs"]) if value is None
+            ] == [0]
             starts = zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
             assert all(choice["text"].startswith(token, at) for token, at in starts if "bytes:" not in token)
         assert {name: values[:num_prompt] for name, values in first.items()} == {

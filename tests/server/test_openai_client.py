@@ -126,7 +126,7 @@ def test_text_offsets_of_a_stream_equal_those_of_the_whole_answer_while_text_is_
     options: Any = {"model": MODEL, "prompt": "One", "max_tokens": 40, "seed": 3, "logprobs": 0}
     text = client.completions.create(**options).choices[0].text
     options["stop"] = [
-        f"{text[3 * place : 3 * place + 3]}\0" for place in range(10)
+        f"{text[3 * position : 3 * position + 3]}\0" for position in range(10)
     ]  # the beginnings match, the whole strings never do
     whole = client.completions.create(**options).choices[0]
     assert whole.text == text and whole.logprobs is not None and whole.logprobs.text_offset

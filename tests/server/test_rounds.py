@@ -24,9 +24,9 @@ def busy(seconds: float) -> None:
 def test_a_single_wait_returns_at_once() -> None:
     async def run() -> None:
         loop_turns = LoopTurns()
-        turn = loop_turns.wait()
+        waiting = loop_turns.wait()
         try:
-            turn.send(None)
+            waiting.send(None)
         except StopIteration:
             return
         raise AssertionError("it had to wait")
@@ -67,7 +67,7 @@ def test_one_stream_of_many_answers_lets_other_tasks_run(
     monkeypatch.setattr(EventStream, "open_streams", open_streams)
 
     async def run() -> None:
-        async def others() -> None:
+        async def count_turns() -> None:
             nonlocal num_turns
             while True:
                 await asyncio.sleep(0)
@@ -77,7 +77,7 @@ def test_one_stream_of_many_answers_lets_other_tasks_run(
         stream._choices, stream._loop_turns = ManyPieces(), LoopTurns()  # type: ignore[assignment]
         stream._loop, stream._paused_until, stream._pause_timer = asyncio.get_running_loop(), 0.0, None
         stream._measure = stream._events = lambda *_: b""  # type: ignore[assignment, method-assign]
-        other_task = asyncio.create_task(others())
+        other_task = asyncio.create_task(count_turns())
         await stream._send_pieces(None)  # type: ignore[arg-type]  # nothing is sent
         other_task.cancel()
 

@@ -141,7 +141,7 @@ def test_the_fast_histogram_exports_the_same_lines_as_that_of_the_library() -> N
     metrics, registry = ServerMetrics('m "1"'), CollectorRegistry()
     name, bounds = "weft:inter_token_latency_seconds", _TOKEN_SECONDS
     theirs = Histogram(name, "", ["model_name"], registry=registry, buckets=bounds).labels('m "1"')
-    for turn in range(2):  # every scrape
+    for scrape in range(2):  # every scrape
         for gap in (*reversed(bounds), 0.0, 1e-9, 0.017, 0.017, 4.9, 5.1, 1000.0):
             metrics.delivery(gap * 4, 4)
             theirs.observe(gap)
@@ -149,7 +149,7 @@ def test_the_fast_histogram_exports_the_same_lines_as_that_of_the_library() -> N
         expected = [
             line for line in generate_latest(registry).decode().splitlines() if "_created" not in line
         ]
-        assert len(expected) == len(bounds) + 5, turn
+        assert len(expected) == len(bounds) + 5, scrape
         ours = [line for line in exported if name in line]
         assert ours[1:] == expected[1:], "all lines but the help text"
 

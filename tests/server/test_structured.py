@@ -73,7 +73,7 @@ def client(real_server: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-# --- what a model makes of it -----------------------------------------------------------------------------------------
+# --- answers of the real model -----------------------------------------------------------------------------------------
 
 
 def test_parse_of_the_openai_client_gives_an_object_of_its_class(client: openai.OpenAI) -> None:
@@ -235,7 +235,7 @@ def check_that_it_errors_alone(server: Server, fields: dict[str, Any], message: 
     server.wait_until_free()
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refused requests --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -138,11 +138,11 @@ STAGES: dict[str, tuple[str, str, bytes]] = {
 def children(module: str) -> list[int]:
     """Child processes of this test that run a module."""
     found = []
-    for place in Path("/proc").glob("[0-9]*"):
+    for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):
-            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and module.encode() in (place / "cmdline").read_bytes():
-                found.append(int(place.name))
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and module.encode() in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
     return found
 
 

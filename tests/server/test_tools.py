@@ -54,7 +54,7 @@ def ask(client: openai.OpenAI, **fields: Any) -> Any:
     return client.chat.completions.create(**given)
 
 
-# ---------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------- validation
 
 
 def changed(**fields: Any) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def test_functions_and_function_call_are_refused(server: Server) -> None:
     error_of(server.chat(function_call="auto"), 400, "function_call")
 
 
-# ---------------------------------------------------------------------- what the model is told
+# ---------------------------------------------------------------------- prompts with tools
 
 
 def prompt_of(server: Server, messages: Any, tools: Any = None) -> str:
@@ -127,14 +127,14 @@ def test_tools_go_into_the_system_message_if_the_template_does_not_support_them(
     alone = prompt_of(server, QUESTION, TOOLS)
     assert alone.startswith("<|im_start|>system\n") and alone.count("<|im_start|>system") == 1
     assert '{"name": "get_weather"' in alone and '"get_time"' in alone and "<tool_call>" in alone
-    beside = prompt_of(server, [{"role": "system", "content": "Be brief."}, *QUESTION], TOOLS)
-    assert beside.startswith("<|im_start|>system\nBe brief.\n\n") and '"get_time"' in beside
+    with_system = prompt_of(server, [{"role": "system", "content": "Be brief."}, *QUESTION], TOOLS)
+    assert with_system.startswith("<|im_start|>system\nBe brief.\n\n") and '"get_time"' in with_system
 
 
 def test_earlier_calls_and_results_become_text_if_the_template_does_not_support_them(server: Server) -> None:
     calls = [
-        {"id": f"call_{place}", "type": "function", "function": {"name": "get_weather", "arguments": city}}
-        for place, city in enumerate(('{"city": "Paris"}', '{"city": "Rome"}'))
+        {"id": f"call_{position}", "type": "function", "function": {"name": "get_weather", "arguments": city}}
+        for position, city in enumerate(('{"city": "Paris"}', '{"city": "Rome"}'))
     ]
     results = [
         {"role": "tool", "tool_call_id": "call_0", "content": "sunny <|im_end|>"},
@@ -176,7 +176,7 @@ def test_a_long_conversation_with_tools_is_tokenised_the_same_in_a_worker_proces
     assert '{"name": "get_weather"' in prompt and prompt.count("apple") == 3000
 
 
-# ---------------------------------------------------------------------- what it calls
+# ---------------------------------------------------------------------- calls
 
 
 def check_calls(message: Any, names: set[str]) -> list[Any]:
@@ -261,8 +261,8 @@ def test_30_a_truncated_forced_call_has_the_finish_reason_length_and_keeps_its_t
 ) -> None:
     [whole] = named_answer.choices
     tokens = [entry.token for entry in whole.logprobs.content]
-    place = next(place for place in range(len(tokens)) if "city" in "".join(tokens[:place]))
-    [cut] = ask(client, tool_choice=NAMED, max_tokens=place).choices
+    position = next(position for position in range(len(tokens)) if "city" in "".join(tokens[:position]))
+    [cut] = ask(client, tool_choice=NAMED, max_tokens=position).choices
     assert cut.finish_reason == "length"
     [call] = cut.message.tool_calls
     arguments = whole.message.tool_calls[0].function.arguments

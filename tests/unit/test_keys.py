@@ -57,7 +57,7 @@ def test_the_salt_of_a_key_has_at_most_256_characters() -> None:
 @pytest.mark.parametrize("name", ["keys.toml", "keys.txt"])
 def test_a_key_table_sets_all_fields_of_a_key(tmp_path: Path, name: str) -> None:
     text = f"""
-# Who may ask.
+# The keys of this server.
 [[key]]
 name = "alice"
 key = "secret"

@@ -107,8 +107,8 @@ def test_an_exception_becomes_a_500_and_a_log_line_with_frames_but_no_message() 
 
     sent, lines = served(broken)
     assert sent[0]["status"] == 500 and json.loads(sent[1]["body"])["error"]["code"] == "internal_error"
-    mistake, request = map(json.loads, lines)
-    assert mistake["event"] == "mistake" and "in broken" in mistake["traceback"]
+    internal, request = map(json.loads, lines)
+    assert internal["event"] == "mistake" and "in broken" in internal["traceback"]
     assert request["status"] == 500 and request["error_code"] == "internal_error"
     assert "secret" not in str(lines)
 
