@@ -1,4 +1,5 @@
-"""Sends mutated requests, by seed, to the application: `python fuzz_requests.py --count 1000000`. The engine is real, on noop.
+"""Sends mutated requests, by seed, to the application: `python fuzz_requests.py --count 1000000`. The engine is real,
+on noop.
 
 Valid requests get wrong types, ranges, nesting, text, numbers and bytes. Every response must be an answer or an error
 in the format of the API, never a 5xx. In the end nothing may be held.

@@ -1,4 +1,5 @@
-"""Runs schemathesis in negative mode over a real server's OpenAPI document: `python schema_run.py --max-examples 1000`."""
+"""Runs schemathesis in negative mode over a real server's OpenAPI document: `python schema_run.py --max-examples
+1000`."""
 
 from __future__ import annotations
 

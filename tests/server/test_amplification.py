@@ -76,9 +76,8 @@ def test_the_cost_of_a_list_does_not_multiply_with_prompts_and_answers(
     del bodies["all but a grammar"]["guided_choice"]
 
     async def work(server: InProcess) -> None:
-        await cost(
-            server, {"prompt": [5], "guided_choice": LISTS["guided_choice"]}
-        )  # starts the grammar process
+        # Starts the grammar process.
+        await cost(server, {"prompt": [5], "guided_choice": LISTS["guided_choice"]})
         plain = [await cost(server, shape) for _ in range(3)]
         for name, body in bodies.items():
             listed = [await cost(server, body) for _ in range(2)]

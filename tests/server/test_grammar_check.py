@@ -77,7 +77,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_costs_only_its_time_limit(
                     await checker.check(heavy(1))
                 assert refused.value.code == "grammar_too_complex"
             assert processes() == [pid], "the process is not replaced"
-            # It was compiled for 0.05 s, then for 0.2 s, and not a second time. The rest is tolerance for the kernel's accounting.
+            # It was compiled for 0.05 s, then for 0.2 s, and not a second time. The rest is tolerance.
             assert cpu_seconds() - before < 1.5
             assert await checker.check(number(2)) == number(2)
         finally:

@@ -1,4 +1,5 @@
-"""schemathesis in negative mode over the OpenAPI document, against the real server process. `make test-schema` runs longer."""
+"""schemathesis in negative mode over the OpenAPI document, against the real server process. `make test-schema` runs
+longer."""
 
 from __future__ import annotations
 

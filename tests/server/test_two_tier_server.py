@@ -34,7 +34,7 @@ def test_migrations_without_a_copy_are_counted_separately(server: Server) -> Non
     assert server.complete([*beginning, *range(400, 500)], ignore_eos=True).status_code == 200
     before = server.metric("kv_cache_migrations_shared_total")
     assert server.complete([*beginning, *range(500, 600)], ignore_eos=True).status_code == 200
-    # Six KV blocks are prefix hits. The last two of them are in the tail in full precision, and the store already has them.
+    # Six KV blocks are prefix hits. The last two are in the tail, in full precision, and the store has them already.
     assert server.metric("kv_cache_migrations_shared_total") - before == 2
 
 

@@ -310,7 +310,7 @@ class ServerApp:
         kind: type[T],
         work: Callable[[T, int, ActiveRequest], Awaitable[dict[str, Any]]],
     ) -> Response:
-        """Handles a request that needs text work only. It counts as an active request and uses the token budget of its key."""
+        """Handles a request that needs only text work. It is an active request, and uses the token limit of its key."""
         key: ApiKey | None = request.scope[KEY]
         self._check_not_draining()
         self._active_requests.check_capacity(key)

@@ -219,7 +219,8 @@ def _from_table(table: Mapping[str, Any], prefix: str, source: str) -> Iterator[
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Given]:
-    """Ignores empty variables. Unknown ones are an error: a misspelt API_KEY_FILE would leave the server without keys."""
+    """Ignores empty variables. Unknown ones are an error: a misspelt API_KEY_FILE would leave the server without
+    keys."""
     keys = {variable(key): key for key in KEYS}
     given = {}
     for name, value in sorted(environment.items()):

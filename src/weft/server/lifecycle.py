@@ -1,4 +1,4 @@
-"""The life cycle of a server: start the engine, load the text side, listen, drain, stop."""
+"""The life cycle of a server: start the engine, load tokenizer and chat template, listen, drain, stop."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def _within_descriptors(settings: ServerSettings, log: ServerLog) -> ServerSetti
         return settings
     log.event(
         "warning",
-        f"max_requests is {max_requests} instead of {settings.max_requests}: the limit of this process is {limit} descriptors. "
-        f"It needs {_DESCRIPTORS_PER_REQUEST} for each request and {_OWN_DESCRIPTORS} for itself. "
+        f"max_requests is {max_requests} instead of {settings.max_requests}: this process may open {limit} descriptors, "
+        f"and needs {_DESCRIPTORS_PER_REQUEST} for each request and {_OWN_DESCRIPTORS} for itself. "
         "Raise the hard limit (ulimit -n, LimitNOFILE) to allow more requests.",
         "warning",
     )
@@ -133,9 +133,7 @@ class _ServerRun:
         try:
             server = await self._bind()  # first: a port in use is an error before the model is loaded
             starting = asyncio.ensure_future(self._engine.start())
-            await asyncio.sleep(
-                0
-            )  # the engine process starts now, in parallel with the text side in this process
+            await asyncio.sleep(0)  # starts the engine process, in parallel with the work below
             text, suggestions = self._open_text()
             await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
@@ -159,7 +157,7 @@ class _ServerRun:
                 text.close()
 
     def _open_text(self) -> tuple[ModelText, Mapping[str, Any]]:
-        """Also returns the generation defaults of the model. The checkpoint is not kept: a vocabulary takes megabytes."""
+        """Also returns the generation defaults of the model. The checkpoint, megabytes of vocabulary, is not kept."""
         checkpoint = open_checkpoint(self._settings.model)
         text = open_model_text(checkpoint, self._settings.chat_template, self._settings.tool_format)
         return text, checkpoint.generation
@@ -236,7 +234,7 @@ class _ServerRun:
         self._log.event("stopped", "Stopped.")
 
     async def _close_connections(self) -> None:
-        """Closes each connection after its pending bytes are sent, or after `_FLUSH_SECONDS` if its client does not read."""
+        """Closes each connection after its pending bytes are sent, or after `_FLUSH_SECONDS`."""
         give_up_at = time.monotonic() + _FLUSH_SECONDS
         if self._state.tasks:
             await asyncio.wait(self._state.tasks, timeout=_FLUSH_SECONDS)

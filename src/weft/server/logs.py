@@ -159,7 +159,8 @@ class ServerLog:
 
 
 class LibraryHandler(logging.Handler):
-    """Writes log messages of uvicorn and asyncio to the server's log. Tracebacks are dropped: they may quote a request."""
+    """Writes log messages of uvicorn and asyncio to the server's log. Tracebacks are dropped: they may quote a
+    request."""
 
     def __init__(self, log: ServerLog) -> None:
         super().__init__(logging.WARNING)

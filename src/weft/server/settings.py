@@ -62,7 +62,7 @@ class ServerSettings:
     max_header_bytes: AtLeastOne = 64 << 10
     header_seconds: Seconds = 10.0
     body_seconds: Seconds = 120.0
-    """A request must be complete this long after its first byte."""
+    """Time limit for the body of a request, counted from the end of its headers."""
     stalled_reader_seconds: Seconds = 60.0
     """A connection is closed if bytes wait to be sent and its client accepts none for this long."""
     max_answers: AtLeastOne = 1024

@@ -26,20 +26,22 @@ Outcome = list[GenerationResult] | ApiError | None
 """How a request ended; None: the client disconnected."""
 
 _DEFAULT_ANSWER_TOKENS = 512
-"""Tokens that an answer without max_tokens reserves from the rate limit of its key. The end of the request corrects it."""
+"""Tokens that an answer without max_tokens reserves from the rate limit of its key. The end of the request corrects
+it."""
 _MAX_OPEN_PER_FREE = 4
-"""With several keys, a key may have at most this many active requests per free one. A flood of one key thus leaves a fifth
-of `max_requests` to the others."""
+"""With several keys, a key may have at most this many active requests per free one. A flood of one key thus leaves a
+fifth of `max_requests` to the others."""
 _GRACE_SECONDS = 1.0
 """The engine enforces deadlines. The server ends a request this much later if the engine did not."""
 _WAKE_EVERY = 64
 _WAKE_EVERY_FOR_STOPS = 8
-"""Tokens after which the server reads an answer that is not streamed. It finds stop strings and the last tool call in the
-text, so an answer may run past its end by up to this many tokens."""
+"""Tokens after which the server reads an answer that is not streamed. It finds stop strings and the last tool call in
+the text, so an answer may run past its end by up to this many tokens."""
 
 
 class ActiveRequest:
-    """One request from the end of its body to the end of its response. The caller of `ActiveRequests.begin` calls `end`."""
+    """One request from the end of its body to the end of its response. The caller of `ActiveRequests.begin` calls
+    `end`."""
 
     def __init__(
         self,
@@ -217,8 +219,8 @@ class ActiveRequests:
             active.choices.submit_later(work)
 
     def reserve(self, active: ActiveRequest, num_tokens: int) -> None:
-        """Reserves tokens from the rate limit of the key for text work, or raises a 429. At its end the request is charged
-        its `text_tokens`."""
+        """Reserves tokens from the rate limit of the key for text work, or raises a 429. At its end the request is
+        charged its `text_tokens`."""
         active.text_tokens = num_tokens
         if active.limits is not None:
             active.reserved = active.limits.reserve(num_tokens)

@@ -2,8 +2,8 @@
 
 Each key has a virtual time: the tokens that its answers used, divided by its weight. The next answer is one of the key
 with the lowest virtual time (start-time fair queueing; for language models see Sheng et al., "Fairness in Serving Large
-Language Models"). An idle key saves up nothing: when it returns, its virtual time is raised to the current one. The cost
-of an answer is estimated from earlier answers of the key, and corrected when the answer ends.
+Language Models"). An idle key saves up nothing: when it returns, its virtual time is raised to the current one. The
+cost of an answer is estimated from earlier answers of the key, and corrected when the answer ends.
 
 The unit is one answer, not one request: a request for a thousand answers is released in a thousand pieces.
 """
@@ -25,8 +25,8 @@ _SMOOTHING = 0.1
 """Weight of the newest answer in the moving average of answer lengths."""
 _SLOTS_PER_RESERVED_SLOT = 16
 _MAX_NOT_STARTED = 8
-"""Answers that may wait in the engine when the KV cache may be too small for them. They fill its next steps, and are few
-enough not to delay another key."""
+"""Answers that may wait in the engine when the KV cache may be too small for them. They fill its next steps, and are
+few enough not to delay another key."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ class GateTicket:
 
     @property
     def rank(self) -> int:
-        """Priority between keys. HIGH and CRITICAL overtake all keys; LOW and NORMAL differ only within their own key."""
+        """Priority between keys. HIGH and CRITICAL overtake all keys; LOW and NORMAL differ only within their own
+        key."""
         return max(self.job.priority, Priority.NORMAL)
 
     def release_one(self) -> int:
@@ -155,7 +156,8 @@ class FairGate:
         self._max_unreserved = (
             max_running - (max_running + _SLOTS_PER_RESERVED_SLOT // 2) // _SLOTS_PER_RESERVED_SLOT
         )
-        """Limit for keys that have answers in the engine. The reserve above it is for keys without any, and for HIGH."""
+        """Limit for keys that have answers in the engine. The reserve above it is for keys without any, and for
+        HIGH."""
         self._max_tokens = max_tokens
         self._count_answers = count_answers
         self._now = 0.0
@@ -199,8 +201,8 @@ class FairGate:
             self.release_answers()
 
     def leave(self, ticket: GateTicket, answer_tokens: int | None) -> None:
-        """Removes a request in any state. `answer_tokens` are the tokens of all its answers. None: it is charged nothing,
-        because it failed."""
+        """Removes a request in any state. `answer_tokens` are the tokens of all its answers. None: it is charged
+        nothing, because it failed."""
         if ticket.is_over:
             return
         account = ticket.account

@@ -67,8 +67,8 @@ class ApiKey:
             _refuse("admin", self.admin, "true, false")
 
     def salt_for(self, requested: str) -> str:
-        """The cache salt of a request that sent the salt `requested`, or "". The hash covers the salt of the key too, so
-        that no request can reach the cached prefixes of another key."""
+        """The cache salt of a request that sent the salt `requested`, or "". The hash covers the salt of the key too,
+        so that no request can reach the cached prefixes of another key."""
         if self.cache_salt is None:
             parts = ("own", self.key_sha256, requested)
         else:
@@ -102,8 +102,8 @@ class KeyRing:
 
 
 def all_keys(secrets: Iterable[str], path: str | Path | None) -> tuple[ApiKey, ...]:
-    """The keys given as plain secrets, and those of a file. A single plain key may use HIGH: there is no other key that it
-    could overtake. CRITICAL, which preempts running sequences, must be granted in a [[key]] table."""
+    """The keys given as plain secrets, and those of a file. A single plain key may use HIGH: there is no other key that
+    it could overtake. CRITICAL, which preempts running sequences, must be granted in a [[key]] table."""
     keys = (*plain_keys(secrets), *(() if path is None else read_key_file(path)))
     if len(keys) == 1 and keys[0].is_plain:
         return (replace(keys[0], max_priority=Priority.HIGH),)

@@ -10,8 +10,8 @@ _SECONDS = 60.0
 
 
 class Bucket:
-    """A token bucket: holds at most `per_minute`, and refills at that rate. Its level can fall below zero, when a request
-    used more than it reserved. Later requests wait until that is refilled too."""
+    """A token bucket: holds at most `per_minute`, and refills at that rate. Its level can fall below zero, when a
+    request used more than it reserved. Later requests wait until that is refilled too."""
 
     def __init__(self, per_minute: int, clock: Clock) -> None:
         self.per_minute = per_minute

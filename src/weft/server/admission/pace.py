@@ -13,7 +13,7 @@ _SHORTEST, _LONGEST = 1, 600
 
 class CompletionRate:
     """A moving average of the requests that end per second. It is never below one request per `_MEMORY_SECONDS`:
-    otherwise the first clients after an idle night would be told to retry in a week."""
+    otherwise Retry-After would be days for the first refused clients after an idle night."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

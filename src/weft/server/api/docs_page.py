@@ -1,4 +1,4 @@
-"""The page at /docs: one file that shows the OpenAPI document and can send requests. It loads nothing from other hosts."""
+"""The page at /docs: one file that shows the OpenAPI document and sends requests. It loads nothing from other hosts."""
 
 from __future__ import annotations
 

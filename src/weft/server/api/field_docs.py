@@ -1,7 +1,7 @@
 """Descriptions and ranges of the fields of requests, for the OpenAPI document.
 
-`schema` has the types, and `weft.request` checks the values. Tests fail if a range here differs from the checked one, or
-if a field has no description.
+`schema` has the types, and `weft.request` checks the values. Tests fail if a range here differs from the checked one,
+or if a field has no description.
 """
 
 from __future__ import annotations

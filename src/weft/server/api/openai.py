@@ -207,7 +207,8 @@ class ResponseBuilder:
         }
 
     def _name(self, token: int) -> str:
-        """A token as a dictionary key. Incomplete UTF-8 is written as bytes: decoded, all such tokens would be equal."""
+        """A token as a dictionary key. Incomplete UTF-8 is written as bytes: decoded, all such tokens would be
+        equal."""
         content = self.tokenizer.token_bytes(token)
         try:
             return content.decode()

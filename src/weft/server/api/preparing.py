@@ -85,10 +85,8 @@ class Preparer:
         answer_form = None
         if isinstance(api_request, ChatRequest):
             tools = await self._run_in_thread_if_large(size, client_id, tool_use, api_request)
-            api_format, prompts = (
-                "chat",
-                [await self._encoder.encode(_chat_prompt(api_request, tools), size, client_id)],
-            )
+            api_format = "chat"
+            prompts = [await self._encoder.encode(_chat_prompt(api_request, tools), size, client_id)]
             answer_form = tools.answer_form(self._text, prompts[0])
             written = await self._run_in_thread_if_large(
                 size, client_id, tools.grammar, grammar, answer_form, self._text

@@ -46,7 +46,8 @@ def _chat_parameters(api_request: ChatRequest) -> dict[str, Any]:
         if api_request.max_tokens not in (None, api_request.max_completion_tokens):
             raise ApiError(
                 400,
-                f"max_tokens is {api_request.max_tokens} and max_completion_tokens is {api_request.max_completion_tokens}; send one",
+                f"max_tokens is {api_request.max_tokens} and max_completion_tokens is "
+                f"{api_request.max_completion_tokens}; send one of them",
                 param="max_completion_tokens",
                 code="invalid_value",
             )
@@ -105,7 +106,8 @@ def prompts_of(api_request: CompletionRequest, max_answers: int) -> list[Prompt]
     if len(prompt) * (api_request.n or 1) > max_answers:
         raise ApiError(
             400,
-            f"prompt has {len(prompt)} entries and n is {api_request.n or 1}; allowed: {max_answers} answers in one request",
+            f"prompt has {len(prompt)} entries and n is {api_request.n or 1}; "
+            f"allowed: {max_answers} answers in one request",
             param="prompt",
             code="invalid_value",
         )
@@ -147,7 +149,8 @@ def check_completion(api_request: CompletionRequest) -> None:
     if api_request.best_of not in (None, api_request.n or 1):
         raise ApiError(
             400,
-            f"best_of is {api_request.best_of} and n {api_request.n or 1}; allowed: the same value, since all answers are returned",
+            f"best_of is {api_request.best_of} and n is {api_request.n or 1}; "
+            "allowed: the same value, since all answers are returned",
             param="best_of",
             code="unsupported",
         )

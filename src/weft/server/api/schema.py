@@ -24,8 +24,9 @@ MAX_ENTRIES = {
     "stop_token_ids": MAX_STOP_TOKENS,
     "logit_bias": MAX_LOGIT_BIAS,
 }
-"""Limits for lists and mappings, checked before their entries are processed; `content` is that of a message. Other lists
-have limits of their own: prompts (`max_answers`), token ids (the context), schemas and choices (`MAX_GRAMMAR_LENGTH`)."""
+"""Limits for lists and mappings, checked before their entries are processed; `content` is that of a message. Other
+lists have limits of their own: prompts (`max_answers`), token ids (the context), schemas and choices
+(`MAX_GRAMMAR_LENGTH`)."""
 MAX_CHARACTERS = {"session_id": MAX_NAME_LENGTH, "cache_salt": MAX_NAME_LENGTH}
 
 

@@ -41,7 +41,7 @@ _STRUCTURED_OUTPUTS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 def requested_grammar(api_request: GenerationRequest) -> Grammar | None:
-    """The grammar of a request; None if it has none. Raises ApiError if its fields are invalid or contradict each other."""
+    """The grammar of a request, or None. Raises ApiError if its fields are invalid or contradict each other."""
     grammars = list(_requested_grammars(api_request))
     for name, grammar in grammars[1:]:
         if grammar != grammars[0][1]:

@@ -62,7 +62,7 @@ class ToolUse:
         if answer is not None and text.tool_format.is_bare:
             raise ApiError(
                 400,
-                "response_format and tools cannot be combined with this model, because its tool calls look like any JSON; "
+                "response_format and tools cannot be combined with this model: its tool calls look like any JSON; "
                 "set tool_choice to none or required",
                 param="response_format",
                 code="unsupported",

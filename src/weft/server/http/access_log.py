@@ -19,7 +19,7 @@ _LONGEST_PATH = 200
 
 
 class AccessLog:
-    """Also catches unexpected exceptions of the application: it answers with a 500 and logs where the error happened."""
+    """Also catches unexpected exceptions of the application: sends a 500 and logs where the error happened."""
 
     def __init__(
         self, app: ASGIApp, log: ServerLog, on_error: Callable[[int], object] = lambda status: None
@@ -31,7 +31,7 @@ class AccessLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # neither lifespan nor websockets
+            return  # there are no lifespan events and no websockets
         record = _record(scope)
         token = record_of_task.set(record)
 

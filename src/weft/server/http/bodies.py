@@ -1,8 +1,8 @@
 """Parses request bodies without blocking the event loop.
 
-A parser holds the interpreter lock: 16 MB of small numbers take 0.4 s, in which no stream advances, and 25 times as much
-memory. A worker process (this module as `__main__`) therefore parses large bodies, one at a time. It sends back the
-parsed request or the error.
+A parser holds the interpreter lock: 16 MB of small numbers take 0.4 s, in which no stream advances, and 25 times as
+much memory. A worker process (this module as `__main__`) therefore parses large bodies, one at a time. It sends back
+the parsed request or the error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from weft.server.text_work.worker import Workers, encode_message, ignore_signals
 _SMALL_BYTES = 256 << 10
 """A body of up to this size is parsed in at most a few milliseconds."""
 _MAX_VALUES = 1 << 18
-"""Limit for the values in a large body. The transfer of more values from the worker process would block as long as parsing."""
+"""Limit for the values in a large body. To decode more values from the worker process would block as long as
+parsing."""
 _CONTAINER_WEIGHT = 4
 """A list, an object, and each entry of an object count as this many values, by the time that they take."""
 _SECONDS_PER_BYTE = 2.5e-8

@@ -39,8 +39,8 @@ class ByteBudget:
 
 
 class RequestBytes:
-    """The bytes of one request that count against a `ByteBudget`. The first `_FREE_BYTES` are free, so that small requests
-    always fit beside large ones. A connection buffers as much anyway."""
+    """The bytes of one request that count against a `ByteBudget`. The first `_FREE_BYTES` are free, so that small
+    requests always fit. A connection buffers as much anyway."""
 
     def __init__(self, budget: ByteBudget) -> None:
         self._budget = budget
@@ -50,7 +50,8 @@ class RequestBytes:
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Adds bytes, or releases them if negative. Raises an ApiError if the request or all together exceed their limit."""
+        """Adds bytes, or releases them if negative. Raises an ApiError if a limit is exceeded: of the request or of
+        all."""
         if (refusal := self.try_add(num_bytes)) is not None:
             raise refusal
 

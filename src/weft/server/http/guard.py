@@ -44,7 +44,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # neither lifespan nor websockets
+            return  # there are no lifespan events and no websockets
         try:
             self._check(scope)
         except ApiError as error:
@@ -82,7 +82,7 @@ class Guard:
             raise self._too_large(f"{int(length)} bytes")
 
     def _check_host(self, host: bytes | None) -> None:
-        """Prevents DNS rebinding: a web page whose host name resolves to this machine must not reach a loopback server."""
+        """Prevents DNS rebinding: a web page whose host name resolves to this machine must not reach the server."""
         if host is None:
             return  # HTTP/1.0
         found = _HOST.fullmatch(host.decode("latin-1"))
@@ -92,13 +92,14 @@ class Guard:
         if self._is_loopback and not (name == self._own_name or is_loopback(name)):
             raise ApiError(
                 403,
-                f"the Host header names {name!r:.80}; this server accepts only requests from this machine, to localhost. "
+                f"the Host header names {name!r:.80}; this server accepts only requests to localhost. "
                 "Start it with --host to serve other machines",
                 code="forbidden_host",
             )
 
     def _check_origin(self, origin: bytes | None, host: bytes | None) -> None:
-        """Browsers send the origin of the page that makes a request. Only allowed origins may call a loopback server."""
+        """Browsers send the origin of the page that makes a request. Only allowed origins may call a loopback
+        server."""
         if origin is None or not self._is_loopback or "*" in self._origins:
             return
         name = origin.decode("latin-1")
@@ -131,7 +132,8 @@ class Guard:
         if encoding.strip().lower() not in (b"", b"identity"):
             raise ApiError(
                 400,
-                f"the body is encoded as {encoding.decode('latin-1')!r:.80}; send it uncompressed, without Content-Encoding",
+                f"the body is encoded as {encoding.decode('latin-1')!r:.80}; "
+                "send it uncompressed, without Content-Encoding",
                 code="unsupported_encoding",
             )
 

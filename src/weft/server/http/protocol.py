@@ -1,4 +1,4 @@
-"""HTTP/1.1 on one connection, based on uvicorn and h11. Adds timeouts for slow requests and for clients that do not read."""
+"""HTTP/1.1 on one connection, based on uvicorn and h11, with timeouts for slow requests and stalled readers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _chunk(piece: bytes) -> bytes:
 
 
 class _Connection(h11.Connection):
-    """An h11 connection that writes chunks of a stream without the h11 state machine, which is slow for one chunk per token."""
+    """An h11 connection that writes chunks without the h11 state machine, which is too slow for one chunk per token."""
 
     _is_chunked = False
 
@@ -52,9 +52,9 @@ class _Connection(h11.Connection):
 
 
 class BodyWriter:
-    """Writes chunks of the current response directly to the transport. ASGI's `send` passes all middleware and costs more
-    than the chunk itself, and no middleware inspects a body. It holds no reference to its protocol, which would be a
-    reference cycle."""
+    """Writes chunks of the current response directly to the transport. ASGI's `send` passes all middleware and costs
+    more than the chunk itself, and no middleware inspects a body. It holds no reference to its protocol, which would be
+    a reference cycle."""
 
     def __init__(self, connection: _Connection, transport: asyncio.Transport, flow: FlowControl) -> None:
         self._connection = connection
@@ -77,8 +77,9 @@ class BodyWriter:
 
 
 class TimedProtocol(H11Protocol):
-    """A request must send its headers within `header_seconds` and its body within `body_seconds`. A connection is aborted
-    if bytes wait to be sent and the client accepts none for `stalled_reader_seconds`, whatever the response is."""
+    """A request must send its headers within `header_seconds` and its body within `body_seconds`. A connection is
+    aborted if bytes wait to be sent and the client accepts none for `stalled_reader_seconds`, whatever the response
+    is."""
 
     def __init__(
         self,
@@ -144,8 +145,8 @@ class TimedProtocol(H11Protocol):
 
     @property
     def _must_send_request(self) -> bool:
-        """Whether the client must send a request now: on a new connection, or after the first bytes of the next request.
-        Between two requests only the keep-alive timeout applies."""
+        """Whether the client must send a request now: on a new connection, or after the first bytes of the next
+        request. Between two requests only the keep-alive timeout applies."""
         return self.cycle is None or bool(self.conn.trailing_data[0])
 
     def _stop_timer(self) -> None:
@@ -178,8 +179,9 @@ class TimedProtocol(H11Protocol):
             self._watch_reader(num_left, num_checks)
 
     def _num_unread(self) -> int:
-        """Bytes that the client has not acknowledged, in the transport and in the kernel. The kernel's must count: a socket
-        accepts nothing until a third of its send buffer is free, which on a slow line takes longer than the timeout."""
+        """Bytes that the client has not acknowledged, in the transport and in the kernel. The kernel's bytes must
+        count: a socket accepts no bytes until a third of its send buffer is free. On a slow line that exceeds the
+        timeout."""
         in_kernel = fcntl.ioctl(self.transport.get_extra_info("socket"), termios.TIOCOUTQ, bytes(4))
         return self.transport.get_write_buffer_size() + int.from_bytes(in_kernel, sys.byteorder)
 

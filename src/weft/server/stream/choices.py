@@ -20,8 +20,8 @@ from weft.text.tokenizer import Tokenizer
 _REQUEST_FAULTS = ("every token is forbidden", "the grammar cannot be followed")
 """Beginnings of backend errors that the request caused: it allows no next token, so a retry cannot help."""
 _MAX_EFFORT = 512
-"""Work per call of `Choices.take`, in tokens without logprobs; about 2 ms. Without a limit, a thousand answers or a burst
-of tokens with twenty logprobs each would block the event loop for a second."""
+"""Work per call of `Choices.take`, in tokens without logprobs; about 2 ms. Without a limit, a thousand answers or a
+burst of tokens with twenty logprobs each would block the event loop for a second."""
 _EFFORT_PER_PIECE = 16
 
 
@@ -68,8 +68,8 @@ class Choice:
         return self._answer.prompt_logprobs()
 
     def take(self, effort: int) -> Piece | None:
-        """The tokens that arrived since the last call, limited by `effort`; None if there are none. Raises if the answer
-        failed."""
+        """The tokens that arrived since the last call, limited by `effort`; None if there are none. Raises if the
+        answer failed."""
         most = effort // self.effort_per_token or 1
         if self._is_plain:
             piece = self._read_all(self._answer.take_plainly(most))
@@ -87,7 +87,7 @@ class Choice:
         deltas: list[Delta] | None = None if reader is None else []
         for output in outputs:
             if answer.is_cut:
-                break  # generated before the engine was told to stop
+                break  # generated before the engine received the end of the answer
             new = answer.add(output)
             text += new
             if output.token_id is not None:
@@ -174,8 +174,8 @@ class _Arrival(asyncio.Event):
 
 
 class _UntakenBytes:
-    """Counts the bytes of answers that arrived and are not taken. Answers refer to this object and not to `Choices`, which
-    would be a reference cycle."""
+    """Counts the bytes of answers that arrived and are not taken. Answers refer to this object and not to `Choices`,
+    which would be a reference cycle."""
 
     def __init__(self, answer_bytes: RequestBytes | None) -> None:
         self._answer_bytes = answer_bytes
@@ -188,10 +188,8 @@ class _UntakenBytes:
 
 
 class Choices:
-    """All answers of one HTTP request: `n` for the first prompt, then `n` for the next. Its owner calls `cancel` in the end.
-
-    The OpenAI API calls an answer a choice.
-    """
+    """All answers of one HTTP request: `n` for the first prompt, then `n` for the next. The OpenAI API calls an answer a
+    choice. The owner of this object calls `cancel` in the end."""
 
     def __init__(
         self, engine: EngineClient, tokenizer: Tokenizer, answer_bytes: RequestBytes | None = None
@@ -224,9 +222,9 @@ class Choices:
     ) -> None:
         """Submits requests to the engine: all their answers, or those in `indices`. More calls follow unless `is_last`.
 
-        `form`: the parts that answers may have; None: plain text. The reader is woken after the first token of an answer
-        and then after every `wake_every` tokens. `waited`: seconds for which the requests were held back. Answers that are
-        not streamed have no limit for unread tokens: the server itself reads them.
+        `form`: the parts that answers may have; None: plain text. The reader is woken after the first token of an
+        answer and then after every `wake_every` tokens. `waited`: seconds for which the requests were held back.
+        Answers that are not streamed have no limit for unread tokens: the server itself reads them.
         """
         if self._shown_ids is None:
             self._shown_ids = frozenset() if form is None else form.shown_ids(self._tokenizer)
@@ -323,8 +321,8 @@ class Choices:
             raise self._untaken_bytes.refusal
 
     def take(self) -> list[Piece]:
-        """The pieces that arrived since the last call, limited by `_MAX_EFFORT`. If some are left, `has_more` stays set.
-        Raises if one answer failed: then the whole request fails."""
+        """The pieces that arrived since the last call, limited by `_MAX_EFFORT`. If some are left, `has_more` stays
+        set. Raises if one answer failed: then the whole request fails."""
         self._arrived.clear()
         self._raise_failure()
         pieces: list[Piece] = []

@@ -21,8 +21,8 @@ from weft.server.stream.chunks import Chunks, event
 from weft.server.stream.loop_turns import LoopTurns
 
 _SECONDS_PER_EVENT = 1e-4
-"""Cost of writing one event. After an event, a stream pauses this long per open stream, so that all streams together fit
-the available time. A single stream does not pause; among hundreds, an event holds several tokens."""
+"""Cost of writing one event. After an event, a stream pauses this long per open stream, so that all streams together
+fit the available time. A single stream does not pause; among hundreds, an event holds several tokens."""
 _MAX_PAUSE = 0.1
 _MIN_PAUSE = 1e-3
 

@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Callable
 
 _SLICE_SECONDS = 0.004
-"""Target for one iteration of the event loop. Work without turns (a new connection, /health) needs about five iterations,
-and must not wait for hundreds of streams in each."""
+"""Target for one iteration of the event loop. Work without turns (a new connection, /health) needs about five
+iterations, and must not wait for hundreds of streams in each."""
 _INITIAL_TURNS = 16
 
 
 class LoopTurns:
-    """Grants turns. The number per iteration adapts to the time that recent iterations took. Belongs to one event loop."""
+    """Grants turns. The number per iteration adapts to the time that recent iterations took. Belongs to one event
+    loop."""
 
     def __init__(self) -> None:
         self._per_iteration = float(_INITIAL_TURNS)
@@ -68,8 +69,8 @@ class LoopTurns:
                 self._adapt()  # the last iteration counts too
 
     def _adapt(self) -> None:
-        """Adapts the number of turns to the time of the last iteration. It uses the CPU time of this thread: time that other
-        programs take does not depend on the number of turns."""
+        """Adapts the number of turns to the time of the last iteration. It uses the CPU time of this thread: time that
+        other programs take does not depend on the number of turns."""
         now = time.thread_time()
         seconds, self._began = now - self._began, now
         if seconds > _SLICE_SECONDS:

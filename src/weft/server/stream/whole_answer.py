@@ -1,4 +1,5 @@
-"""The response of a request that is not streamed: encodes each piece as JSON when it arrives, and sends the body in parts.
+"""The response of a request that is not streamed: encodes each piece as JSON when it arrives, and sends the body in
+parts.
 
 Logprobs as objects take twenty times the memory of their JSON, and encoding them all at the end would block the event
 loop for seconds. For the same reason the parts of the body are never joined.
@@ -168,10 +169,9 @@ class WholeAnswer:
             choice = _encode(builder.choice(index, result, answer))
             body.append(b"," + choice if index else choice)
             if builder.wants_logprobs:
-                before, encoded_after = body.pop().rsplit(
-                    _NO_LOGPROBS, 1
-                )  # in a text its quotes would be escaped
-                body += (before + b'"logprobs":', *partial.logprobs.encoded_after(prompt), encoded_after)
+                # In a text the quotes of _NO_LOGPROBS would be escaped.
+                before, after = body.pop().rsplit(_NO_LOGPROBS, 1)
+                body += (before + b'"logprobs":', *partial.logprobs.encoded_after(prompt), after)
             num_bytes += _CHOICE_BYTES + len(choice)
             if num_bytes > _PART_BYTES:
                 await loop_turns.wait()

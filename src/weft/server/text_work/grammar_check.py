@@ -65,7 +65,7 @@ class GrammarChecker:
         await self._workers.close()
 
     async def _shared_verdict(self, key: bytes, grammar: Grammar, client_id: str) -> Verdict:
-        """Compiles a grammar once for all requests that wait for it. Cancels the trial when none of them waits any more."""
+        """Compiles a grammar once for all requests that wait for it. Cancels the trial when none waits any more."""
         trial = self._trials.get(key)
         if trial is None:
             trial = _SharedTrial(asyncio.create_task(self._compile(key, grammar, client_id)))

@@ -38,8 +38,8 @@ class WorkSlots:
         self._now = 0.0
 
     async def take(self, client_id: str, cost: float) -> None:
-        """Waits for a slot for work of about `cost` seconds. The caller then calls `free` with the same cost, unless this
-        call was cancelled."""
+        """Waits for a slot for work of about `cost` seconds. The caller then calls `free` with the same cost, unless
+        this call was cancelled."""
         waiting = _WaitingWork(client_id, cost, self._clock())
         if not self._waiting:
             self._virtual_times.clear()

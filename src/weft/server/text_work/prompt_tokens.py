@@ -40,15 +40,15 @@ _PROCESSES = 2
 _SECONDS = 120.0
 """Timeout for one group. The longest accepted text takes 20 s."""
 _MAX_NORMALISER_SHRINK = 4
-"""A normaliser can shorten a text by composing characters, to a third at most. A text that is this many times too long is
-refused without tokenising."""
+"""A normaliser can shorten a text by composing characters, at most to a third. A text that is this many times too long
+is refused without tokenising."""
 
 T = TypeVar("T")
 
 
 class PromptEncoder:
-    """Owns the threads for short prompts and the worker processes for long ones. The processes start with the first long
-    prompt."""
+    """Owns the threads for short prompts and the worker processes for long ones. The processes start with the first
+    long prompt."""
 
     def __init__(
         self, text: ModelText, path: str, max_context: int, chat_template: str | None = None
@@ -100,7 +100,8 @@ class PromptEncoder:
         await self._workers.close()
 
     async def _convert(self, parts: Sequence[Part], size: int, client_id: str) -> list[Any]:
-        """Converts each part: prompts to tokens, `Ids` to text. Runs here, in a thread, or in a worker process, by size."""
+        """Converts prompts to tokens and `Ids` to text: here, in a thread, or in a worker process, depending on
+        size."""
         if size <= _TINY_BYTES and not any(isinstance(part, Chat) for part in parts):
             return [convert(self._text, part) for part in parts]
         if size <= _SHORT_BYTES:

@@ -33,9 +33,9 @@ class Worker:
         self._ending: set[asyncio.Task[int]] = set()
 
     async def run(self, *job: bytes | bytearray, seconds: float) -> bytes:
-        """Sends the parts of a job as one message and returns its result. Raises TimeoutError after `seconds`, not counting
-        the start of the process. A job without a result, or a cancelled one, ends the process: a late result must not be
-        taken for that of the next job."""
+        """Sends the parts of a job as one message and returns its result. Raises TimeoutError after `seconds`, without
+        the start of the process. A job without a result, or a cancelled one, ends the process: the next job must not
+        get its late result."""
         is_done = False
         try:
             process = await self._started_process()
@@ -100,8 +100,8 @@ class Workers:
         """The process and the cost of each running job."""
 
     async def run(self, *job: bytes | bytearray, client_id: str, cost: float, seconds: float) -> bytes:
-        """Runs a job of about `cost` seconds in one of the processes. On cancellation a waiting job is dropped. A running
-        job is killed with its process only if it costs more than a new process."""
+        """Runs a job of about `cost` seconds in one of the processes. On cancellation a waiting job is dropped. A
+        running job is killed with its process only if it costs more than a new process."""
         await self._slots.take(client_id, cost)
         worker = self._idle.pop()  # the one used last, so that no process is started without need
         running = asyncio.create_task(worker.run(*job, seconds=seconds))
