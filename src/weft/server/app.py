@@ -39,7 +39,7 @@ from weft.server.settings import ServerSettings
 from weft.server.stream.choices import Choices
 from weft.server.stream.events import Disconnected, EventStream, unless_disconnected
 from weft.server.stream.loop_turns import LoopTurns
-from weft.server.stream.whole_answer import WholeAnswer, smallest_size
+from weft.server.stream.whole_answer import WholeAnswer, min_response_bytes
 from weft.text.model_text import ModelText
 
 _HEADERS_SECONDS = 1.0
@@ -67,7 +67,7 @@ class ServerApp:
         self,
         settings: ServerSettings,
         text: ModelText,
-        suggestions: Mapping[str, Any],
+        generation_defaults: Mapping[str, Any],
         engine: EngineClient,
         log: ServerLog,
     ) -> None:
@@ -78,7 +78,7 @@ class ServerApp:
         assert engine.info is not None, "the engine must be started before the server"
         self._bodies = BodyReader()
         self._preparer = Preparer(
-            settings, text, suggestions, engine.max_sequence_length, engine.info.vocabulary_size
+            settings, text, generation_defaults, engine.max_sequence_length, engine.info.vocabulary_size
         )
         self._log = log
         self._name = settings.names[0]
@@ -166,7 +166,7 @@ class ServerApp:
         if not record.is_id_given:
             record.request_id = active.id  # the id in the response ends with it
         outcome: Outcome = None
-        is_handed_on = False
+        is_owned_by_response = False
         try:
             await self._loop_turns.wait()
             client_id = _client_id(request)
@@ -196,19 +196,21 @@ class ServerApp:
                         headers=headers,
                         on_end=lambda outcome: self._end(outcome, prepared.builder, active),
                     )
-                    is_handed_on = True
+                    is_owned_by_response = True
                     return stream
-                whole = WholeAnswer(prepared.builder, answer_bytes)
-                results = await unless_disconnected(request.receive, whole.collect(choices, self._loop_turns))
+                whole_answer = WholeAnswer(prepared.builder, answer_bytes)
+                results = await unless_disconnected(
+                    request.receive, whole_answer.collect(choices, self._loop_turns)
+                )
             self._end(results, prepared.builder, active, is_streamed=False)
-            is_handed_on = True
-            return whole.response(headers)
+            is_owned_by_response = True
+            return whole_answer.response(headers)
         except ApiError as error:
             outcome = error
             error.headers |= active.headers
             raise
         finally:
-            if not is_handed_on:
+            if not is_owned_by_response:
                 choices.cancel()
                 self._active_requests.end(active, outcome)
             outcome = None  # its traceback refers to this frame: a reference cycle
@@ -227,7 +229,7 @@ class ServerApp:
             prepared = await self._preparer.prepare(api_request, size, active.id, active.key, client_id)
             if not prepared.is_streamed:
                 length = self.engine.max_sequence_length
-                answer_bytes.check(smallest_size(prepared.requests, prepared.builder, length))
+                answer_bytes.check(min_response_bytes(prepared.requests, prepared.builder, length))
             await self._active_requests.submit(
                 active, prepared.requests, prepared.answer_form, is_streamed=prepared.is_streamed
             )

@@ -134,12 +134,12 @@ class _ServerRun:
             server = await self._bind()  # first: a port in use is an error before the model is loaded
             starting = asyncio.ensure_future(self._engine.start())
             await asyncio.sleep(0)  # starts the engine process, in parallel with the work below
-            text, suggestions = self._open_text()
+            text, generation_defaults = self._open_text()
             await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
                 return
             starting.result()
-            app = ServerApp(self._settings, text, suggestions, self._engine, self._log)
+            app = ServerApp(self._settings, text, generation_defaults, self._engine, self._log)
             watching = asyncio.create_task(app.watch_loop())
             try:
                 await self._listen(server, app)

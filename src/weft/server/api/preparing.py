@@ -47,14 +47,14 @@ class Preparer:
         self,
         settings: ServerSettings,
         text: ModelText,
-        suggestions: Mapping[str, Any],
+        generation_defaults: Mapping[str, Any],
         max_context: int,
         vocabulary_size: int,
     ) -> None:
         self._encoder = PromptEncoder(text, settings.model, max_context, settings.chat_template)
         self._grammars = GrammarChecker(settings.model, vocabulary_size)
         self._text = text
-        self._suggestions = suggestions
+        self._generation_defaults = generation_defaults
         self._name = settings.names[0]
         self._max_answers = settings.max_answers
         _ = text.tool_format  # detected now by rendering the template, so that no request waits for it
@@ -73,7 +73,7 @@ class Preparer:
     ) -> Prepared:
         """Prepares a request with a body of `size` bytes. Raises if it is invalid. Text work is shared fairly between
         clients, by `client_id`."""
-        params = sampling_params(api_request, self._suggestions)
+        params = sampling_params(api_request, self._generation_defaults)
         grammar = await self._run_in_thread_if_large(
             size, client_id, structured.requested_grammar, api_request
         )

@@ -19,7 +19,7 @@ _SAMPLING = (
 Prompt = str | list[int]
 
 
-def sampling_params(api_request: GenerationRequest, suggestions: Mapping[str, Any]) -> SamplingParams:
+def sampling_params(api_request: GenerationRequest, generation_defaults: Mapping[str, Any]) -> SamplingParams:
     """The sampling parameters: values of the request, else the generation defaults of the model, else of the API."""
     values = ((name, getattr(api_request, name)) for name in _SAMPLING)
     given = {name: value for name, value in values if value is not None}
@@ -37,7 +37,7 @@ def sampling_params(api_request: GenerationRequest, suggestions: Mapping[str, An
         max_tokens = 16
         given["logprobs"] = api_request.logprobs
         given["prompt_logprobs"] = api_request.logprobs if api_request.echo else None
-    return SamplingParams(**{"max_tokens": max_tokens, **suggestions, **given})
+    return SamplingParams(**{"max_tokens": max_tokens, **generation_defaults, **given})
 
 
 def _chat_parameters(api_request: ChatRequest) -> dict[str, Any]:

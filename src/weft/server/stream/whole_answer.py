@@ -35,7 +35,9 @@ _SMALLEST_ENTRY = {"chat": 50, "completion": 16}
 """Lower bound for the JSON of one token with its logprob. Each token of an answer has 1 + `logprobs` of them."""
 
 
-def smallest_size(requests: Sequence[InferenceRequest], builder: ResponseBuilder, max_length: int) -> int:
+def min_response_bytes(
+    requests: Sequence[InferenceRequest], builder: ResponseBuilder, max_length: int
+) -> int:
     """A lower bound for the bytes of the response, if each answer has `max_tokens` tokens in a context of `max_length`.
     Answers without max_tokens count as empty, since most are short."""
     entry, size = _SMALLEST_ENTRY[builder.api_format], 0
