@@ -95,8 +95,8 @@ FIELDS: Mapping[str, Field] = {
     "stop_token_ids": Field(f"Token ids that end the answer; at most {MAX_STOP_TOKENS}."),
     "ignore_eos": Field("Continue after the end-of-sequence token of the model."),
     "logprobs": Field(
-        f"Chat: true returns the logprob of each generated token. Completion: also the logprobs of this many most likely "
-        f"tokens, 0 to {MAX_LOGPROBS}."
+        f"Chat: true returns the logprob of each generated token. Completion: a number, 0 to {MAX_LOGPROBS}; returns also "
+        "the logprobs of this many most likely tokens."
     ),
     "top_logprobs": Field(
         "For each token, also return the logprobs of this many most likely tokens. Needs logprobs.",
