@@ -1,8 +1,8 @@
 """Runs seeded faults against the real processes of a server: python fault_run.py --minutes 30 --seed 1
 
 Each run starts a server, keeps clients busy, and injects the faults of `fault_plan`. Every answer is checked as in
-`weft bench soak`. At the end every request has ended once, each error is explained by a concurrent fault, `/health` and
-`/ready` were correct throughout, and memory, descriptors and gauges are back at the baseline.
+`weft bench soak`. At the end every request has ended once, and each error is explained by a concurrent fault. `/health`
+and `/ready` were correct throughout. Memory, descriptors and gauges are back at the baseline.
 """
 
 from __future__ import annotations

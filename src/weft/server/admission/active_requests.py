@@ -36,7 +36,7 @@ _GRACE_SECONDS = 1.0
 _WAKE_EVERY = 64
 _WAKE_EVERY_FOR_STOPS = 8
 """Tokens after which the server reads an answer that is not streamed. It finds stop strings and the last tool call in
-the text, so an answer may run past its end by up to this many tokens."""
+the text. An answer may run past its end by up to this many tokens."""
 
 
 class ActiveRequest:
