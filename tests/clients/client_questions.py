@@ -1,4 +1,4 @@
-"""What every client asks."""
+"""The requests that every client sends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ABOUT_WEATHER: Any = [{"role": "user", "content": "What is the weather in Paris?
 class Person(pydantic.BaseModel):
     """A person."""
 
-    # The default model is small: a text or a number without a bound is one that it may never end.
+    # The default model is small: without limits it may never end a text or a number.
     name: str = pydantic.Field(max_length=20)
     age: int = pydantic.Field(ge=0, le=150)
 

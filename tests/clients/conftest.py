@@ -1,4 +1,4 @@
-"""The real server and the real model that clients of other people talk to."""
+"""The real server with the real model, for tests of third-party clients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from server_process import MODEL, Server, api_key, running_server
 
 @pytest.fixture(scope="session")
 def served(default_model_path: Path) -> Iterator[Server]:
-    """The default model on the CPU, for who asks with the key "secret"; the key "once" has one request a minute."""
+    """The default model on the CPU. The key "once" allows one request per minute."""
     options = {"checkpoint": str(default_model_path), "max_context": 2048}
     keys = [api_key("secret"), api_key("once", requests_per_minute=1)]
     settings = {"backend": "cpu", "backend_options": options, "api_keys": keys}
@@ -37,7 +37,7 @@ def model() -> str:
 
 @pytest.fixture(scope="session")
 def expected(served: Server) -> str:
-    """What the model says to QUESTION, asked with no client at all."""
+    """The answer to QUESTION, requested without a client library."""
     answer = served.chat(messages=QUESTION, temperature=0, max_tokens=12)
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["message"]["content"]

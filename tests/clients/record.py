@@ -1,4 +1,5 @@
-"""Runs the clients' tests and writes what they said, with versions and commit, into docs/clients.md: `make test-clients`."""
+"""Runs the tests of clients and writes their output, with versions and commit, to docs/clients.md: `make
+test-clients`."""
 
 from __future__ import annotations
 
@@ -28,16 +29,16 @@ def main() -> int:
     head = PAGE.read_text("utf-8").partition(MARK)[0]
     PAGE.write_text(
         f"{head}{MARK}\n\n{today}, commit {commit or 'unknown'}, CPython {platform.python_version()}, the default model.\n\n"
-        f"| package | version |\n|---|---|\n{versions}\n\n```\n{_without_places(done.stdout)}```\n",
+        f"| package | version |\n|---|---|\n{versions}\n\n```\n{_without_paths(done.stdout)}```\n",
         "utf-8",
     )
     return done.returncode
 
 
-def _without_places(text: str) -> str:
-    """Without paths and addresses of the machine that it ran on."""
-    for place in (sys.prefix, str(ROOT), str(Path.home())):
-        text = text.replace(place, "...")
+def _without_paths(text: str) -> str:
+    """Removes paths and addresses of this machine."""
+    for path in (sys.prefix, str(ROOT), str(Path.home())):
+        text = text.replace(path, "...")
     text = re.sub(r"https?://(?!127\.0\.0\.1)[^\s'\"]+", "(address)", text)
     return re.sub(r"(?<![\w.])/(?:tmp|opt|home|root|usr|work)/[^\s:'\"]*", "...", text)
 

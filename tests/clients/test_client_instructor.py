@@ -1,4 +1,4 @@
-"""instructor: objects of a class out of a model, by schema and by tool call."""
+"""instructor: objects of a class, by JSON schema and by tool call."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ MODES = [instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=[mode.name for mode in MODES])
-def test_an_object_comes_out(base_url: str, model: str, mode: Any) -> None:
+def test_create_returns_an_object_of_the_class(base_url: str, model: str, mode: Any) -> None:
     client = openai.OpenAI(base_url=base_url, api_key="secret", max_retries=0)
-    asking = instructor.from_openai(client, mode=mode)
-    assert isinstance(asking.chat.completions.create(model=model, **FIELDS), Person)
+    patched = instructor.from_openai(client, mode=mode)
+    assert isinstance(patched.chat.completions.create(model=model, **FIELDS), Person)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=[mode.name for mode in MODES])
-def test_an_object_grows_out_of_a_stream(base_url: str, model: str, mode: Any) -> None:
+def test_a_stream_returns_a_growing_object(base_url: str, model: str, mode: Any) -> None:
     client = openai.OpenAI(base_url=base_url, api_key="secret", max_retries=0)
-    asking = instructor.from_openai(client, mode=mode)
-    *_, last = asking.chat.completions.create_partial(model=model, **FIELDS)
+    patched = instructor.from_openai(client, mode=mode)
+    *_, last = patched.chat.completions.create_partial(model=model, **FIELDS)
     Person.model_validate(last.model_dump())
 
 
-def test_an_object_comes_out_asynchronously(base_url: str, model: str) -> None:
+def test_an_asynchronous_create_returns_an_object_of_the_class(base_url: str, model: str) -> None:
     async def ask() -> Any:
         async with openai.AsyncOpenAI(base_url=base_url, api_key="secret", max_retries=0) as client:
-            asking = instructor.from_openai(client, mode=instructor.Mode.TOOLS)
-            return await asking.chat.completions.create(model=model, **FIELDS)
+            patched = instructor.from_openai(client, mode=instructor.Mode.TOOLS)
+            return await patched.chat.completions.create(model=model, **FIELDS)
 
     assert isinstance(asyncio.run(ask()), Person)

@@ -30,7 +30,7 @@ def chat(base_url: str, model: str) -> Chat:
     return build
 
 
-def test_an_answer_a_stream_and_a_batch_are_what_the_server_says(chat: Chat, expected: str) -> None:
+def test_invoke_stream_and_batch_return_the_expected_answer(chat: Chat, expected: str) -> None:
     answer = chat().invoke(TEXT)
     assert answer.content == expected and answer.usage_metadata["output_tokens"] > 0
     assert "".join(chunk.content for chunk in chat().stream(TEXT)) == expected
@@ -38,7 +38,7 @@ def test_an_answer_a_stream_and_a_batch_are_what_the_server_says(chat: Chat, exp
     assert asyncio.run(chat().ainvoke(TEXT)).content == expected
 
 
-def test_plain_completions_work_too(base_url: str, model: str) -> None:
+def test_text_completions_work(base_url: str, model: str) -> None:
     plain = langchain_openai.OpenAI(
         model=model, base_url=base_url, api_key="secret", temperature=0, max_tokens=4
     )
@@ -47,11 +47,11 @@ def test_plain_completions_work_too(base_url: str, model: str) -> None:
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_structured_output_is_an_object_of_the_class(chat: Chat, method: str) -> None:
-    asking = chat(120).with_structured_output(Person, method=method)
-    assert isinstance(asking.invoke(ABOUT_A_PERSON), Person)
+    structured = chat(120).with_structured_output(Person, method=method)
+    assert isinstance(structured.invoke(ABOUT_A_PERSON), Person)
 
 
-def test_a_bound_tool_is_called_and_the_model_goes_on_from_its_result(chat: Chat) -> None:
+def test_a_bound_tool_is_called_and_the_model_continues_after_its_result(chat: Chat) -> None:
     question = HumanMessage(ABOUT_WEATHER[0]["content"])
     bound = chat(80).bind_tools([TOOL], tool_choice="required")
     answer = bound.invoke([question])

@@ -1,4 +1,4 @@
-"""The llm command, with the server as an extra model."""
+"""The llm command with the server as an extra model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def get_weather(city: str) -> str:
 
 @pytest.fixture(scope="module")
 def environment(base_url: str, model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A folder of settings with one model in it, as the documentation of llm describes."""
+    """A settings folder with one model, as the documentation of llm describes."""
     folder = tmp_path_factory.mktemp("llm")
     lines = (
         "- model_id: weft",
@@ -49,13 +49,13 @@ def ask(environment: dict[str, str], text: str = TEXT, *more: str, max_tokens: i
 
 
 @pytest.mark.parametrize("more", [(), ("--no-stream",)], ids=["streamed", "whole"])
-def test_an_answer_is_what_the_server_says(
+def test_a_completion_returns_the_expected_answer(
     environment: dict[str, str], expected: str, more: tuple[str, ...]
 ) -> None:
     assert ask(environment, TEXT, *more) == expected.rstrip("\n")
 
 
-def test_a_conversation_goes_on(environment: dict[str, str]) -> None:
+def test_a_conversation_can_be_continued(environment: dict[str, str]) -> None:
     ask(environment)
     assert ask(environment, TEXT, "-c")
     (entry,) = json.loads(llm(environment, "logs", "-n", "1", "--json").stdout)
@@ -63,14 +63,14 @@ def test_a_conversation_goes_on(environment: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("more", [(), ("--no-stream",)], ids=["streamed", "whole"])
-def test_a_schema_is_obeyed(environment: dict[str, str], more: tuple[str, ...]) -> None:
+def test_a_schema_is_followed(environment: dict[str, str], more: tuple[str, ...]) -> None:
     schema = json.dumps(Person.model_json_schema())
     text = ask(environment, ABOUT_A_PERSON[0]["content"], "--schema", schema, *more, max_tokens=120)
     Person.model_validate_json(text)
 
 
 def test_the_model_may_call_a_function_or_answer(environment: dict[str, str], tmp_path: Path) -> None:
-    """llm leaves the choice to the model, so that either is right."""
+    """llm lets the model choose, so both a call and an answer are correct."""
     functions = tmp_path / "functions.py"
     functions.write_text(WEATHER)
     text = ask(

@@ -1,4 +1,4 @@
-"""lm-eval's local-completions on a task of a few lines: likelihoods from echoed logprobs, and generated text."""
+"""lm-eval with local-completions on a small task: likelihoods from echoed logprobs, and generated text."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def results(base_url: str, model: str, tmp_path_factory: pytest.TempPathFactory)
         },
     }
     for name, task in tasks.items():
-        # JSON is YAML too.
+        # JSON is valid YAML
         (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **shared, **task}))
     os.environ["OPENAI_API_KEY"] = "secret"
     return lm_eval.simple_evaluate(
@@ -68,19 +68,17 @@ def results(base_url: str, model: str, tmp_path_factory: pytest.TempPathFactory)
     )
 
 
-def test_the_likelihood_of_a_sensible_continuation_is_the_largest(results: dict[str, Any]) -> None:
+def test_a_sensible_continuation_has_the_highest_likelihood(results: dict[str, Any]) -> None:
     print(json.dumps(results["results"], indent=1))
     assert results["results"]["weft_choices"]["acc,none"] == 1.0
 
 
-def test_generated_text_ends_where_it_was_to(results: dict[str, Any]) -> None:
+def test_generated_text_ends_at_the_stop_string(results: dict[str, Any]) -> None:
     answers = [sample["resps"][0][0] for sample in results["samples"]["weft_generate"]]
     assert len(answers) == len(QUESTIONS) and all(answer and "\n" not in answer for answer in answers)
 
 
-def test_likelihoods_are_those_that_echoed_logprobs_give(
-    results: dict[str, Any], served: Any, model: str
-) -> None:
+def test_likelihoods_equal_the_echoed_logprobs(results: dict[str, Any], served: Any, model: str) -> None:
     prompt, choices, _ = QUESTIONS[0]
     answer = served.complete(prompt + choices[0], echo=True, logprobs=1, max_tokens=1).json()
     logprobs = answer["choices"][0]["logprobs"]

@@ -1,4 +1,4 @@
-"""The openai package: plain, asynchronous, streamed, structured, with tools, and its errors."""
+"""The openai package: completions, asynchronous, streamed and structured ones, tools, and errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def client(base_url: str) -> Any:
     return openai.OpenAI(base_url=base_url, api_key="secret", max_retries=0)
 
 
-def test_an_answer_and_its_stream_are_what_the_server_says(client: Any, model: str, expected: str) -> None:
+def test_a_chat_and_its_stream_return_the_expected_answer(client: Any, model: str, expected: str) -> None:
     fields = {"model": model, "messages": QUESTION, "temperature": 0, "max_tokens": 12}
     answer = client.chat.completions.create(**fields)
     assert answer.choices[0].message.content == expected
@@ -27,7 +27,7 @@ def test_an_answer_and_its_stream_are_what_the_server_says(client: Any, model: s
         assert events.get_final_completion().choices[0].message.content == expected
 
 
-def test_asynchronous_streams_at_once_are_what_the_server_says(
+def test_concurrent_asynchronous_streams_return_the_expected_answer(
     base_url: str, model: str, expected: str
 ) -> None:
     async def ask(client: Any) -> str:
@@ -43,7 +43,7 @@ def test_asynchronous_streams_at_once_are_what_the_server_says(
     assert asyncio.run(ask_four_times()) == [expected] * 4
 
 
-def test_errors_are_those_that_the_package_knows(client: Any, base_url: str, model: str) -> None:
+def test_errors_have_the_exception_classes_of_the_package(client: Any, base_url: str, model: str) -> None:
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=base_url, api_key="wrong", max_retries=0).models.list()
     with pytest.raises(openai.NotFoundError) as unknown:
@@ -60,7 +60,7 @@ def test_errors_are_those_that_the_package_knows(client: Any, base_url: str, mod
     assert late.value.code == "rate_limit_exceeded" and int(late.value.response.headers["retry-after"]) > 0
 
 
-def test_parse_gives_an_object_of_the_class_that_was_asked_for(client: Any, model: str) -> None:
+def test_parse_returns_an_object_of_the_requested_class(client: Any, model: str) -> None:
     fields = {"model": model, "messages": ABOUT_A_PERSON, "response_format": Person}
     answer = client.chat.completions.parse(**fields, max_tokens=120, temperature=0)
     parsed = answer.choices[0].message.parsed
@@ -72,11 +72,11 @@ def test_parse_gives_an_object_of_the_class_that_was_asked_for(client: Any, mode
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_a_forced_call_has_the_name_and_arguments_of_the_tool(client: Any, model: str, choice: Any) -> None:
     fields = {"model": model, "tools": [TOOL], "max_tokens": 80, "temperature": 0}
-    asking = {**fields, "messages": ABOUT_WEATHER, "tool_choice": choice}
-    message = client.chat.completions.create(**asking).choices[0].message
+    request = {**fields, "messages": ABOUT_WEATHER, "tool_choice": choice}
+    message = client.chat.completions.create(**request).choices[0].message
     (call,) = message.tool_calls
     assert call.function.name == "get_weather" and set(json.loads(call.function.arguments)) == {"city"}
-    with client.chat.completions.stream(**asking) as events:
+    with client.chat.completions.stream(**request) as events:
         (streamed,) = events.get_final_completion().choices[0].message.tool_calls
     assert (streamed.function.name, streamed.function.arguments) == (
         call.function.name,

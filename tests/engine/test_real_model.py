@@ -187,7 +187,9 @@ def test_a_long_prefill_step_prefaults_memory_for_similar_requests(
     assert result is not None
     assert result.state is RequestState.FAILED
     assert "no step today" in str(result.error)
-    assert memory._prefaulted < max(offered), "memory that a failed step did not prefault counts as prefaulted"
+    assert memory._prefaulted < max(offered), (
+        "memory that a failed step did not prefault counts as prefaulted"
+    )
     assert not pool.withdraw_pages(), "an offer is open"
     engine.stop()
 

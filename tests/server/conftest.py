@@ -1,4 +1,4 @@
-"""The servers that tests share: started once, ended with the session."""
+"""Servers shared by the tests: started once per session."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from server_process import Server, running_server
 
 @pytest.fixture(scope="session")
 def shared_server(default_model_path: Path) -> Iterator[Server]:
-    """The noop backend; whoever uses it leaves it as it was."""
+    """A server on the noop backend. Tests must leave it unchanged."""
     with running_server(default_model_path) as server:
         yield server
 
 
 @pytest.fixture
 def server(shared_server: Server) -> Iterator[Server]:
-    """After each test: healthy, and nothing left behind."""
+    """The shared server. After each test it must be healthy and hold nothing."""
     yield shared_server
     assert shared_server.client.get("/health").status_code == 200
     shared_server.wait_until_free()

@@ -1,4 +1,4 @@
-"""What a fault run does to a server, drawn from its seed, and which errors each fault explains."""
+"""The faults of a fault run, drawn from its seed, and the errors that each fault explains."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ class Fault(enum.Enum):
     BRIEF_STOP = "the engine stopped (SIGSTOP) and continued in time"
     LONG_STOP = "the engine stopped (SIGSTOP) until it is replaced"
     KILLED_ENGINE = "the engine killed"
-    KILLED_HELPER = "a process beside the engine killed"
+    KILLED_WORKER = "a worker process killed"
     NO_DESCRIPTORS = "the engine killed while the server has no descriptor left (EMFILE)"
     NO_FORK = "the engine killed while no process can be started (ENOMEM)"
     FULL_DISK = "the engine's log cannot grow"
-    STALLED_READERS = "streams that nobody reads"
-    LEAVERS = "clients that leave while their body, text, template or grammar is worked on"
+    STALLED_READERS = "streams whose clients do not read"
+    LEAVERS = "clients that disconnect while their body, text, template or grammar is processed"
     CLOCK_JUMP = "the wall clock jumps by days, both ways"
     FLIPPED_WEIGHTS = "bits of the packed weights flipped, then the engine killed"
     CUT_WEIGHTS = "the packed weights cut short, then the engine killed"
@@ -24,22 +24,23 @@ class Fault(enum.Enum):
 
 OF_WEIGHTS = (Fault.FLIPPED_WEIGHTS, Fault.CUT_WEIGHTS)
 SHOWN_BY_HEALTH = {Fault.LONG_STOP, Fault.KILLED_ENGINE, Fault.NO_FORK, *OF_WEIGHTS}
-"""After these `/health` must say 503 once, and 200 in the end. Without descriptors no connection may be accepted that could ask."""
+"""After these faults `/health` must return 503 at least once, and 200 in the end. NO_DESCRIPTORS is missing: without
+descriptors the server may not accept the connection of a probe."""
 
 _OF_AN_ENGINE = frozenset({"engine_died", "engine_not_ready", "engine_stalled"})
-_OF_A_HELPER = frozenset({"failed", "engine_not_ready"})
+_OF_A_WORKER = frozenset({"failed", "engine_not_ready"})
 _EXPLAINED = {
     Fault.BRIEF_STOP: frozenset({"engine_not_ready"}),
-    Fault.KILLED_HELPER: _OF_A_HELPER,
-    Fault.NO_DESCRIPTORS: _OF_AN_ENGINE | _OF_A_HELPER | {"lost"},
-    Fault.NO_FORK: _OF_AN_ENGINE | _OF_A_HELPER,
+    Fault.KILLED_WORKER: _OF_A_WORKER,
+    Fault.NO_DESCRIPTORS: _OF_AN_ENGINE | _OF_A_WORKER | {"lost"},
+    Fault.NO_FORK: _OF_AN_ENGINE | _OF_A_WORKER,
     **dict.fromkeys((Fault.LONG_STOP, Fault.KILLED_ENGINE, *OF_WEIGHTS), _OF_AN_ENGINE),
 }
 
 
 @dataclass
 class Window:
-    """A fault from its first effect until the server is as before. `ended` is None while it lasts."""
+    """The time from the first effect of a fault to the recovery of the server. `ended` is None while it lasts."""
 
     fault: Fault
     began: float
@@ -54,7 +55,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Plan:
-    """One run: its faults in order, and the generator for everything else that is drawn."""
+    """One run: its faults in order, and the random generator for all other choices."""
 
     seed: int
     faults: tuple[Fault, ...]
@@ -62,13 +63,13 @@ class Plan:
 
 
 def draw_plan(seed: int, backend: str, count: int | None = None) -> Plan:
-    """All faults that the backend allows, in an order of the seed's; with `count`, so many of them."""
+    """All faults that the backend supports, in an order that depends on the seed; with `count`, only the first ones."""
     source = random.Random(f"faults {seed} {backend}")
     others = (
         (Fault.STALLED_READERS,) if backend == "cpu" else OF_WEIGHTS
-    )  # a real model fills no buffer within a minute
+    )  # a real model generates too slowly to fill the buffers
     faults = [fault for fault in Fault if fault not in others]
     source.shuffle(faults)
-    if backend == "cpu" and count is not None:  # those that only a real model has come first
+    if backend == "cpu" and count is not None:  # faults that only a real model has come first
         faults.sort(key=lambda fault: fault not in OF_WEIGHTS)
     return Plan(seed, tuple(faults[:count]), source)

@@ -1,8 +1,8 @@
-"""A seeded run of faults over the real processes of a server: python fault_run.py --minutes 30 --seed 1
+"""Runs seeded faults against the real processes of a server: python fault_run.py --minutes 30 --seed 1
 
-Each run starts a server, keeps clients asking, and does to it what `fault_plan` draws. Every answer is checked as in `weft bench
-soak`. At the end every request has ended once, an error is explained by a fault that was under way, `/health` and `/ready` told the
-truth throughout, and memory, descriptors and places are back at the baseline.
+Each run starts a server, keeps clients busy, and injects the faults of `fault_plan`. Every answer is checked as in
+`weft bench soak`. At the end every request has ended once, and each error is explained by a concurrent fault. `/health`
+and `/ready` were correct throughout. Memory, descriptors and gauges are back at the baseline.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from weft.text.model_text import open_model_text
 STALL_SECONDS = 3.0
 STALLED_READER_SECONDS = 2.0
 NOTICED_SECONDS = 2.0
-"""`/ready` must say 503 so long after an engine stopped."""
+"""`/ready` must return 503 within this time after the engine stopped."""
 CLIENTS = 12
 GROWN_MIB = 32.0
 _RECOVERY_SECONDS = 90.0
@@ -65,11 +65,11 @@ class Poll:
     ended: float
     health: int
     ready: int
-    """The status; 0 where there was no answer."""
+    """HTTP statuses; 0 if there was no response."""
 
 
 class HealthPolls:
-    """Asks `/health` and `/ready` from a thread of its own, each on a new connection."""
+    """Polls `/health` and `/ready` from a thread, each time on a new connection."""
 
     def __init__(self, port: int) -> None:
         self.polls: list[Poll] = []
@@ -104,7 +104,7 @@ class HealthPolls:
 
 @dataclass(frozen=True)
 class Failure:
-    """A request that got an error, or lost its connection ("lost")."""
+    """A request that got an error, or whose connection was lost ("lost")."""
 
     began: float
     ended: float
@@ -112,7 +112,7 @@ class Failure:
 
 
 class FaultClient(SoakClient):
-    """As in a soak; an error is not judged where it is seen, but when all faults are known."""
+    """A client of the soak benchmark. Errors are only recorded here, and judged when all faults are known."""
 
     async def run_until(self, is_over: Callable[[], bool], failures: list[Failure]) -> None:
         while not is_over():
@@ -147,15 +147,15 @@ class FaultClient(SoakClient):
 
 @dataclass
 class Run:
-    """One server under faults. Owns everything that is seen of it."""
+    """One server under faults, and all observations of it."""
 
     server: Server
     plan: Plan
     target: Target
     folder: Path
-    """Of the faults that `faulty/sitecustomize` reads."""
+    """The folder that `faulty/sitecustomize` reads."""
     packed: Path
-    """Where packed weights are kept."""
+    """The folder of packed weights."""
     polls: HealthPolls
     ledger: Ledger = field(default_factory=Ledger)
     failures: list[Failure] = field(default_factory=list)
@@ -172,17 +172,17 @@ class Run:
             path.unlink()
 
     async def engine(self) -> int:
-        """The engine's process, once there is one."""
+        """The engine process; waits until there is one."""
         give_up_at = time.monotonic() + _RECOVERY_SECONDS
         while True:
             with contextlib.suppress(AssertionError):
                 return self.server.engine_pid()
             if time.monotonic() > give_up_at:
-                raise Violation("no engine's process came back")
+                raise Violation("the engine process did not come back")
             await asyncio.sleep(0.05)
 
     async def recovered(self, window: Window) -> None:
-        """Waits until health and readiness are good again, seen by polls that began after the fault ended."""
+        """Waits until polls that began after the fault see 200 from both routes again."""
         began = time.monotonic()
         needs_notice = window.fault in SHOWN_BY_HEALTH
         while time.monotonic() < began + _RECOVERY_SECONDS:
@@ -193,7 +193,7 @@ class Run:
             if is_good and (noticed is not None or not needs_notice):
                 break
             if is_good and time.monotonic() > began + 10:
-                self.violations.append(f"{window.fault.name}: /health never said that the engine was gone")
+                self.violations.append(f"{window.fault.name}: /health never returned 503")
                 break
             await asyncio.sleep(_POLL_SECONDS)
         else:
@@ -203,7 +203,7 @@ class Run:
     # ------------------------------------------------------------------ the faults
 
     async def inject(self, fault: Fault) -> None:
-        """Carries a fault out, undoes it where it lasts, and waits until the server is as before."""
+        """Injects a fault, undoes it if it lasts, and waits until the server has recovered."""
         source = self.plan.source
         window = Window(fault, time.monotonic())
         self.windows.append(window)
@@ -213,8 +213,8 @@ class Run:
             os.kill(await self.engine(), signal.SIGSTOP)
         elif fault is Fault.KILLED_ENGINE:
             os.kill(await self.engine(), signal.SIGKILL)
-        elif fault is Fault.KILLED_HELPER:
-            await self._kill_helper()
+        elif fault is Fault.KILLED_WORKER:
+            await self._kill_worker()
         elif fault is Fault.NO_DESCRIPTORS:
             await self._kill_without_descriptors(source.uniform(1.0, 3.0))
         elif fault is Fault.NO_FORK:
@@ -242,12 +242,12 @@ class Run:
         await asyncio.sleep(seconds)
         os.kill(pid, signal.SIGCONT)
 
-    async def _kill_helper(self) -> None:
+    async def _kill_worker(self) -> None:
         engine = await self.engine()
-        helpers = [pid for pid in self.server.children() if pid != engine]
-        if helpers:
+        workers = [pid for pid in self.server.children() if pid != engine]
+        if workers:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.plan.source.choice(helpers), signal.SIGKILL)
+                os.kill(self.plan.source.choice(workers), signal.SIGKILL)
         await asyncio.sleep(0.5)
 
     async def _kill_without_descriptors(self, seconds: float) -> None:
@@ -272,7 +272,7 @@ class Run:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
 
     async def _stall_readers(self) -> None:
-        """Streams of megabytes that nobody reads: the server has to close each, and nothing is read before it does."""
+        """Opens streams of megabytes and reads nothing: the server must close each of them."""
         body = {"prompt": [1], "max_tokens": 1500, "n": 4, "logprobs": 20, "stream": True, "ignore_eos": True}
         message = self.target.message("POST", "/v1/completions", json.dumps(body).encode())
         connections = [await asyncio.to_thread(_send, self.server.port, message) for _ in range(3)]
@@ -280,7 +280,7 @@ class Run:
             give_up_at = time.monotonic() + STALLED_READER_SECONDS + 60
             while any(map(_is_open, connections)):
                 if time.monotonic() > give_up_at:
-                    self.violations.append("a stream that nobody reads was never closed")
+                    self.violations.append("a stream whose client does not read was never closed")
                     break
                 await asyncio.sleep(0.1)
         finally:
@@ -288,7 +288,7 @@ class Run:
                 connection.close()
 
     async def _leave(self, number: int) -> None:
-        """Leaves at a random moment of a request that keeps one stage busy: its body, its text, its template, its grammar."""
+        """Disconnects at a random moment of a request that keeps one stage busy: body, text, template or grammar."""
         source = self.plan.source
         words = " ".join(
             source.choices(("river", "stone", "winter", "letter"), k=20_000 + 20_000 * (number % 3))
@@ -319,7 +319,7 @@ class Run:
             writer.transport.abort()
 
     async def _damage_weights(self, fault: Fault) -> None:
-        """While the engine is stopped, so that no token is computed with what is damaged."""
+        """Damages the files while the engine is stopped, so that no token is computed from damaged weights."""
         pid = await self.engine()
         os.kill(pid, signal.SIGSTOP)
         for path in self.packed.glob("*.packed"):
@@ -353,7 +353,7 @@ class Run:
         return [f"{line} ({count} times)" if count > 1 else line for line, count in Counter(found).items()]
 
     def notice_seconds(self) -> dict[str, float]:
-        """For each fault that stopped or ended the engine, the seconds until `/ready` said so."""
+        """For each fault that stopped or killed the engine: the seconds until `/ready` returned 503."""
         noticed = {}
         for number, window in enumerate(self.windows):
             if window.fault in SHOWN_BY_HEALTH:
@@ -376,7 +376,7 @@ def _send(port: int, message: bytes) -> socket.socket:
 
 
 def _is_open(connection: socket.socket) -> bool:
-    """Whether the server still has its end, which the kernel knows: the client has read nothing that would tell it."""
+    """Whether the server has not closed the connection. Asks the kernel, since the client does not read."""
     (_, own_port), (_, port) = connection.getsockname(), connection.getpeername()
     lines = (line.split()[1:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
     ends = (f":{port:04X}", f":{own_port:04X}", _ESTABLISHED)
@@ -385,7 +385,8 @@ def _is_open(connection: socket.socket) -> bool:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What must be as before: of the HTTP process MiB and descriptors, of the server its open requests and used blocks."""
+    """Values that must return to the baseline: memory and descriptors of the HTTP process, and gauges of active
+    requests and KV blocks in use."""
 
     mib: float
     descriptors: int
@@ -393,7 +394,7 @@ class Footprint:
 
 
 async def _footprint(server: Server) -> Footprint:
-    """Once what is under way has ended, with every process beside the engine started: two of them check grammars."""
+    """Measured when all requests have ended and all worker processes run; two of these check grammars."""
     number = next(_NUMBERS)
     await asyncio.gather(
         *(
@@ -419,8 +420,8 @@ async def _footprint(server: Server) -> Footprint:
 
 
 async def _settled_descriptors(server: Server) -> int:
-    """Without the two pipes of each process beside the engine: how many of these run depends on what was asked for last.
-    Connections that clients closed go within moments."""
+    """Open descriptors without the two pipes of each worker process: the number of workers depends on the last
+    requests. Takes the minimum over two seconds, since closed connections disappear with a delay."""
     counts = []
     for _ in range(20):
         num_open = len(os.listdir(f"/proc/{server.process.pid}/fd"))
@@ -485,13 +486,13 @@ async def _run(plan: Plan, backend: str, work: Path) -> Outcome:
         ) as server,
         HealthPolls(server.port) as polls,
     ):
-        asker = Target("127.0.0.1", server.port, (), (), ())
+        client = Target("127.0.0.1", server.port, (), (), ())
         sizes = REAL_SIZES if backend == "cpu" else dataclasses.replace(NOOP_SIZES, questions=60)
         known = None if backend == "cpu" else tokenizer
         target = dataclasses.replace(
-            asker,
-            questions=await with_answers(asker, draw_questions(plan.seed, sizes), known),
-            slow_questions=await with_answers(asker, draw_questions(plan.seed, sizes, slow=True), known),
+            client,
+            questions=await with_answers(client, draw_questions(plan.seed, sizes), known),
+            slow_questions=await with_answers(client, draw_questions(plan.seed, sizes, slow=True), known),
             wrong_questions=wrong_questions(8192),
         )
         run = Run(server, plan, target, faults, home / "packed", polls)
@@ -506,16 +507,16 @@ async def _run(plan: Plan, backend: str, work: Path) -> Outcome:
         try:
             after = await _footprint(server)
         except AssertionError as error:
-            run.violations.append(f"what was under way never ended: {error}")
+            run.violations.append(f"not all requests ended: {error}")
             after = before
         violations = run.judge()
-    if server.process.returncode not in (0, 128 + signal.SIGTERM):  # a second signal may have met it
+    if server.process.returncode not in (0, 128 + signal.SIGTERM):  # a second signal may have ended it
         violations.append(f"the server ended with exit code {server.process.returncode}")
     if after.gauges != before.gauges or after.descriptors > before.descriptors:
         violations.append(f"not back at the baseline: {before} before, {after} after")
     if after.mib > before.mib + GROWN_MIB:
         violations.append(f"memory grew from {before.mib:.0f} to {after.mib:.0f} MiB")
-    violations += _mistakes(log)
+    violations += _internal_errors(log)
     requests = sum(run.ledger.outcomes.values())
     seconds = time.monotonic() - began
     return Outcome(
@@ -523,13 +524,13 @@ async def _run(plan: Plan, backend: str, work: Path) -> Outcome:
     )
 
 
-def _mistakes(log: Path) -> list[str]:
+def _internal_errors(log: Path) -> list[str]:
     lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
-    return [f"a mistake in the log: {line}"[:2000] for line in lines if line["event"] == "mistake"]
+    return [f"an internal error in the log: {line}"[:2000] for line in lines if line["event"] == "mistake"]
 
 
 def run_faults(seed: int, backend: str, count: int | None = None) -> Outcome:
-    """One run with its own server."""
+    """Runs one plan with its own server."""
     with tempfile.TemporaryDirectory(prefix="weft-faults-") as work:
         return asyncio.run(_run(draw_plan(seed, backend, count), backend, Path(work)))
 
@@ -561,10 +562,14 @@ def main() -> int:
             bad += 1
             print(f"  violated: {violation}", flush=True)
         seed += 1
-    print(dict(totals), "slowest notice by /ready, s:", {name: round(s, 2) for name, s in slowest.items()})
+    print(
+        dict(totals),
+        "longest time until /ready returned 503, s:",
+        {name: round(s, 2) for name, s in slowest.items()},
+    )
     late = [name for name in (Fault.LONG_STOP.name,) if slowest.get(name, 0.0) > NOTICED_SECONDS]
     for name in late:
-        print(f"{name} was noticed after {slowest[name]:.2f} s; {NOTICED_SECONDS:g} is asked")
+        print(f"{name} was noticed after {slowest[name]:.2f} s; allowed: {NOTICED_SECONDS:g} s")
     print(f"{totals['runs'] - bool(bad)} passed, {bad} failed" if bad else "no violation")
     return 1 if bad or late else 0
 

@@ -1,7 +1,8 @@
-"""Mutated requests, by seed, against the application and a real engine on noop: `python fuzz_requests.py --count 1000000`.
+"""Sends mutated requests, by seed, to the application: `python fuzz_requests.py --count 1000000`. The engine is real,
+on noop.
 
-A request that was valid gets wrong types, ranges, nesting, text, numbers and bytes. Whatever comes, the answer is an
-answer or an error in the API's form, never a 5xx, and in the end nothing is held.
+Valid requests get wrong types, ranges, nesting, text, numbers and bytes. Every response must be an answer or an error
+in the format of the API, never a 5xx. In the end nothing may be held.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ LEGAL: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (True,),
     "cache_salt": ("", "\ud7ff"),
 }
-"""Odd, and mostly right: so that the way behind the checks is walked too."""
+"""Unusual values that are mostly valid, so that the code after the checks is tested too."""
 RAW = (
     b"NaN",
     b"Infinity",
@@ -136,7 +137,7 @@ def mutated(chance: random.Random) -> tuple[str, bytes]:
     if chance.random() < 0.5 and isinstance(body, dict):
         body = {**body, chance.choice(FIELDS): chance.choice(NASTY)}
     if chance.random() < 0.03 and isinstance(body, dict) and "messages" in valid:
-        # Long enough for the process that makes tokens of long prompts.
+        # Long enough to be tokenised in a worker process.
         long = {"role": "user", "content": "word " * 2000, "extra": chance.choice((*NASTY, _nested(900)))}
         body = {**body, "messages": [*CHAT["messages"], long]}
     content = json.dumps(body).encode()
@@ -153,7 +154,7 @@ def mutated(chance: random.Random) -> tuple[str, bytes]:
 
 
 def _changed(chance: random.Random, value: Any, depth: int) -> Any:
-    """One place of `value` is something else."""
+    """`value` with a change at one position."""
     if depth < 5 and isinstance(value, dict) and value and chance.random() < 0.8:
         name = chance.choice(list(value))
         kind = chance.random()
@@ -193,9 +194,9 @@ def _broken_bytes(chance: random.Random, content: bytes) -> bytes:
 
 
 def problem_of(reply: Reply) -> str | None:
-    """What is wrong with an answer; None: nothing."""
+    """The problem of a response; None if there is none."""
     if reply.status == 0:
-        return "no answer"
+        return "no response"
     if reply.status >= 500 and reply.status != 504:
         return f"status {reply.status}: {reply.body[:300]!r}"
     if b"x-request-id" not in reply.headers:
@@ -211,7 +212,7 @@ def problem_of(reply: Reply) -> str | None:
 def _problem_of_stream(body: bytes) -> str | None:
     *events, last, end = body.split(b"\n\n")
     if end or not all(event.startswith(b"data: {") for event in events):
-        return f"no stream of events: {body[:200]!r}"
+        return f"not an event stream: {body[:200]!r}"
     if last == b"data: [DONE]":
         return None
     error = json.loads(last.removeprefix(b"data: "))
@@ -222,12 +223,12 @@ def _problem_of_stream(body: bytes) -> str | None:
 
 def _problem_of_error(content: Any) -> str | None:
     if set(content) != {"error"} or set(content["error"]) != {"message", "type", "param", "code"}:
-        return f"no error of the API: {content!r:.300}"
+        return f"not an error of the API: {content!r:.300}"
     return None if content["error"]["message"] else "an error without a message"
 
 
 async def fuzz(server: InProcess, seed: int, count: int, at_once: int = 16) -> tuple[Counter[int], list[str]]:
-    """How many answers had which status, and what was wrong with which request."""
+    """The number of responses by status, and the problems."""
     statuses: Counter[int] = Counter()
     problems: list[str] = []
     numbers = iter(range(count))
@@ -238,7 +239,7 @@ async def fuzz(server: InProcess, seed: int, count: int, at_once: int = 16) -> t
             path, body = mutated(chance)
             leaves_after = chance.choice((0.0, 0.001, 0.01)) if chance.random() < 0.03 else None
             try:
-                reply = await asyncio.wait_for(server.ask(path, body, leaves_after), 60)
+                reply = await asyncio.wait_for(server.send(path, body, leaves_after), 60)
                 problem = None if leaves_after is not None else problem_of(reply)
                 statuses[reply.status] += 1
             except Exception as error:
@@ -254,10 +255,10 @@ HELD = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "
 
 
 async def leftovers(server: InProcess) -> dict[str, float]:
-    """What is still held once everyone was answered: nothing."""
+    """The gauges that are not zero after all requests have ended. It must be empty."""
     held: dict[str, float] = {}
     for _ in range(1200):
-        page = (await server.ask("/metrics", method="GET")).body.decode()
+        page = (await server.send("/metrics", method="GET")).body.decode()
         held = {}
         for line in page.splitlines():
             name, _, value = line.rpartition(" ")
@@ -282,7 +283,7 @@ async def _main(arguments: argparse.Namespace) -> int:
     print(
         f"{arguments.count} requests in {seconds:.1f} s, {arguments.count / seconds:.0f}/s; {dict(statuses)}"
     )
-    print(f"{len(problems)} problems; left behind: {held or 'nothing'}")
+    print(f"{len(problems)} problems; still held: {held or 'nothing'}")
     print("\n".join(problems[:20]))
     return 1 if problems or held else 0
 

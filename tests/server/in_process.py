@@ -1,5 +1,5 @@
-"""The server's application without its sockets, in front of a real engine on the noop backend: thousands of requests a
-second for tests that need so many."""
+"""The application of the server without sockets, with a real engine on the noop backend. It handles thousands of
+requests a second."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class InProcess:
         self.server = server
         self._asgi = server.asgi()
 
-    async def ask(
+    async def send(
         self,
         path: str,
         body: bytes = b"",
@@ -40,7 +40,7 @@ class InProcess:
         method: str = "POST",
         key: str | None = None,
     ) -> Reply:
-        """What comes back; `leaves_after` seconds the client goes away."""
+        """Sends a request and returns the response. The client disconnects after `leaves_after` seconds."""
         messages = [{"type": "http.request", "body": body, "more_body": False}]
         sent: list[Any] = []
 
@@ -82,4 +82,4 @@ async def in_process(model_path: Path, *, max_context: int = 64, **settings: Any
         await server.close()
         await engine.stop()
         text.close()
-        await asyncio.sleep(0.1)  # processes that were ended are heard of before the loop is gone
+        await asyncio.sleep(0.1)  # the event loop must see the end of the worker processes

@@ -1,4 +1,4 @@
-"""Starts a real server with settings that no flag sets: the noop backend, small limits. Its stdin's end is its end."""
+"""Starts a real server with settings that have no flag, such as the noop backend. It stops when its stdin is closed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def announce(started: Started) -> None:
 
 
 def end_with_parent() -> None:
-    """A test that is killed takes its servers along."""
+    """Stops the server when the test process ends, even if that is killed."""
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,5 +1,7 @@
-"""Asks a server for the work of large bodies and measures the longest callback of its event loop, in a process of its own as
-a real server is: a test process holds what other tests loaded, and its callbacks take longer for that."""
+"""Sends large bodies to a server and measures the longest callback of its event loop.
+
+It runs in its own process: in a test process, the objects of other tests make callbacks slower.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,13 @@ from typing import Any
 from in_process import InProcess, in_process
 
 MOST_REFERENCES = 4.0
-"""How long one callback may take, in times of the reference. What was found wrong took 13 to 45 of them, and now the longest takes 1."""
+"""Limit for one callback, as a multiple of the reference. Blocking callbacks took 13 to 45 references; the longest one
+now takes 1."""
 MOST_TRIES = 4
 
 
 def reference_seconds() -> float:
-    """Processor time of fixed work in Python: about 15 ms. It measures how fast this processor is at the moment."""
+    """CPU time of fixed work in Python, about 15 ms: a measure for the current speed of this processor."""
     gc.disable()
     began = time.thread_time()
     for _ in range(3):
@@ -33,7 +36,7 @@ def reference_seconds() -> float:
 
 
 class Callbacks:
-    """The longest callback of the event loop of this thread, in seconds of the processor."""
+    """The longest callback of the event loop, in CPU seconds."""
 
     longest = 0.0
     what = ""
@@ -51,7 +54,7 @@ def timed_callbacks() -> Iterator[Callbacks]:
             seen.longest, seen.what = seconds, repr(handle)
 
     asyncio.events.Handle._run = timed_run  # type: ignore[method-assign]
-    gc.disable()  # a collection would count for the callback in which it happens
+    gc.disable()  # a collection would count as part of the current callback
     try:
         yield seen
     finally:
@@ -72,7 +75,7 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 ONE = {"max_tokens": 1}
 LONGEST = 46778
-"""A token of 81 bytes, the most that one has."""
+"""The longest token: 81 bytes."""
 
 BODIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "1024 prompts of text": (COMPLETION, {"prompt": ["word " * 200] * 1024, **ONE}, 200),
@@ -103,14 +106,14 @@ BODIES: dict[str, tuple[str, dict[str, Any], int]] = {
 
 
 async def measure(app: InProcess, name: str) -> dict[str, Any]:
-    """The best of a few tries. A body that blocks the loop does so in every try."""
-    path, asked, status = BODIES[name]
-    body = json.dumps(asked, separators=(",", ":")).encode()
+    """The best of a few tries: a body that blocks the event loop does so in every try."""
+    path, fields, status = BODIES[name]
+    body = json.dumps(fields, separators=(",", ":")).encode()
     tries: list[dict[str, Any]] = []
     while len(tries) < MOST_TRIES and all(one["references"] >= MOST_REFERENCES for one in tries):
         before = reference_seconds()
         with timed_callbacks() as seen:
-            reply = await app.ask(path, body)
+            reply = await app.send(path, body)
         assert reply.status == status, reply.body[:300]
         references = seen.longest / max(before, reference_seconds())
         tries.append({"references": references, "seconds": seen.longest, "callback": seen.what[:200]})
@@ -119,7 +122,7 @@ async def measure(app: InProcess, name: str) -> dict[str, Any]:
 
 async def measure_all(model_path: Path) -> dict[str, dict[str, Any]]:
     async with in_process(model_path, max_context=4096) as app:
-        await app.ask(COMPLETION, b'{"prompt": "x", "max_tokens": 1}')
+        await app.send(COMPLETION, b'{"prompt": "x", "max_tokens": 1}')
         return {name: await measure(app, name) for name in BODIES}
 
 

@@ -1,4 +1,5 @@
-"""Runs schemathesis in negative mode over a real server's OpenAPI document: `python schema_run.py --max-examples 1000`."""
+"""Runs schemathesis in negative mode over a real server's OpenAPI document: `python schema_run.py --max-examples
+1000`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ CHECKS = (
     *("not_a_server_error", "status_code_conformance", "content_type_conformance"),
     *("response_schema_conformance", "response_headers_conformance"),
 )
-# Answers of some tokens: what is looked at is the way there.
+# A short context keeps answers short: the tests are about requests.
 OPTIONS = {"vocabulary_size": 49152, "max_context": 64}
 
 
@@ -22,7 +23,7 @@ def run_schemathesis(
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
     command += ["--mode", "negative", "--checks", ",".join(CHECKS), "--no-color", *arguments]
-    with tempfile.TemporaryDirectory() as folder:  # it keeps a cache where it is started
+    with tempfile.TemporaryDirectory() as folder:  # it writes a cache to its working directory
         return subprocess.run(command, capture_output=capture, text=True, timeout=3600, cwd=folder)
 
 

@@ -1,4 +1,4 @@
-"""A real server in a process of its own, on a free port, for tests to talk to."""
+"""Starts a real server process on a free port for tests."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ MODEL = "test-model"
 MESSAGES = [{"role": "user", "content": "Hello"}]
 NOOP = {"vocabulary_size": 49152, "max_context": 8192}
 SLOW = {**NOOP, "seconds_per_step": 0.01}
-"""Of a backend whose long answers take more than a minute on any machine: for what must be seen while it runs."""
+"""A slow backend: its long answers take more than a minute on any machine, so that tests can observe them running."""
 
 
 def api_key(secret: str, **fields: Any) -> dict[str, Any]:
-    """A key as a setting; it is called like its secret."""
+    """A key as a setting. Its name is its secret."""
     return {"name": secret, "key_sha256": hashlib.sha256(secret.encode()).hexdigest(), **fields}
 
 
@@ -42,11 +42,12 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def metric(self, name: str) -> float:
-        """The sum over all labels."""
+        """The value of a metric, summed over its labels."""
         return self.metrics(name)[0]
 
     def metrics(self, *names: str) -> list[float]:
-        """Several, all of one moment in which the engine answers: else its figures are zeros that say nothing."""
+        """The values of several metrics from one scrape during which the engine responds: otherwise its gauges are
+        zero."""
         lines: list[str] = []
 
         def is_whole() -> bool:
@@ -70,12 +71,12 @@ class Server:
         return self.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4, **fields})
 
     def wait_until_free(self) -> None:
-        """Nothing runs, waits or holds memory."""
+        """Waits until no request runs or waits and no KV block is in use."""
         engine = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         wait_for(lambda: not any(self.metrics(*engine, "http_requests_open")))
 
     def children(self) -> list[int]:
-        """Processes that the server started and that still run."""
+        """Running child processes of the server."""
         found = []
         for status in Path("/proc").glob("[0-9]*/stat"):
             try:
@@ -88,23 +89,23 @@ class Server:
 
     def engine_pid(self) -> int:
         for pid in self.children():
-            with suppress(OSError):  # it ended meanwhile
+            with suppress(OSError):  # the process may have ended
                 if b"weft.engine.ipc.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     return pid
-        raise AssertionError("no engine's process runs")
+        raise AssertionError("no engine process runs")
 
 
 def wait_for(condition: Any, seconds: float = 60.0) -> None:
     give_up_at = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < give_up_at, f"not within {seconds} s"
+        assert time.monotonic() < give_up_at, f"condition not met within {seconds} s"
         time.sleep(0.02)
 
 
 @contextmanager
 def running_server(model_path: Path, **settings: Any) -> Iterator[Server]:
-    """The noop backend behind the text side of a real model, unless `settings` say otherwise. `shell` are commands of the
-    shell that starts it, such as ulimit."""
+    """Runs a server with the noop backend and the text side of a real model, unless `settings` change that. `shell`:
+    commands of the shell that starts it, such as ulimit."""
     shell = settings.pop("shell", "")
     headers, stderr = settings.pop("headers", {}), settings.pop("stderr", None)
     more_environment = settings.pop("environment", {})
@@ -136,6 +137,6 @@ def running_server(model_path: Path, **settings: Any) -> Iterator[Server]:
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            process.stdin.close()  # and so the second signal
+            process.stdin.close()  # launch.py then sends itself a second signal
         process.wait(60)
         process.stdout.close()

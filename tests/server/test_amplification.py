@@ -1,7 +1,7 @@
-"""What one small body may cost: no list of a request is looked at again for each of its prompts and answers.
+"""The cost of one small body: a list of a request is processed once, not for each of its prompts and answers.
 
-Counted in processor time of the event loop's thread and of the engine's process, against the same request without the
-list on the same machine: how busy or fast that is does not matter.
+The tests measure CPU time of the event loop and of the engine process, relative to the same request without the list.
+The speed and load of the machine do not matter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.request import InferenceRequest
 from weft.server.admission.keys import ApiKey
 
 _SECONDS_PER_BYTE = 5e-6
-"""To read, check, send and read again what the body holds takes a tenth of it."""
+"""Allowed cost per byte of the body: ten times what parsing, checking and sending it takes."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 LISTS: dict[str, Any] = {
     "logit_bias": {str(token): 1.5 for token in range(40_000, 40_000 + 1024)},
@@ -42,12 +42,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 async def cost(server: InProcess, body: dict[str, Any], key: str | None = None) -> tuple[float, float]:
-    """Seconds of the event loop's thread and of the engine's process for one request that is answered."""
+    """CPU seconds of the event loop and of the engine process for one answered request."""
     process = server.server.engine._process
     assert process is not None
     used = _process_seconds(process.pid)
     began = time.thread_time()
-    reply = await server.ask("/v1/completions", json.dumps({"max_tokens": 1, **body}).encode(), key=key)
+    reply = await server.send("/v1/completions", json.dumps({"max_tokens": 1, **body}).encode(), key=key)
     seconds = time.thread_time() - began
     assert reply.status == 200, reply.body
     return seconds, _process_seconds(process.pid) - used
@@ -68,7 +68,7 @@ def with_server(model_path: Path, work: Callable[[InProcess], Any]) -> Any:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_no_list_is_paid_for_again_with_every_prompt_and_answer(
+def test_the_cost_of_a_list_does_not_multiply_with_prompts_and_answers(
     default_model_path: Path, shape: dict[str, Any]
 ) -> None:
     bodies = {name: {**shape, name: value} for name, value in LISTS.items()}
@@ -76,51 +76,52 @@ def test_no_list_is_paid_for_again_with_every_prompt_and_answer(
     del bodies["all but a grammar"]["guided_choice"]
 
     async def work(server: InProcess) -> None:
-        await cost(server, {"prompt": [5], "guided_choice": LISTS["guided_choice"]})  # starts what compiles
+        # Starts the grammar process.
+        await cost(server, {"prompt": [5], "guided_choice": LISTS["guided_choice"]})
         plain = [await cost(server, shape) for _ in range(3)]
         for name, body in bodies.items():
             listed = [await cost(server, body) for _ in range(2)]
             num_bytes = len(json.dumps(body))
-            for index, who in enumerate(("the event loop", "the engine")):
+            for index, process_name in enumerate(("the event loop", "the engine")):
                 without, found = max(one[index] for one in plain), min(one[index] for one in listed)
                 assert found < 2 * without + num_bytes * _SECONDS_PER_BYTE, (
-                    f"{who} needs {found:.3f} s for {num_bytes} bytes with {name}, and {without:.3f} s without"
+                    f"{process_name} needs {found:.3f} s for {num_bytes} bytes with {name}, and {without:.3f} s without"
                 )
 
     with_server(default_model_path, work)
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
-def test_others_have_their_turn_while_a_thousand_answers_are_begun(
+def test_submitting_a_thousand_answers_does_not_block_the_event_loop(
     default_model_path: Path, has_keys: bool
 ) -> None:
-    """Of the event loop, between any two of its messages to the engine."""
+    """The event loop runs other tasks between any two messages to the engine."""
     keys = (ApiKey("a", sha256(b"a").hexdigest()), ApiKey("b", sha256(b"b").hexdigest())) if has_keys else ()
 
     async def run() -> None:
         async with in_process(default_model_path, api_keys=keys) as server:
-            engine, turns, sent = server.server.engine, 0, []
+            engine, iterations, sent = server.server.engine, 0, []
             submit = engine.submit
 
-            async def noting(
+            async def recording_submit(
                 request: InferenceRequest, *arguments: Any, **options: Any
             ) -> list[RemoteAnswer]:
                 answers = await submit(request, *arguments, **options)
-                sent.append((turns, len(answers)))
+                sent.append((iterations, len(answers)))
                 return answers
 
-            async def others() -> None:
-                nonlocal turns
+            async def count_iterations() -> None:
+                nonlocal iterations
                 while True:
-                    turns += 1
+                    iterations += 1
                     await asyncio.sleep(0)
 
-            engine.submit = noting  # type: ignore[method-assign]
-            asking = asyncio.create_task(others())
+            engine.submit = recording_submit  # type: ignore[method-assign]
+            counting = asyncio.create_task(count_iterations())
             await cost(server, SHAPES["8 prompts, 128 answers each"], key="a" if has_keys else None)
-            asking.cancel()
+            counting.cancel()
             assert sum(count for _, count in sent) == 1024 and max(count for _, count in sent) <= 128
-            assert len({turn for turn, _ in sent}) == len(sent) >= 8
+            assert len({iteration for iteration, _ in sent}) == len(sent) >= 8
 
     asyncio.run(run())
 
@@ -148,7 +149,7 @@ def test_others_have_their_turn_while_a_thousand_answers_are_begun(
         ("chat_template_kwargs", {str(n): 0 for n in range(65)}, "has 65 entries; allowed: at most 64"),
     ],
 )
-def test_every_list_has_a_bound_that_is_told_with_its_length(
+def test_every_list_has_a_limit_and_the_error_has_both_numbers(
     server: Server, field: str, value: Any, message: str
 ) -> None:
     refused = server.chat(**{field: value})

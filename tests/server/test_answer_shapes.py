@@ -1,4 +1,4 @@
-"""Answers with calls and thoughts as clients of the OpenAI API get them: whole, and added up from a stream."""
+"""Answers with tool calls and thoughts in the OpenAI API: whole, and accumulated from a stream."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from weft.request import (
     SamplingParams,
     TokenOutput,
 )
-from weft.server.api.openai import Shape, TokenOffsets
-from weft.server.http.byte_budget import ByteBudget, Share, too_much_answer
+from weft.server.api.openai import ResponseBuilder, TokenOffsets
+from weft.server.http.byte_budget import ByteBudget, RequestBytes, answer_budget_error
 from weft.server.stream.choices import Choice, Choices
 from weft.server.stream.loop_turns import LoopTurns
 from weft.server.stream.whole_answer import WholeAnswer
@@ -41,24 +41,24 @@ TOOLS = AnswerSyntax(tool_format=HERMES)
 def answered(
     text: str, tokenizer: Tokenizer, reason: FinishReason, capacity: int = 1000
 ) -> tuple[RemoteAnswer, list[wire.Output]]:
-    """An answer of the engine, as its client has it, and the outputs that make it."""
+    """An answer as `EngineClient` has it, and its outputs."""
     tokens = tokenizer.encode(text, allow_control=True, add_bos=False)
     client = EngineClient("noop", {}, ServingEngineConfig())
     answer = RemoteAnswer(client, 0, capacity, asyncio.Event(), prompt_length=7)
-    told = [
-        TokenOutput(RequestId(0), token, "", -0.5, False, None, place, ((token, -0.5),))
-        for place, token in enumerate(tokens)
+    outputs = [
+        TokenOutput(RequestId(0), token, "", -0.5, False, None, position, ((token, -0.5),))
+        for position, token in enumerate(tokens)
     ]
-    told.append(TokenOutput(RequestId(0), None, "", None, True, reason, len(tokens)))
+    outputs.append(TokenOutput(RequestId(0), None, "", None, True, reason, len(tokens)))
     answer.result = GenerationResult(
         RequestId(0), (), "", RequestState.COMPLETED, reason, None, 0, 0, 0, 0, 0, prompt_token_count=7,
         cached_token_count=0, preemptions=0, num_tokens=len(tokens),
     )  # fmt: skip
-    return answer, [wire.Output.of(one, 0) for one in told]
+    return answer, [wire.Output.of(one, 0) for one in outputs]
 
 
-class Said:
-    """One answer, taken `step` tokens at a time: its chunks, and what it is as a whole."""
+class ReadAnswer:
+    """Reads one answer, `step` tokens at a time: as chunks of a stream, and as a whole response."""
 
     def __init__(
         self,
@@ -68,28 +68,28 @@ class Said:
         *,
         step: int = 1,
         reason: FinishReason = FinishReason.END_OF_SEQUENCE,
-        **shape: Any,
+        **builder: Any,
     ) -> None:
         answer, outputs = answered(text, tokenizer, reason)
         params = SamplingParams(logprobs=0)
-        said = AnswerText(
+        answer_text = AnswerText(
             tokenizer, params, visible_control_ids=form.visible_control_ids(tokenizer), keeps_text=False
         )
-        self.choice = Choice(0, answer, said, AnswerReader(form))
-        self.shape = Shape("chat", "m", tokenizer, has_parts=True, **shape)
-        events = [self.shape.opening(0)]
+        self.choice = Choice(0, answer, answer_text, AnswerReader(form))
+        self.builder = ResponseBuilder("chat", "m", tokenizer, has_parts=True, **builder)
+        events = [self.builder.opening(0)]
         offsets = TokenOffsets(tokenizer)
-        whole = WholeAnswer(self.shape, Share(ByteBudget(1 << 20, 1 << 20, too_much_answer)))
+        whole = WholeAnswer(self.builder, RequestBytes(ByteBudget(1 << 20, 1 << 20, answer_budget_error)))
         for start in range(0, len(outputs), step):
             for output in outputs[start : start + step]:
                 answer.put(output)
             piece = self.choice.take(effort=10_000)
             assert piece is not None
-            events += self.shape.pieces(piece, offsets)
+            events += self.builder.pieces(piece, offsets)
             whole.add([piece])
         assert self.choice.result is not None
-        events.append(self.shape.closing(self.choice, self.choice.result))
-        self.chunks = [self.shape.chunk([event]) for event in events]
+        events.append(self.builder.closing(self.choice, self.choice.result))
+        self.chunks = [self.builder.chunk([event]) for event in events]
         choices = Choices(answer._client, tokenizer)
         choices._choices = [self.choice]
         asyncio.run(whole.write(choices, LoopTurns()))
@@ -100,7 +100,7 @@ class Said:
         self.added_up = state.current_completion_snapshot.choices[0]
 
     def check_same(self) -> None:
-        """What a client adds up is the whole answer."""
+        """Checks that a client accumulates the whole answer from the stream."""
         whole, streamed = self.whole.message, self.added_up.message
         assert (streamed.content or None) == (whole.content or None)
         calls = [
@@ -116,12 +116,14 @@ class Said:
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
-def test_calls_alone_have_no_content_and_end_as_calls(default_tokenizer: Tokenizer, step: int) -> None:
-    said = Said(f"{CALL}\n{OTHER}", default_tokenizer, TOOLS, step=step)
-    said.check_same()
-    message = said.whole.message
-    assert message.content is None and said.whole.finish_reason == "tool_calls"
-    assert said.added_up.message.content is None
+def test_an_answer_of_calls_only_has_no_content_and_the_finish_reason_tool_calls(
+    default_tokenizer: Tokenizer, step: int
+) -> None:
+    read = ReadAnswer(f"{CALL}\n{OTHER}", default_tokenizer, TOOLS, step=step)
+    read.check_same()
+    message = read.whole.message
+    assert message.content is None and read.whole.finish_reason == "tool_calls"
+    assert read.added_up.message.content is None
     calls: Any = message.tool_calls
     assert [(call.function.name, call.function.arguments) for call in calls] == [
         ("get_weather", '{"city": "Paris"}'),
@@ -130,11 +132,11 @@ def test_calls_alone_have_no_content_and_end_as_calls(default_tokenizer: Tokeniz
     assert all(call.type == "function" and call.id.startswith("call_") for call in calls)
 
 
-def test_the_first_delta_of_a_call_names_it_and_the_others_bring_arguments(
+def test_the_first_delta_of_a_call_has_its_name_and_the_others_its_arguments(
     default_tokenizer: Tokenizer,
 ) -> None:
-    said = Said(CALL, default_tokenizer, TOOLS)
-    deltas = [chunk["choices"][0]["delta"] for chunk in said.chunks]
+    read = ReadAnswer(CALL, default_tokenizer, TOOLS)
+    deltas = [chunk["choices"][0]["delta"] for chunk in read.chunks]
     assert deltas[0] == {"role": "assistant", "content": None} and deltas[-1] == {}
     [first, *others] = [delta["tool_calls"][0] for delta in deltas[1:-1]]
     assert set(first) == {"index", "id", "type", "function"}
@@ -144,25 +146,27 @@ def test_the_first_delta_of_a_call_names_it_and_the_others_bring_arguments(
 
 
 def test_content_before_a_call_is_kept(default_tokenizer: Tokenizer) -> None:
-    said = Said(f"Let me see.\n{CALL}", default_tokenizer, TOOLS)
-    said.check_same()
-    assert said.whole.message.content == "Let me see." and said.whole.finish_reason == "tool_calls"
+    read = ReadAnswer(f"Let me see.\n{CALL}", default_tokenizer, TOOLS)
+    read.check_same()
+    assert read.whole.message.content == "Let me see." and read.whole.finish_reason == "tool_calls"
 
 
-def test_a_call_of_a_named_tool_ends_as_a_stop(default_tokenizer: Tokenizer) -> None:
-    said = Said(CALL, default_tokenizer, AnswerSyntax(tool_format=HERMES, max_calls=1), is_named_call=True)
-    said.check_same()
-    assert said.whole.message.tool_calls and said.whole.finish_reason == "stop"
+def test_a_call_of_a_named_tool_has_the_finish_reason_stop(default_tokenizer: Tokenizer) -> None:
+    read = ReadAnswer(
+        CALL, default_tokenizer, AnswerSyntax(tool_format=HERMES, max_calls=1), is_named_call=True
+    )
+    read.check_same()
+    assert read.whole.message.tool_calls and read.whole.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("text", [CALL[:60], CALL[:25]], ids=["in the arguments", "before them"])
-def test_30_a_call_that_is_cut_keeps_its_text_and_ends_by_length(
+def test_30_a_truncated_call_keeps_its_text_and_has_the_finish_reason_length(
     default_tokenizer: Tokenizer, text: str
 ) -> None:
-    said = Said(text, default_tokenizer, TOOLS, reason=FinishReason.LENGTH)
-    said.check_same()
-    assert said.whole.finish_reason == "length"
-    message = said.whole.message
+    read = ReadAnswer(text, default_tokenizer, TOOLS, reason=FinishReason.LENGTH)
+    read.check_same()
+    assert read.whole.finish_reason == "length"
+    message = read.whole.message
     if message.tool_calls:
         call: Any = message.tool_calls[0]
         assert call.function.name == "get_weather" and text.endswith(call.function.arguments)
@@ -171,52 +175,54 @@ def test_30_a_call_that_is_cut_keeps_its_text_and_ends_by_length(
         assert message.content == text
 
 
-def test_where_calls_may_not_be_parallel_the_answer_ends_with_the_first(default_tokenizer: Tokenizer) -> None:
-    said = Said(f"{CALL}\n{OTHER}", default_tokenizer, AnswerSyntax(tool_format=HERMES, max_calls=1))
-    said.check_same()
-    assert len(said.whole.message.tool_calls or ()) == 1 and said.whole.finish_reason == "tool_calls"
-    assert said.choice.result is not None
-    assert len(said.choice.result.tokens) < len(default_tokenizer.encode(CALL))
+def test_without_parallel_calls_the_answer_ends_after_the_first_call(default_tokenizer: Tokenizer) -> None:
+    read = ReadAnswer(f"{CALL}\n{OTHER}", default_tokenizer, AnswerSyntax(tool_format=HERMES, max_calls=1))
+    read.check_same()
+    assert len(read.whole.message.tool_calls or ()) == 1 and read.whole.finish_reason == "tool_calls"
+    assert read.choice.result is not None
+    assert len(read.choice.result.tokens) < len(default_tokenizer.encode(CALL))
 
 
-def test_thoughts_are_told_apart_and_counted(default_tokenizer: Tokenizer) -> None:
+def test_thoughts_are_separated_from_content_and_counted(default_tokenizer: Tokenizer) -> None:
     form = AnswerSyntax(THINK, starts_in_reasoning=True, tool_format=HERMES)
-    said = Said(f"The user asks.\n</think>\n\n{CALL}", default_tokenizer, form)
-    said.check_same()
-    message: Any = said.whole.message
+    read = ReadAnswer(f"The user asks.\n</think>\n\n{CALL}", default_tokenizer, form)
+    read.check_same()
+    message: Any = read.whole.message
     assert message.reasoning_content == "The user asks." and message.content is None and message.tool_calls
-    deltas = [chunk["choices"][0]["delta"] for chunk in said.chunks]
+    deltas = [chunk["choices"][0]["delta"] for chunk in read.chunks]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "The user asks."
     thoughts = default_tokenizer.encode("The user asks.\n</think>", add_bos=False)
-    assert said.choice.num_reasoning_tokens == len(thoughts)
+    assert read.choice.num_reasoning_tokens == len(thoughts)
 
 
-def test_logprobs_are_those_of_all_tokens_whatever_they_are_part_of(default_tokenizer: Tokenizer) -> None:
+def test_logprobs_cover_the_tokens_of_thoughts_and_calls_too(default_tokenizer: Tokenizer) -> None:
     form = AnswerSyntax(THINK, tool_format=HERMES)
     text = f"<think>hm</think>{CALL}"
-    said = Said(text, default_tokenizer, form, wants_logprobs=True)
-    whole: Any = said.whole.logprobs
+    read = ReadAnswer(text, default_tokenizer, form, wants_logprobs=True)
+    whole: Any = read.whole.logprobs
     assert "".join(entry.token for entry in whole.content) == text
-    streamed: Any = said.added_up.logprobs
+    streamed: Any = read.added_up.logprobs
     assert [entry.token for entry in streamed.content] == [entry.token for entry in whole.content]
 
 
-def test_markers_that_are_control_tokens_reach_the_parser_and_others_stay_out(
+def test_control_tokens_reach_the_parser_only_if_they_are_markers(
     default_tokenizer: Tokenizer,
 ) -> None:
-    """With control tokens of the default model in the place of `[TOOL_CALLS]` and `[ARGS]`."""
+    """Control tokens of the default model stand for `[TOOL_CALLS]` and `[ARGS]`."""
     control = ToolFormat(
         "test", ("<file_sep>",), before_name="<file_sep>", before_arguments="[ARGS]", has_named_calls=True
     )
-    said = Said("Now<jupyter_code><file_sep>f[ARGS]{}", default_tokenizer, AnswerSyntax(tool_format=control))
-    said.check_same()
-    call: Any = (said.whole.message.tool_calls or [None])[0]
-    assert said.whole.message.content == "Now" and call.function.name == "f"
+    read = ReadAnswer(
+        "Now<jupyter_code><file_sep>f[ARGS]{}", default_tokenizer, AnswerSyntax(tool_format=control)
+    )
+    read.check_same()
+    call: Any = (read.whole.message.tool_calls or [None])[0]
+    assert read.whole.message.content == "Now" and call.function.name == "f"
 
 
-def test_an_answer_without_calls_is_as_before(default_tokenizer: Tokenizer) -> None:
-    said = Said("Paris, <b>of course</b>.\n", default_tokenizer, TOOLS)
-    said.check_same()
-    assert said.whole.message.content == "Paris, <b>of course</b>.\n" and not said.whole.message.tool_calls
-    assert said.whole.finish_reason == "stop"
-    assert said.whole.logprobs is None
+def test_an_answer_without_calls_is_plain_content(default_tokenizer: Tokenizer) -> None:
+    read = ReadAnswer("Paris, <b>of course</b>.\n", default_tokenizer, TOOLS)
+    read.check_same()
+    assert read.whole.message.content == "Paris, <b>of course</b>.\n" and not read.whole.message.tool_calls
+    assert read.whole.finish_reason == "stop"
+    assert read.whole.logprobs is None

@@ -1,4 +1,4 @@
-"""What a server survives, by the numbers of the list of forty: the right answer, and then everything as before."""
+"""Bad inputs, numbered as in the list of forty: the server responds correctly and keeps working."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def error_of(response: httpx.Response, status: int, param: str | None = None) ->
 
 
 def raw(server: Server, sent: bytes, seconds: float = 60.0) -> bytes:
-    """What comes back for these bytes until the server closes or has answered."""
+    """The bytes that the server sends back until it closes the connection."""
     received = b""
     with socket.create_connection(("127.0.0.1", server.port), timeout=seconds) as connection:
         try:
@@ -58,7 +58,7 @@ def test_02_a_body_that_is_too_large_is_refused_before_it_is_read(server: Server
     assert announced.startswith(b"HTTP/1.1 413")
 
 
-def test_02_a_chunked_body_that_is_too_large_is_refused_while_it_comes(server: Server) -> None:
+def test_02_a_chunked_body_that_is_too_large_is_refused_while_it_is_received(server: Server) -> None:
     def chunks() -> Iterator[bytes]:
         for _ in range(200):
             yield b" " * 100_000
@@ -68,7 +68,7 @@ def test_02_a_chunked_body_that_is_too_large_is_refused_while_it_comes(server: S
 
 @pytest.fixture(scope="module")
 def strict_server(default_model_path: Path) -> Iterator[Server]:
-    """Keys and a short queue."""
+    """A server with keys and a short queue."""
     keys, headers = [api_key("first"), api_key("second")], {"Authorization": "Bearer second"}
     with running_server(
         default_model_path, backend_options=SLOW, api_keys=keys, headers=headers, max_requests=2
@@ -78,7 +78,7 @@ def strict_server(default_model_path: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def impatient_server(default_model_path: Path) -> Iterator[Server]:
-    """For those who are late alone: on a busy machine anybody may be."""
+    """A server with short timeouts, only for tests of slow requests: on a busy machine any request may be slow."""
     with running_server(default_model_path, header_seconds=0.5, body_seconds=1.0) as server:
         yield server
 
@@ -92,12 +92,12 @@ def impatient_server(default_model_path: Path) -> Iterator[Server]:
     ],
     ids=["nothing", "half the headers", "half the body"],
 )
-def test_03_a_request_that_trickles_in_is_given_up(impatient_server: Server, sent: bytes) -> None:
+def test_03_a_request_that_arrives_too_slowly_gets_a_408(impatient_server: Server, sent: bytes) -> None:
     assert raw(impatient_server, sent).startswith(b"HTTP/1.1 408")
     assert impatient_server.client.get("/health").status_code == 200
 
 
-def test_03_a_request_after_another_on_the_same_connection_has_to_arrive_too(
+def test_03_the_second_request_of_a_connection_has_a_timeout_too(
     impatient_server: Server,
 ) -> None:
     answer = raw(impatient_server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea")
@@ -105,11 +105,11 @@ def test_03_a_request_after_another_on_the_same_connection_has_to_arrive_too(
 
 
 @pytest.mark.parametrize("host", ["x/v1?y=", "localhost:8000/health", "a b", "[::1", ""])
-def test_04_a_host_that_is_none_is_refused(server: Server, host: str) -> None:
+def test_04_an_invalid_host_header_is_refused(server: Server, host: str) -> None:
     error_of(server.client.get("/version", headers={"Host": host}), 400)
 
 
-def test_04_no_host_opens_a_route_that_asks_for_a_key(strict_server: Server) -> None:
+def test_04_no_host_header_bypasses_the_api_key(strict_server: Server) -> None:
     for host in ("localhost/health", "localhost"):
         response = strict_server.client.get("/version", headers={"Host": host, "Authorization": ""})
         assert response.status_code in (400, 401)
@@ -118,7 +118,7 @@ def test_04_no_host_opens_a_route_that_asks_for_a_key(strict_server: Server) -> 
 @pytest.mark.parametrize(
     "key", ["", "Bearer", "Bearer wrong", "Bearer firs", "Basic first", "first", "Bearer é"]
 )
-def test_05_a_missing_or_wrong_key_is_refused_everywhere_but_at_health(
+def test_05_a_missing_or_wrong_key_is_refused_on_all_routes_but_health(
     strict_server: Server, key: str
 ) -> None:
     headers = {"Authorization": key.encode()}
@@ -132,7 +132,7 @@ def test_05_a_missing_or_wrong_key_is_refused_everywhere_but_at_health(
 
 
 @pytest.mark.parametrize("key", ["first", "second"])
-def test_05_each_of_several_keys_opens_the_server(strict_server: Server, key: str) -> None:
+def test_05_each_of_several_keys_is_accepted(strict_server: Server, key: str) -> None:
     assert strict_server.client.get("/version", headers={"Authorization": f"Bearer {key}"}).status_code == 200
 
 
@@ -148,18 +148,18 @@ def test_05_each_of_several_keys_opens_the_server(strict_server: Server, key: st
         {"Origin": "http://localhost.evil.example"},
     ],
 )
-def test_07_other_names_and_pages_do_not_reach_a_loopback_server(
+def test_07_other_hosts_and_origins_cannot_reach_a_loopback_server(
     server: Server, headers: dict[str, str]
 ) -> None:
     error_of(server.client.post("/v1/completions", headers=headers, json={"prompt": "x"}), 403)
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:1", "[::1]:80", "LOCALHOST"])
-def test_07_names_of_this_machine_do(server: Server, host: str) -> None:
+def test_07_host_names_of_this_machine_are_accepted(server: Server, host: str) -> None:
     assert server.client.get("/version", headers={"Host": host}).status_code == 200
 
 
-def test_07_no_page_is_told_that_it_may_read_the_answer(server: Server) -> None:
+def test_07_responses_have_no_cors_headers_by_default(server: Server) -> None:
     response = server.client.get("/version", headers={"Origin": server.url})
     assert response.status_code == 200
     assert not [name for name in response.headers if name.startswith("access-control")]
@@ -183,7 +183,7 @@ def test_07_no_page_is_told_that_it_may_read_the_answer(server: Server) -> None:
     ],
     ids=lambda body: body[:32].decode("latin-1"),
 )
-def test_08_what_is_no_json_is_refused(server: Server, body: bytes) -> None:
+def test_08_a_body_that_is_not_json_is_refused(server: Server, body: bytes) -> None:
     error_of(server.client.post("/v1/completions", content=body), 400)
     error_of(server.client.post("/v1/chat/completions", content=body.replace(b"prompt", b"messages")), 400)
 
@@ -225,17 +225,17 @@ COMPLETION_FIELDS = (*FIELDS, "prompt", "logprobs", "echo", "suffix", "best_of")
 
 
 @pytest.mark.parametrize("field", CHAT_FIELDS)
-def test_09_a_wrong_type_in_a_chat_is_refused_by_its_name_and_null_is_the_default(
+def test_09_a_wrong_type_in_a_chat_is_refused_with_its_field_and_null_is_the_default(
     server: Server, field: str
 ) -> None:
-    # A dict would be a metadata, a string a stop: a list of lists is nowhere right.
+    # A list of lists is valid for no field; a dict would be valid for metadata, a string for stop.
     assert error_of(server.chat(**{field: [[{}]]}), 400)["param"].startswith(field)
     if field != "messages":
         assert server.chat(**{field: None, "max_tokens": 2}).status_code == 200
 
 
 @pytest.mark.parametrize("field", COMPLETION_FIELDS)
-def test_09_a_wrong_type_in_a_completion_is_refused_by_its_name(server: Server, field: str) -> None:
+def test_09_a_wrong_type_in_a_completion_is_refused_with_its_field(server: Server, field: str) -> None:
     fields = {"prompt": "x", field: [[{}]]}
     assert error_of(server.client.post("/v1/completions", json=fields), 400)["param"].startswith(field)
 
@@ -290,7 +290,9 @@ def test_10_an_unknown_model_is_404_and_a_wrong_method_405(server: Server) -> No
         ),
     ],
 )
-def test_values_out_of_range_are_refused_by_name(server: Server, fields: dict[str, Any], param: str) -> None:
+def test_values_out_of_range_are_refused_with_their_field(
+    server: Server, fields: dict[str, Any], param: str
+) -> None:
     error_of(server.chat(**fields), 400, param)
     error_of(server.complete(**fields), 400, param)
     error_of(server.complete(**fields, stream=True), 400, param)
@@ -302,7 +304,7 @@ def test_11_a_hundred_thousand_prompts_are_refused(server: Server) -> None:
 
 
 @pytest.mark.parametrize("top_k", [0, -1])
-def test_12_top_k_may_be_off_either_way(server: Server, top_k: int) -> None:
+def test_12_top_k_is_off_with_0_and_with_minus_1(server: Server, top_k: int) -> None:
     assert server.chat(top_k=top_k).status_code == 200
 
 
@@ -325,16 +327,16 @@ def test_19_a_prompt_longer_than_the_context_is_refused_with_both_numbers(server
 @pytest.mark.parametrize(
     "prompt", [[], [-1], [49152], [1, "a"], [[]], [[1], "a", 2], [1.5], [True], [[1, [2]]]]
 )
-def test_20_prompts_that_are_none_are_refused(server: Server, prompt: Any) -> None:
+def test_20_invalid_prompts_are_refused(server: Server, prompt: Any) -> None:
     assert error_of(server.complete(prompt), 400)["param"].startswith("prompt")
 
 
 @pytest.mark.parametrize("messages", [[], [{}], [{"role": "user", "content": 5}], [{"content": "x"}], ["x"]])
-def test_20_messages_that_are_none_are_refused(server: Server, messages: Any) -> None:
+def test_20_invalid_messages_are_refused(server: Server, messages: Any) -> None:
     assert error_of(server.chat(messages=messages), 400)["param"].startswith("messages")
 
 
-def test_21_control_tokens_in_what_users_wrote_are_plain_text(server: Server) -> None:
+def test_21_control_tokens_in_messages_and_prompts_are_plain_text(server: Server) -> None:
     def tokens(**fields: Any) -> list[int]:
         answer: list[int] = server.client.post("/tokenize", json=fields).json()["tokens"]
         return answer
@@ -345,8 +347,9 @@ def test_21_control_tokens_in_what_users_wrote_are_plain_text(server: Server) ->
     assert end not in tokens(prompt="<|im_end|>")
 
 
-def test_22_a_prompt_of_megabytes_holds_nobody_up(server: Server) -> None:
-    """10 MB are refused uncounted for this context; 2 MB, which could fit a very odd vocabulary, are counted elsewhere."""
+def test_22_a_prompt_of_megabytes_does_not_block_other_requests(server: Server) -> None:
+    """10 MB are refused without tokenising. 2 MB might fit with another vocabulary, and are tokenised in a worker
+    process."""
     answers: list[httpx.Response] = []
 
     def ask() -> None:
@@ -354,16 +357,16 @@ def test_22_a_prompt_of_megabytes_holds_nobody_up(server: Server) -> None:
             for size in (2_000_000, 10_000_000):
                 answers.append(client.post("/v1/completions", json={"prompt": "word " * (size // 5)}))
 
-    asking = threading.Thread(target=ask)
-    asking.start()
+    pending = threading.Thread(target=ask)
+    pending.start()
     num_healthy = 0
-    while asking.is_alive():
+    while pending.is_alive():
         assert server.client.get("/health").status_code == 200
         num_healthy += 1
         time.sleep(0.01)
-    asking.join()
+    pending.join()
     assert [error_of(answer, 400, "prompt")["code"] for answer in answers] == ["context_length_exceeded"] * 2
-    # A tokenizer that kept the interpreter to itself would have let one or two through.
+    # With a tokenizer that blocks the event loop, only one or two requests would get through.
     assert num_healthy > 20, num_healthy
 
 
@@ -388,7 +391,7 @@ def test_35_adapters_are_refused(server: Server, field: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["test-model:adapter", "test-model/../x", "test-model+lora"])
-def test_35_a_model_with_an_adapter_behind_its_name_is_unknown(server: Server, name: str) -> None:
+def test_35_a_model_name_with_an_adapter_suffix_is_unknown(server: Server, name: str) -> None:
     error_of(server.chat(model=name), 404, "model")
 
 
@@ -405,7 +408,7 @@ def test_37_different_salts_share_nothing_and_the_same_salt_does(server: Server)
     assert cached("one") >= 80
 
 
-def test_39_too_many_requests_are_told_when_to_come_back(strict_server: Server) -> None:
+def test_39_too_many_requests_get_a_429_with_retry_after(strict_server: Server) -> None:
     body = {"prompt": "x", "max_tokens": 8000, "stream": True}
     with (
         strict_server.client.stream("POST", "/v1/completions", json=body) as first,
@@ -426,13 +429,13 @@ def test_unknown_fields_are_ignored_with_a_warning(server: Server) -> None:
     assert "warning" not in server.chat(user="me", metadata={"a": "b"}).headers
 
 
-def test_refusals_of_fields_that_would_change_the_answer_name_them(server: Server) -> None:
+def test_unsupported_fields_that_would_change_the_answer_are_refused(server: Server) -> None:
     for field in ("audio", "structured_outputs", "functions"):
         error_of(server.chat(**{field: {}}), 400, field)
     error_of(server.complete(suffix="x"), 400, "suffix")
     error_of(server.complete(best_of=3), 400, "best_of")
 
 
-def test_tokens_that_are_none_are_not_turned_into_text(server: Server) -> None:
+def test_detokenize_refuses_invalid_tokens(server: Server) -> None:
     for tokens in ([-1], [10**6], ["a"], [0] * 300_000):
         error_of(server.client.post("/detokenize", content=json.dumps({"tokens": tokens})), 400)

@@ -1,4 +1,4 @@
-"""More of the list of forty: nulls in completions, biases without bounds, media that must not be fetched."""
+"""More of the list of forty: nulls in completions, invalid biases, media that must not be fetched."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_09_null_in_a_completion_is_the_default(server: Server, field: str) -> N
     assert server.client.post("/v1/completions", json=fields).status_code == 200
 
 
-def test_13_ollamas_word_for_no_limit_stays_legal(server: Server) -> None:
+def test_13_num_predict_of_ollama_is_accepted(server: Server) -> None:
     assert server.complete(num_predict=-1).status_code == 200
 
 
@@ -34,7 +34,7 @@ def test_13_ollamas_word_for_no_limit_stays_legal(server: Server) -> None:
     ],
     ids=lambda bias: bias[:16],
 )
-def test_15_biases_without_bounds_are_refused(server: Server, bias: str) -> None:
+def test_15_invalid_and_unbounded_biases_are_refused(server: Server, bias: str) -> None:
     body = f'{{"prompt": "x", "max_tokens": 2, "logit_bias": {bias}}}'
     error_of(server.client.post("/v1/completions", content=body.encode()), 400)
 
@@ -51,9 +51,7 @@ def test_15_biases_without_bounds_are_refused(server: Server, bias: str) -> None
     ],
     ids=lambda part: part["type"],
 )
-def test_31_no_media_is_fetched_from_an_address_that_waits_for_it(
-    server: Server, part: dict[str, Any]
-) -> None:
+def test_31_the_server_never_connects_to_the_address_of_media(server: Server, part: dict[str, Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as waiting:
         url = f"http://127.0.0.1:{waiting.getsockname()[1]}/x.png"
         sent = json.loads(json.dumps(part).replace("URL", url)) if "URL" in json.dumps(part) else part
@@ -72,6 +70,6 @@ def test_31_no_media_is_fetched_from_an_address_that_waits_for_it(
         {"stream": True, "stream_options": {"include_usage": None}},
     ],
 )
-def test_09_null_inside_of_a_field_is_the_default_too(server: Server, fields: dict[str, Any]) -> None:
+def test_09_null_inside_an_object_is_the_default_too(server: Server, fields: dict[str, Any]) -> None:
     response = server.chat(**fields)
     assert response.status_code == 200, response.text

@@ -1,4 +1,4 @@
-"""An answer over HTTP is the same in any company: beside others, preempted for want of memory, from the same seed."""
+"""An answer over HTTP does not depend on other requests, on preemption or on load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from server_process import Server, running_server
 
 
 def ask_all(server: Server, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All at once; what came back, in order."""
+    """Sends all bodies concurrently and returns their first choices in order."""
     with httpx.Client(base_url=server.url, timeout=120, limits=httpx.Limits(max_connections=64)) as client:
 
         def ask(body: dict[str, Any]) -> dict[str, Any]:
@@ -24,8 +24,8 @@ def ask_all(server: Server, bodies: list[dict[str, Any]]) -> list[dict[str, Any]
             return list(threads.map(ask, bodies))
 
 
-def test_39_what_gave_way_for_want_of_memory_answers_as_if_undisturbed(default_model_path: Path) -> None:
-    """Eight answers that would fill the cache four times over; the noop backend notices a block out of place."""
+def test_39_preempted_requests_get_the_same_answers(default_model_path: Path) -> None:
+    """Eight answers need four times the KV cache. The noop backend detects a misplaced block."""
     cache = {"num_blocks": 48, "block_size": 16, "swap_blocks": 16}
     options = {"vocabulary_size": 49152, "max_context": 1024}
     with running_server(default_model_path, backend_options=options, engine={"cache": cache}) as server:
@@ -46,7 +46,7 @@ def test_39_what_gave_way_for_want_of_memory_answers_as_if_undisturbed(default_m
             together = ask_all(server, bodies)
             assert [one["text"] for one in together] == [one["text"] for one in alone]
             num_preempted = sum(one["timings"]["preemptions"] for one in together)
-            if num_preempted:  # unless they came one by one, as on a busy machine they may
+            if num_preempted:  # on a busy machine the requests may arrive one by one
                 break
         assert num_preempted > 0
         assert server.metric("num_preemptions_total") > 0
@@ -63,7 +63,7 @@ def test_17_the_same_seed_gives_the_same_text_under_load(real_server: Server) ->
     assert other["text"] != alone["text"]
 
 
-def test_answers_that_repeat_their_prompt_are_guessed_and_the_metrics_say_how_often(
+def test_repetitive_answers_use_draft_tokens_and_the_metrics_count_them(
     real_server: Server,
 ) -> None:
     names = ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "generation_tokens")
@@ -76,9 +76,9 @@ def test_answers_that_repeat_their_prompt_are_guessed_and_the_metrics_say_how_of
         now - then for now, then in zip(real_server.metrics(*totals), before, strict=True)
     )
     assert generated == 40 and 0 < accepted < generated and accepted <= drafted
-    # A stop string is cut at the same place, though the tokens behind it came along with it.
+    # A stop string cuts at the same position, although accepted draft tokens may follow it.
     stopped = [{**body, "stop": [word]} for word in ("green", "y, bl", ", white")]
-    for asked, answer in zip(stopped, [ask_all(real_server, [one])[0] for one in stopped], strict=True):
-        assert asked["stop"][0] in whole["text"], "the case is none"
-        assert answer["text"] == whole["text"].partition(asked["stop"][0])[0]
+    for fields, answer in zip(stopped, [ask_all(real_server, [one])[0] for one in stopped], strict=True):
+        assert fields["stop"][0] in whole["text"], "the stop string must occur in the text"
+        assert answer["text"] == whole["text"].partition(fields["stop"][0])[0]
         assert answer["finish_reason"] == "stop"

@@ -1,4 +1,4 @@
-"""An engine that is stopped, stuck, slow, broken or cannot be started: what the server says of it, and that it comes back."""
+"""An engine that is stopped, stuck, slow, broken or cannot start: what the server reports, and that it recovers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if "weft.engine.ipc.process" in " ".join(sys.orig_argv):
 
     fault, finish = pathlib.Path({!r}), noop.NoopBackend._finish
 
-    def wait_for_a_lock_that_nobody_gives_back():
+    def wait_for_a_lock_that_is_never_released():
         lock = threading.Lock()
         lock.acquire()
         lock.acquire()
@@ -40,7 +40,7 @@ if "weft.engine.ipc.process" in " ".join(sys.orig_argv):
         if kind:
             fault.unlink()
         if kind == "stuck":
-            wait_for_a_lock_that_nobody_gives_back()
+            wait_for_a_lock_that_is_never_released()
         if kind == "slow":
             end = time.monotonic() + float(seconds)
             while time.monotonic() < end:
@@ -53,12 +53,12 @@ if "weft.engine.ipc.process" in " ".join(sys.orig_argv):
     noop.NoopBackend._finish = finish_with_faults
     if fault.exists() and fault.read_text() == "stuck start":
         fault.unlink()
-        wait_for_a_lock_that_nobody_gives_back()
+        wait_for_a_lock_that_is_never_released()
 """
 
 
 class Watched:
-    """A server, its log, and what goes wrong in the next step of its engine."""
+    """A server, its log, and the file that injects a fault into the next step of its engine."""
 
     def __init__(self, server: Server, log: Path, fault: Path) -> None:
         self.server = server
@@ -73,7 +73,7 @@ class Watched:
         return self.server.client.get(path).status_code
 
     def raw_metric(self, name: str) -> float:
-        """Also of a moment in which the engine does not answer."""
+        """The value of a metric, also while the engine does not respond."""
         lines = self.server.client.get("/metrics").text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"weft:{name}{{"))
 
@@ -90,8 +90,8 @@ def watched_server(model_path: Path, tmp_path: Path, **settings: Any) -> Iterato
         yield Watched(server, log, fault)
 
 
-class Asking(threading.Thread):
-    """A request that is waited for elsewhere; `answer` once it has one."""
+class BackgroundRequest(threading.Thread):
+    """A request in a thread; `answer` is set when it ends."""
 
     def __init__(self, server: Server, **fields: Any) -> None:
         super().__init__(daemon=True)
@@ -103,26 +103,26 @@ class Asking(threading.Thread):
         self.answer = httpx.post(self._url, json=self._fields, timeout=120)
 
     def wait(self) -> tuple[int, str]:
-        """Its status and the code of its error; that of the last event, where it was streamed."""
+        """The status and the error code; of a stream, that of the last event."""
         self.join(120)
         lines = [line for line in self.answer.text.splitlines() if line]
         last = json.loads(lines[-1].removeprefix("data: "))
         return self.answer.status_code, last["error"]["code"]
 
 
-def test_41_a_stopped_engine_is_not_ready_then_not_healthy_fails_its_requests_and_comes_back(
+def test_41_a_stopped_engine_is_not_ready_then_unhealthy_fails_its_requests_and_restarts(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     with watched_server(default_model_path, tmp_path, backend_options=SLOW) as watched:
         server, engine = watched.server, watched.server.engine_pid()
-        asking = [Asking(server, **LONG), Asking(server, **LONG, stream=True)]
+        pending = [BackgroundRequest(server, **LONG), BackgroundRequest(server, **LONG, stream=True)]
         wait_for(lambda: server.metric("num_requests_running") == 2)
         os.kill(engine, signal.SIGSTOP)
         wait_for(lambda: watched.status("/ready") == 503, 10)
-        assert watched.status("/health") == 200, "it may go on yet"
+        assert watched.status("/health") == 200, "it may still continue"
         assert watched.raw_metric("engine_up") == 0
         wait_for(lambda: watched.status("/health") == 503)
-        assert [one.wait() for one in asking] == [(503, "engine_stalled"), (200, "engine_stalled")]
+        assert [one.wait() for one in pending] == [(503, "engine_stalled"), (200, "engine_stalled")]
         wait_for(lambda: watched.status("/ready") == 200)
         assert watched.status("/health") == 200 and server.engine_pid() != engine
         assert server.complete().status_code == 200
@@ -132,36 +132,36 @@ def test_41_a_stopped_engine_is_not_ready_then_not_healthy_fails_its_requests_an
         server.wait_until_free()
 
 
-def test_41_a_step_that_is_stuck_is_found_and_the_log_names_the_function(
+def test_41_a_stuck_step_is_detected_and_the_log_names_the_function(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     with watched_server(default_model_path, tmp_path) as watched:
         server, engine = watched.server, watched.server.engine_pid()
         watched.fault.write_text("stuck")
-        asking = [Asking(server, **LONG), Asking(server, **LONG, stream=True)]
+        pending = [BackgroundRequest(server, **LONG), BackgroundRequest(server, **LONG, stream=True)]
         wait_for(lambda: watched.status("/ready") == 503, 10)
         assert watched.status("/health") == 200
-        assert [one.wait()[1] for one in asking] == ["engine_stalled"] * 2
+        assert [one.wait()[1] for one in pending] == ["engine_stalled"] * 2
         wait_for(lambda: watched.status("/ready") == 200)
         assert server.engine_pid() != engine and server.complete().status_code == 200
         [stalled] = watched.events("engine_stalled")
-        assert "wait_for_a_lock_that_nobody_gives_back" in stalled["traceback"]
+        assert "wait_for_a_lock_that_is_never_released" in stalled["traceback"]
         assert stalled["process_state"] == "S"
 
 
 @pytest.mark.parametrize("fault", ["slow", "compiling"])
-def test_42_a_step_that_is_slow_or_compiles_is_no_stall(
+def test_42_a_slow_step_and_a_compiling_step_are_not_stalls(
     default_model_path: Path, tmp_path: Path, fault: str
 ) -> None:
     with watched_server(default_model_path, tmp_path, stall_seconds=3.0) as watched:
         server, engine = watched.server, watched.server.engine_pid()
         watched.fault.write_text(f"{fault} 8")
         assert server.complete().status_code == 200
-        assert not watched.fault.exists(), "there was such a step"
+        assert not watched.fault.exists(), "the fault was injected"
         assert server.engine_pid() == engine and server.metric("engine_stalls_total") == 0
 
 
-def test_an_idle_engine_is_no_stall(default_model_path: Path, tmp_path: Path) -> None:
+def test_an_idle_engine_is_not_a_stall(default_model_path: Path, tmp_path: Path) -> None:
     with watched_server(default_model_path, tmp_path, stall_seconds=3.0) as watched:
         engine = watched.server.engine_pid()
         time.sleep(8)
@@ -169,35 +169,44 @@ def test_an_idle_engine_is_no_stall(default_model_path: Path, tmp_path: Path) ->
         assert not watched.events("engine_stalled")
 
 
-def test_an_engine_that_is_stopped_for_a_while_goes_on_and_loses_nothing(
+def test_an_engine_that_is_stopped_briefly_continues_and_loses_nothing(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     with watched_server(default_model_path, tmp_path, backend_options=SLOW, stall_seconds=600.0) as watched:
         server, engine = watched.server, watched.server.engine_pid()
-        asked = {**LONG, "max_tokens": 300}
-        asking = [Asking(server, **asked, stream=True), Asking(server, **asked)]
+        request_fields = {**LONG, "max_tokens": 300}
+        pending = [
+            BackgroundRequest(server, **request_fields, stream=True),
+            BackgroundRequest(server, **request_fields),
+        ]
         wait_for(lambda: server.metric("num_requests_running") == 2)
         os.kill(engine, signal.SIGSTOP)
         wait_for(lambda: watched.status("/ready") == 503, 10)
-        asking.append(Asking(server, **asked))  # it waits
+        pending.append(BackgroundRequest(server, **request_fields))
         time.sleep(0.5)
         os.kill(engine, signal.SIGCONT)
         wait_for(lambda: watched.status("/ready") == 200)
-        for one in asking:
+        for one in pending:
             one.join(120)
-        streamed, *whole = (one.answer for one in asking)
+        streamed, *whole = (one.answer for one in pending)
         assert streamed.text.endswith("data: [DONE]\n\n")
         assert [one.json()["usage"]["completion_tokens"] for one in whole] == [300, 300]
         assert server.engine_pid() == engine and server.metric("engine_restarts_total") == 0
 
 
-def test_deadlines_are_kept_while_the_engine_is_stopped(default_model_path: Path, tmp_path: Path) -> None:
+def test_deadlines_are_enforced_while_the_engine_is_stopped(default_model_path: Path, tmp_path: Path) -> None:
     with watched_server(default_model_path, tmp_path, backend_options=SLOW, stall_seconds=600.0) as watched:
         server, engine = watched.server, watched.server.engine_pid()
-        running = [Asking(server, **LONG, deadline=5), Asking(server, **LONG, deadline=5, stream=True)]
+        running = [
+            BackgroundRequest(server, **LONG, deadline=5),
+            BackgroundRequest(server, **LONG, deadline=5, stream=True),
+        ]
         wait_for(lambda: server.metric("num_requests_running") == 2)
         os.kill(engine, signal.SIGSTOP)
-        new = [Asking(server, **LONG, deadline=1), Asking(server, **LONG, deadline=1, stream=True)]
+        new = [
+            BackgroundRequest(server, **LONG, deadline=1),
+            BackgroundRequest(server, **LONG, deadline=1, stream=True),
+        ]
         late = [one.wait() for one in (*running, *new)]
         assert [code for _, code in late] == ["deadline_exceeded"] * 4
         assert [status for status, _ in late] == [504, 200, 504, 200]
@@ -205,7 +214,7 @@ def test_deadlines_are_kept_while_the_engine_is_stopped(default_model_path: Path
         server.wait_until_free()
 
 
-def test_the_servers_own_timeout_is_kept_while_the_engine_is_stopped(
+def test_request_timeout_is_enforced_while_the_engine_is_stopped(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     engine_settings = {"request_timeout": 1.0}
@@ -213,20 +222,23 @@ def test_the_servers_own_timeout_is_kept_while_the_engine_is_stopped(
         default_model_path, tmp_path, backend_options=SLOW, stall_seconds=600.0, engine=engine_settings
     ) as watched:
         os.kill(watched.server.engine_pid(), signal.SIGSTOP)
-        assert Asking(watched.server, **LONG).wait() == (504, "deadline_exceeded")
+        assert BackgroundRequest(watched.server, **LONG).wait() == (504, "deadline_exceeded")
 
 
-def test_a_deadline_is_kept_while_a_prompt_becomes_tokens(default_model_path: Path, tmp_path: Path) -> None:
+def test_a_deadline_is_enforced_while_a_prompt_is_tokenised(default_model_path: Path, tmp_path: Path) -> None:
     with watched_server(default_model_path, tmp_path) as watched:
         server = watched.server
         assert server.complete("word " * 3000).status_code == 200
         [encoder] = [pid for pid in server.children() if b"text_process" in command(pid)]
         os.kill(encoder, signal.SIGSTOP)
-        assert Asking(server, prompt="word " * 3000, deadline=1).wait() == (504, "deadline_exceeded")
-        assert server.complete("word " * 3000).status_code == 200, "another process is started"
+        assert BackgroundRequest(server, prompt="word " * 3000, deadline=1).wait() == (
+            504,
+            "deadline_exceeded",
+        )
+        assert server.complete("word " * 3000).status_code == 200, "another worker process is started"
 
 
-def test_an_engine_whose_every_step_fails_is_replaced(default_model_path: Path, tmp_path: Path) -> None:
+def test_an_engine_whose_steps_all_fail_is_restarted(default_model_path: Path, tmp_path: Path) -> None:
     with watched_server(default_model_path, tmp_path) as watched:
         server, engine = watched.server, watched.server.engine_pid()
         watched.fault.write_text("broken")
@@ -242,7 +254,7 @@ def test_an_engine_whose_every_step_fails_is_replaced(default_model_path: Path, 
         assert "6 steps in a row failed" in died["message"] and "illegal memory access" in died["message"]
 
 
-def test_an_engine_that_is_stuck_while_it_starts_is_replaced_too(
+def test_an_engine_that_is_stuck_during_its_start_is_restarted(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     with watched_server(default_model_path, tmp_path, stall_seconds=3.0) as watched:
@@ -254,7 +266,7 @@ def test_an_engine_that_is_stuck_while_it_starts_is_replaced_too(
         assert watched.server.complete().status_code == 200
 
 
-def test_an_engine_that_crashes_leaves_its_stacks_in_the_log(
+def test_an_engine_that_crashes_writes_its_stacks_to_the_log(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     with watched_server(default_model_path, tmp_path) as watched:
@@ -266,7 +278,7 @@ def test_an_engine_that_crashes_leaves_its_stacks_in_the_log(
 
 @contextmanager
 def no_descriptors(pid: int) -> Iterator[None]:
-    """None can be opened; what is open stays."""
+    """No descriptor can be opened; open ones stay."""
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, before[1]))
     try:
@@ -275,7 +287,7 @@ def no_descriptors(pid: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
-def test_an_engine_that_cannot_be_started_for_want_of_descriptors_is_tried_again(
+def test_an_engine_that_cannot_start_without_descriptors_is_started_again_later(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     with watched_server(default_model_path, tmp_path) as watched:
@@ -294,28 +306,28 @@ def test_an_engine_that_cannot_be_started_for_want_of_descriptors_is_tried_again
         wait_for(lambda: len(list(Path(f"/proc/{server.process.pid}/fd").iterdir())) <= num_open)
 
 
-def test_a_process_beside_the_engines_that_cannot_be_started_is_tried_again_with_the_next_request(
+def test_a_worker_process_that_cannot_start_is_started_by_the_next_request(
     default_model_path: Path, tmp_path: Path
 ) -> None:
-    asked = {
+    request_fields = {
         "long prompt": {"prompt": "word " * 3000},
         "large body": {"prompt": "x", "user": "x" * 300_000},
         "grammar": {"prompt": "x", "structured_outputs": {"regex": "[a-z]{3}"}},
     }
     with watched_server(default_model_path, tmp_path) as watched:
         server = watched.server
-        assert server.complete().status_code == 200  # and the connection stays open
+        assert server.complete().status_code == 200  # the connection stays open for the requests below
         with no_descriptors(server.process.pid):
-            for name, fields in asked.items():
+            for name, fields in request_fields.items():
                 refused = server.complete(**fields)
                 assert refused.status_code == 500 and "try again" in refused.text, name
             assert watched.status("/health") == 200
-        for name, fields in asked.items():
+        for name, fields in request_fields.items():
             answered = server.complete(**fields)
             assert answered.status_code == 200, (name, answered.text)
 
 
-def test_a_template_process_that_cannot_be_started_is_tried_again_with_the_next_request(
+def test_a_template_process_that_cannot_start_is_started_by_the_next_request(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     with watched_server(default_model_path, tmp_path) as watched:

@@ -1,4 +1,4 @@
-"""The engine's event log under a server: a crash keeps its log, and a full disk costs no request."""
+"""The event log of the engine under a server: a crash keeps the log, and a full disk fails no request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from server_process import running_server, wait_for
 from weft.engine.replay import replay
 
 
-def test_the_log_of_an_engine_that_died_is_kept_beside_that_of_the_next(
+def test_the_event_log_of_a_dead_engine_is_kept_next_to_the_new_one(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "engine.log"
@@ -41,8 +41,8 @@ def test_49_a_full_disk_ends_the_event_log_with_one_warning_and_no_request(
     ):
         engine = server.engine_pid()
         assert server.complete().status_code == 200
-        most = path.stat().st_size + 1_000  # within a few lines from here
-        resource.prlimit(engine, resource.RLIMIT_FSIZE, (most, most))
+        limit = path.stat().st_size + 1_000  # room for a few more lines
+        resource.prlimit(engine, resource.RLIMIT_FSIZE, (limit, limit))
         for _ in range(5):
             assert server.complete(max_tokens=50).status_code == 200
         assert server.engine_pid() == engine

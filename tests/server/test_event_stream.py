@@ -1,4 +1,4 @@
-"""One stream of events: written where tokens arrive, whole and in order, however fast the client reads and however it ends."""
+"""One event stream: events are written when tokens arrive, completely and in order, however fast the client reads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from weft.request import (
     RequestState,
     SamplingParams,
 )
-from weft.server.api.openai import Shape
+from weft.server.api.openai import ResponseBuilder
 from weft.server.errors import ApiError
 from weft.server.http.protocol import WRITER, TimedProtocol
 from weft.server.metrics import ServerMetrics
@@ -45,7 +45,7 @@ TEXT = "one two three four five six seven eight nine ten"
 
 
 class Engine(EngineClient):
-    """Hands out answers that the test fills."""
+    """An engine client whose answers are filled by the test."""
 
     def __init__(self) -> None:
         super().__init__("noop", {}, ServingEngineConfig())
@@ -71,9 +71,9 @@ class Engine(EngineClient):
 
 
 class Writer:
-    """Stands for the connection."""
+    """A fake `BodyWriter`."""
 
-    takes_chunks = True
+    accepts_chunks = True
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -86,7 +86,7 @@ class Writer:
 
 
 class Streamed:
-    """A stream under way, and both ways out of it."""
+    """A running stream, with its writer and its ASGI `send`."""
 
     def __init__(self, stream: EventStream, engine: Engine, tokens: list[int]) -> None:
         self.stream, self.engine, self.answer = stream, engine, engine.answer
@@ -105,16 +105,16 @@ class Streamed:
     async def send(self, message: Any) -> None:
         await self.may_send.wait()
         self.sent.append(message)
-        self.writer.pieces.append(message.get("body", b""))  # all that is written, in order
+        self.writer.pieces.append(message.get("body", b""))  # all bytes in order, written directly or sent
 
     async def put(self, count: int) -> None:
-        """So many tokens, each at a time of its own."""
+        """Delivers `count` tokens, one at a time."""
         for _ in range(count):
             self.answer.put_token(self.tokens.pop(0))
-            await rounds()
+            await run_loop()
 
     async def end(self) -> None:
-        """The rest, and the end."""
+        """Delivers the remaining tokens and ends the answer."""
         await self.put(len(self.tokens))
         self.answer.put(wire.Output(0, None, finish_reason=FinishReason.LENGTH))
         self.answer.result = GenerationResult(
@@ -124,14 +124,14 @@ class Streamed:
 
     @property
     def texts(self) -> list[str]:
-        """Of each event that was written, by either way."""
+        """The texts of all events, written directly or sent."""
         lines = b"".join(self.writer.pieces).decode().split("\n\n")
         events = [json.loads(line[6:]) for line in lines if line and line != "data: [DONE]"]
         return [one["choices"][0]["text"] for one in events if "choices" in one]
 
 
-async def rounds(count: int = 10) -> None:
-    """Whoever can go on does."""
+async def run_loop(count: int = 10) -> None:
+    """Runs `count` iterations of the event loop."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -143,9 +143,9 @@ async def streamed(tokenizer: Tokenizer) -> AsyncIterator[Streamed]:
     await choices.submit([InferenceRequest((1,), SamplingParams(max_tokens=100))])
     stream = EventStream(
         choices,
-        Shape("completion", "m", tokenizer),
+        ResponseBuilder("completion", "m", tokenizer),
         ServerMetrics("m"),
-        rounds=LoopTurns(),
+        loop_turns=LoopTurns(),
         began=0.0,
         include_usage=False,
         headers={},
@@ -154,7 +154,7 @@ async def streamed(tokenizer: Tokenizer) -> AsyncIterator[Streamed]:
     found = Streamed(stream, engine, tokenizer.encode(TEXT, add_bos=False))
     scope: Any = {"type": "http", "state": {WRITER: found.writer}}
     task = asyncio.create_task(stream(scope, found.receive, found.send))
-    await rounds()
+    await run_loop()
     try:
         yield found
         await asyncio.wait_for(task, 60)
@@ -171,7 +171,7 @@ def run(tokenizer: Tokenizer, work: Callable[[Streamed], Any]) -> Streamed:
     return asyncio.run(go())
 
 
-def test_every_token_is_written_where_it_arrives(default_tokenizer: Tokenizer) -> None:
+def test_every_token_is_written_when_it_arrives(default_tokenizer: Tokenizer) -> None:
     async def work(found: Streamed) -> None:
         for number in range(1, 6):
             await found.put(1)
@@ -180,14 +180,15 @@ def test_every_token_is_written_where_it_arrives(default_tokenizer: Tokenizer) -
 
     found = run(default_tokenizer, work)
     kinds = [message["type"] for message in found.sent]
-    assert kinds == ["http.response.start", "http.response.body"], "no piece went the long way"
+    assert kinds == ["http.response.start", "http.response.body"], "no piece went through send"
     assert "".join(found.texts) == TEXT
     assert found.writer.pieces[-1] == b"data: [DONE]\n\n"
     assert [len(outcome) for outcome in found.outcomes] == [1]
 
 
-def test_what_arrives_before_a_request_is_handed_over_whole_is_not_lost(default_tokenizer: Tokenizer) -> None:
-    """The connection to the engine is full, and the answer is quicker than `submit` returns; who reads looks meanwhile."""
+def test_outputs_that_arrive_before_submit_returns_are_not_lost(default_tokenizer: Tokenizer) -> None:
+    """The connection to the engine is full, so that outputs arrive before `submit` returns. The reader calls `take`
+    meanwhile."""
 
     class Slow(Engine):
         may_return = asyncio.Event()
@@ -202,7 +203,7 @@ def test_what_arrives_before_a_request_is_handed_over_whole_is_not_lost(default_
         choices = Choices(engine, default_tokenizer)
         request = InferenceRequest((1,), SamplingParams(max_tokens=100))
         submitting = asyncio.create_task(choices.submit([request]))
-        await rounds()
+        await run_loop()
         for token in tokens:
             engine.answer.put_token(token)
         await choices.wait()
@@ -214,12 +215,14 @@ def test_what_arrives_before_a_request_is_handed_over_whole_is_not_lost(default_
 
         quiet = Choices(Engine(), default_tokenizer)
         await quiet.submit([request])
-        assert not quiet._arrived.is_set(), "the status of a stream waits for news, which may be a refusal"
+        assert not quiet._arrived.is_set(), (
+            "no event is set before the first output: the status of a stream waits for it"
+        )
 
     asyncio.run(run())
 
 
-def test_without_a_writer_all_of_it_goes_by_send(default_tokenizer: Tokenizer) -> None:
+def test_without_a_writer_all_events_go_through_send(default_tokenizer: Tokenizer) -> None:
     async def work(found: Streamed) -> None:
         found.stream._writer = None
         await found.end()
@@ -229,7 +232,7 @@ def test_without_a_writer_all_of_it_goes_by_send(default_tokenizer: Tokenizer) -
     assert len(found.sent) == len(found.texts) + 2
 
 
-def test_a_client_that_is_behind_is_waited_for_and_gets_everything_in_order(
+def test_a_slow_client_gets_all_events_in_order(
     default_tokenizer: Tokenizer,
 ) -> None:
     async def work(found: Streamed) -> None:
@@ -239,10 +242,10 @@ def test_a_client_that_is_behind_is_waited_for_and_gets_everything_in_order(
         await found.put(3)
         found.writer.is_paused = False
         await found.put(1)
-        assert len(found.texts) == 2, "what comes later must not pass what waits"
+        assert len(found.texts) == 2, "later events must not overtake waiting bytes"
         found.may_send.set()
-        await rounds()
-        assert len(found.texts) == 4, "one that waited, and all that came meanwhile"
+        await run_loop()
+        assert len(found.texts) == 4, "the waiting event, and one with all later tokens"
         await found.put(1)
         assert len(found.texts) == 5
         await found.end()
@@ -252,7 +255,7 @@ def test_a_client_that_is_behind_is_waited_for_and_gets_everything_in_order(
     assert len(found.sent) == 3
 
 
-def test_a_turn_that_comes_while_something_waits_to_be_sent_takes_nothing(
+def test_a_turn_while_bytes_wait_to_be_sent_writes_nothing(
     default_tokenizer: Tokenizer,
 ) -> None:
     async def work(found: Streamed) -> None:
@@ -261,13 +264,13 @@ def test_a_turn_that_comes_while_something_waits_to_be_sent_takes_nothing(
             found.answer.put_token(found.tokens.pop(0))
             found.stream._write()
         found.writer.is_paused = False
-        await rounds()
+        await run_loop()
         await found.end()
 
     assert "".join(run(default_tokenizer, work).texts) == TEXT
 
 
-def test_a_client_that_reads_nothing_loses_its_answer(default_tokenizer: Tokenizer) -> None:
+def test_the_answer_of_a_client_that_does_not_read_is_cancelled(default_tokenizer: Tokenizer) -> None:
     async def work(found: Streamed) -> None:
         found.may_send.clear()
         found.writer.is_paused = True
@@ -281,46 +284,46 @@ def test_a_client_that_reads_nothing_loses_its_answer(default_tokenizer: Tokeniz
     assert isinstance(found.outcomes[0], ApiError)
 
 
-def test_tokens_that_come_while_a_stream_rests_make_one_event(
+def test_tokens_that_arrive_during_a_pause_share_one_event(
     default_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "_SECONDS_PER_EVENT", 3600.0)
-    monkeypatch.setattr(streaming, "_LONGEST_REST", 3600.0)
+    monkeypatch.setattr(streaming, "_MAX_PAUSE", 3600.0)
 
     async def work(found: Streamed) -> None:
         await found.put(1)
-        assert len(found.texts) == 1, "the first at once"
+        assert len(found.texts) == 1, "the first token is written at once"
         await found.put(4)
         assert len(found.texts) == 1
-        assert found.stream._resting is not None
-        found.stream._resting.cancel()
-        found.stream._rounds.call(found.stream._write)  # as if the hour were over
-        await rounds()
+        assert found.stream._pause_timer is not None
+        found.stream._pause_timer.cancel()
+        found.stream._loop_turns.call_in_turn(found.stream._write)  # as if the pause were over
+        await run_loop()
         assert len(found.texts) == 2
-        monkeypatch.setattr(streaming, "_LONGEST_REST", 0.0)
-        found.stream._rests_until = 0.0
+        monkeypatch.setattr(streaming, "_MAX_PAUSE", 0.0)
+        found.stream._paused_until = 0.0
         await found.end()
 
     found = run(default_tokenizer, work)
     assert "".join(found.texts) == TEXT
 
 
-def test_a_stream_that_has_rested_when_its_token_comes_needs_no_timer(
+def test_a_stream_whose_pause_is_over_needs_no_timer(
     default_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "_SECONDS_PER_EVENT", 1e-9)
-    monkeypatch.setattr(streaming, "_SHORTEST_REST", 0.0)
+    monkeypatch.setattr(streaming, "_MIN_PAUSE", 0.0)
 
     async def work(found: Streamed) -> None:
         for _ in range(5):
             await found.put(1)
-            assert found.stream._rests_until > 0 and found.stream._resting is None
+            assert found.stream._paused_until > 0 and found.stream._pause_timer is None
         await found.end()
 
     assert len(run(default_tokenizer, work).texts) > 5
 
 
-def test_an_error_on_the_way_is_the_last_event(default_tokenizer: Tokenizer) -> None:
+def test_an_error_during_a_stream_is_its_last_event(default_tokenizer: Tokenizer) -> None:
     async def work(found: Streamed) -> None:
         await found.put(3)
         found.answer.fail(WeftError("the engine is gone"))
@@ -330,7 +333,7 @@ def test_an_error_on_the_way_is_the_last_event(default_tokenizer: Tokenizer) -> 
     assert isinstance(found.outcomes[0], ApiError)
 
 
-def test_an_error_on_the_way_leaves_no_garbage(default_tokenizer: Tokenizer) -> None:
+def test_an_error_during_a_stream_leaves_no_garbage(default_tokenizer: Tokenizer) -> None:
     async def once() -> None:
         async with streamed(default_tokenizer) as found:
             await found.put(3)
@@ -342,7 +345,7 @@ def test_an_error_on_the_way_leaves_no_garbage(default_tokenizer: Tokenizer) -> 
         gc.disable()
         try:
             await once()
-            await rounds()
+            await run_loop()
             gc.set_debug(gc.DEBUG_SAVEALL)
             gc.collect()
             return Counter(type(one).__name__ for one in gc.garbage)
@@ -352,11 +355,11 @@ def test_an_error_on_the_way_leaves_no_garbage(default_tokenizer: Tokenizer) -> 
             gc.enable()
 
     found = asyncio.run(run())
-    # What the test itself is made of goes in a circle; what an error holds must not be part of it.
+    # The test's own objects form cycles; objects of an error must not be among them.
     assert not {"Future", "traceback", "frame"} & found.keys(), found
 
 
-def test_a_mistake_while_writing_ends_its_own_stream(default_tokenizer: Tokenizer) -> None:
+def test_an_exception_while_writing_ends_only_its_own_stream(default_tokenizer: Tokenizer) -> None:
     seen: list[Streamed] = []
 
     async def work(found: Streamed) -> None:
@@ -370,12 +373,12 @@ def test_a_mistake_while_writing_ends_its_own_stream(default_tokenizer: Tokenize
     assert isinstance(found.outcomes[0], ApiError) and found.engine.cancelled
 
 
-def test_nothing_is_written_once_the_client_is_gone(default_tokenizer: Tokenizer) -> None:
+def test_nothing_is_written_after_the_client_disconnects(default_tokenizer: Tokenizer) -> None:
     async def work(found: Streamed) -> None:
         await found.put(2)
-        found.answer.put_token(found.tokens.pop(0))  # its turn is asked for, and comes too late
+        found.answer.put_token(found.tokens.pop(0))  # its turn is requested, and comes after the disconnect
         found.is_gone.set()
-        await rounds()
+        await run_loop()
         written = len(found.writer.pieces)
         await found.put(3)
         assert len(found.writer.pieces) == written
@@ -385,7 +388,7 @@ def test_nothing_is_written_once_the_client_is_gone(default_tokenizer: Tokenizer
 
 
 class Wire(asyncio.Transport):
-    """A connection without its socket."""
+    """A transport without a socket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,7 +411,7 @@ class Wire(asyncio.Transport):
 
 
 async def body_and_messages(server: InProcess, http_version: str) -> tuple[list[tuple[bytes, bytes]], int]:
-    """The events of a stream without what differs between any two, and how many messages of ASGI they took."""
+    """The texts of a stream's events, and the number of ASGI messages."""
     num_messages = 0
 
     async def counting(scope: Any, receive: Any, send: Any) -> None:
@@ -444,12 +447,12 @@ async def body_and_messages(server: InProcess, http_version: str) -> tuple[list[
     return re.findall(rb'"text":("(?:[^"\\]|\\.)*")|\[(DONE)\]', content), num_messages
 
 
-def test_over_http_pieces_of_a_stream_go_past_asgi_and_say_the_same(default_model_path: Path) -> None:
+def test_direct_writes_of_a_stream_give_the_same_text_as_asgi(default_model_path: Path) -> None:
     async def run() -> None:
         async with in_process(default_model_path) as server:
             short, num_short = await body_and_messages(server, "1.1")
-            long, num_long = await body_and_messages(server, "1.0")  # which has no chunks
-            assert num_short == 2 < num_long, "the head and the end"
+            long, num_long = await body_and_messages(server, "1.0")  # HTTP/1.0 has no chunked encoding
+            assert num_short == 2 < num_long, "only the head and the end go through ASGI"
             for events in (short, long):
                 assert events[-1] == (b"", b"DONE")
             texts = [b"".join(text[1:-1] for text, _ in events) for events in (short, long)]

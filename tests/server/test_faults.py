@@ -1,4 +1,4 @@
-"""The fault run in short: every fault once on a real server that computes nothing, and damaged weights under the real model."""
+"""A short fault run: every fault once on the noop backend, and damaged weights with the real model."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from fault_plan import OF_WEIGHTS, Fault, Window, draw_plan
 from fault_run import run_faults
 
 
-def test_every_fault_once_leaves_every_request_ended_health_truthful_and_nothing_held() -> None:
+def test_after_every_fault_all_requests_ended_health_was_correct_and_nothing_is_held() -> None:
     outcome = run_faults(seed=1, backend="noop")
     assert set(outcome.plan.faults) == set(Fault) - set(OF_WEIGHTS)
     assert outcome.violations == [], outcome.log[-4000:]
     assert outcome.requests > 50
 
 
-def test_damaged_weights_are_made_anew_and_answers_stay_right() -> None:
+def test_damaged_packed_weights_are_rebuilt_and_answers_stay_correct() -> None:
     outcome = run_faults(seed=1, backend="cpu", count=len(OF_WEIGHTS))
     assert set(outcome.plan.faults) == set(OF_WEIGHTS)
     assert outcome.violations == [], outcome.log[-4000:]
@@ -30,7 +30,7 @@ def test_the_same_seed_is_the_same_run() -> None:
     ("code", "began", "is_explained"),
     [("engine_died", 5.0, True), ("engine_died", 11.0, False), ("internal_error", 5.0, False)],
 )
-def test_an_error_is_explained_only_by_a_fault_that_was_under_way_and_can_cause_it(
+def test_an_error_is_explained_only_by_a_concurrent_fault_that_can_cause_it(
     code: str, began: float, is_explained: bool
 ) -> None:
     window = Window(Fault.KILLED_ENGINE, 4.0, 10.0)

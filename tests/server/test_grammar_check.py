@@ -1,4 +1,4 @@
-"""The processes that try out grammars: what becomes of a question that is not answered in time, or by nobody."""
+"""The worker processes that compile grammars: slow, stuck and dying ones, and cancelled checks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from weft.errors import InvalidRequestError, WeftError
 from weft.request import Grammar
 from weft.server.text_work.grammar_check import GrammarChecker
 
-PATIENT = 120.0
+LONG_SECONDS = 120.0
 
 
 def processes() -> list[int]:
-    """Those of this test's own children that compile grammars."""
+    """The child processes of this test that compile grammars."""
     found = []
-    for place in Path("/proc").glob("[0-9]*"):
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"grammar_process" in (place / "cmdline").read_bytes():
-                found.append(int(place.name))
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"grammar_process" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
         except (OSError, IndexError):
             continue
     return found
@@ -37,8 +37,8 @@ def has_children(pid: int) -> bool:
 
 
 async def until_at_rest() -> None:
-    """Until a second passes in which nothing is compiled."""
-    async with asyncio.timeout(PATIENT):
+    """Waits until nothing was compiled for a second."""
+    async with asyncio.timeout(LONG_SECONDS):
         before = -1.0
         while any(map(has_children, processes())) or cpu_seconds() != before:
             before = cpu_seconds()
@@ -50,21 +50,21 @@ def number(index: int) -> Grammar:
 
 
 def heavy(number: int) -> Grammar:
-    """A schema that takes seconds to compile; the machine decides how many."""
+    """A schema that takes seconds to compile; how many depends on the machine."""
     properties = {f"p{index}": {"type": "string"} for index in range(600)}
     schema = {"title": f"{number}", "type": "object", "properties": properties, "minProperties": 1}
     return Grammar("json_schema", json.dumps({**schema, "additionalProperties": False}))
 
 
 def cpu_seconds() -> float:
-    """Of the processor, in the processes that compile grammars and in those that they started."""
+    """CPU seconds of the grammar processes and of their ended children."""
     ticks = 0
     for pid in processes():
         ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def test_a_grammar_that_takes_too_long_is_refused_at_the_cost_of_its_own_time(
+def test_a_grammar_that_takes_too_long_is_refused_and_costs_only_its_time_limit(
     default_model_path: Path,
 ) -> None:
     async def run() -> None:
@@ -76,8 +76,8 @@ def test_a_grammar_that_takes_too_long_is_refused_at_the_cost_of_its_own_time(
                 with pytest.raises(InvalidRequestError, match=r"more than 0\.2 s") as refused:
                     await checker.check(heavy(1))
                 assert refused.value.code == "grammar_too_complex"
-            assert processes() == [pid], "the next grammar waits for no new process"
-            # Tried for 0.05 s, then for 0.2 s, and not a second time; the rest is for what the kernel counts.
+            assert processes() == [pid], "the process is not replaced"
+            # It was compiled for 0.05 s, then for 0.2 s, and not a second time. The rest is tolerance.
             assert cpu_seconds() - before < 1.5
             assert await checker.check(number(2)) == number(2)
         finally:
@@ -86,7 +86,7 @@ def test_a_grammar_that_takes_too_long_is_refused_at_the_cost_of_its_own_time(
     asyncio.run(run())
 
 
-def test_a_process_that_is_stuck_is_replaced_and_its_grammar_is_tried_in_another(
+def test_a_stuck_process_is_replaced_and_its_grammar_is_compiled_in_another(
     default_model_path: Path,
 ) -> None:
     async def run() -> None:
@@ -96,7 +96,7 @@ def test_a_process_that_is_stuck_is_replaced_and_its_grammar_is_tried_in_another
             [stopped] = processes()
             os.kill(stopped, signal.SIGSTOP)
             assert await checker.check(number(2)) == number(2)
-            assert await checker.check(number(1)) == number(1), "a known verdict needs no process"
+            assert await checker.check(number(1)) == number(1), "a cached verdict needs no process"
             assert stopped not in processes()
         finally:
             await checker.close()
@@ -104,16 +104,16 @@ def test_a_process_that_is_stuck_is_replaced_and_its_grammar_is_tried_in_another
     asyncio.run(run())
 
 
-def test_a_process_that_dies_takes_nothing_else_along(default_model_path: Path) -> None:
+def test_a_process_that_dies_fails_only_its_own_grammar(default_model_path: Path) -> None:
     async def run() -> None:
-        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
+        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=LONG_SECONDS)
         try:
             await checker.check(number(1))
             [pid] = processes()
             os.kill(pid, signal.SIGSTOP)
             dying = asyncio.create_task(checker.check(number(2)))
             other = asyncio.create_task(checker.check(number(3)))
-            assert await other == number(3), "a second process has taken it"
+            assert await other == number(3), "a second process compiled it"
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(WeftError, match="died"):
                 await dying
@@ -126,12 +126,12 @@ def test_a_process_that_dies_takes_nothing_else_along(default_model_path: Path) 
 
 def test_a_grammar_that_takes_too_much_memory_is_refused(default_model_path: Path) -> None:
     async def run() -> None:
-        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
+        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=LONG_SECONDS)
         try:
             await checker.check(number(1))
             before = processes()
             for pid in before:
-                limit = 1 << 20  # less than it has: its children get no more
+                limit = 1 << 20  # less than the process uses, so that its children cannot allocate
                 resource.prlimit(pid, resource.RLIMIT_DATA, (limit, limit))
             with pytest.raises(InvalidRequestError, match="memory") as refused:
                 await checker.check(heavy(1))
@@ -142,21 +142,21 @@ def test_a_grammar_that_takes_too_much_memory_is_refused(default_model_path: Pat
     asyncio.run(run())
 
 
-def test_07_grammars_whose_clients_left_cost_nothing_more(default_model_path: Path) -> None:
-    """Before, each was compiled to its end, and what came later waited for all of them."""
+def test_07_grammars_of_disconnected_clients_are_not_compiled(default_model_path: Path) -> None:
+    """Earlier, each grammar was compiled to its end, and later ones waited for all of them."""
 
     async def run() -> None:
-        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
+        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=LONG_SECONDS)
         try:
             await checker.check(number(1))
             before = cpu_seconds()
             for index in range(12):
-                asking = asyncio.create_task(checker.check(heavy(index)))
+                pending = asyncio.create_task(checker.check(heavy(index)))
                 await asyncio.sleep(0.02)
-                asking.cancel()
+                pending.cancel()
             assert await checker.check(number(2)) == number(2)
             await until_at_rest()
-            # Less than one of them takes that is compiled to its end, and the start of a second process.
+            # Less than compiling one of them to its end, plus the start of a second process.
             assert cpu_seconds() - before < 6.0
         finally:
             await checker.close()
@@ -164,21 +164,21 @@ def test_07_grammars_whose_clients_left_cost_nothing_more(default_model_path: Pa
     asyncio.run(run())
 
 
-def test_07_a_grammar_that_is_being_compiled_is_ended_when_all_its_clients_left(
+def test_07_compiling_a_grammar_stops_when_all_its_clients_disconnect(
     default_model_path: Path,
 ) -> None:
     async def run() -> None:
-        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
+        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=LONG_SECONDS)
         try:
             await checker.check(number(1))
-            asked = [asyncio.create_task(checker.check(heavy(1))) for _ in range(2)]
-            await asyncio.sleep(2.0)  # tried in full by now, or about to be
-            asked[0].cancel()
+            checks = [asyncio.create_task(checker.check(heavy(1))) for _ in range(2)]
+            await asyncio.sleep(2.0)  # the last trial runs by now, or starts soon
+            checks[0].cancel()
             await asyncio.sleep(0.1)
-            assert not asked[1].done(), "the other still waits"
-            asked[1].cancel()
+            assert not checks[1].done(), "the other check still waits"
+            checks[1].cancel()
             await until_at_rest()
-            assert cpu_seconds() < 6.0, "it was not compiled to its end"
+            assert cpu_seconds() < 6.0, "compilation was stopped"
             assert await checker.check(number(2)) == number(2)
         finally:
             await checker.close()
@@ -186,9 +186,9 @@ def test_07_a_grammar_that_is_being_compiled_is_ended_when_all_its_clients_left(
     asyncio.run(run())
 
 
-def test_07_many_heavy_grammars_do_not_hold_up_a_light_one(default_model_path: Path) -> None:
+def test_07_many_heavy_grammars_do_not_delay_a_light_one(default_model_path: Path) -> None:
     async def run() -> None:
-        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
+        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=LONG_SECONDS)
         try:
             ended: list[str] = []
 
@@ -197,13 +197,13 @@ def test_07_many_heavy_grammars_do_not_hold_up_a_light_one(default_model_path: P
                     await checker.check(grammar)
                 ended.append(name)
 
-            await asyncio.gather(ask("first", number(1)), ask("first", number(2)))  # both processes run
+            await asyncio.gather(ask("first", number(1)), ask("first", number(2)))  # starts both processes
             heavies = [asyncio.create_task(ask("heavy", heavy(index))) for index in range(12)]
             await asyncio.sleep(0.1)
             await ask("light", number(3))
             for task in heavies:
                 task.cancel()
-            # The twelfth is tried for a twentieth of a second before it; none is compiled to its end.
+            # Before it, the twelfth heavy grammar is tried for 0.05 s. None is compiled to its end.
             assert ended[2:] == ["light"]
         finally:
             await checker.close()
@@ -211,24 +211,24 @@ def test_07_many_heavy_grammars_do_not_hold_up_a_light_one(default_model_path: P
     asyncio.run(run())
 
 
-def test_who_goes_away_does_not_take_the_answer_of_others_along(default_model_path: Path) -> None:
+def test_a_cancelled_check_does_not_affect_others_of_the_same_grammar(default_model_path: Path) -> None:
     async def run() -> None:
-        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
+        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=LONG_SECONDS)
         try:
-            asked = [asyncio.create_task(checker.check(number(1))) for _ in range(3)]
+            checks = [asyncio.create_task(checker.check(number(1))) for _ in range(3)]
             await asyncio.sleep(0)
-            asked[0].cancel()
-            assert await asyncio.gather(*asked[1:]) == [number(1), number(1)]
-            assert len(processes()) == 1, "the same question is asked once"
+            checks[0].cancel()
+            assert await asyncio.gather(*checks[1:]) == [number(1), number(1)]
+            assert len(processes()) == 1, "the grammar is compiled once"
         finally:
             await checker.close()
 
     asyncio.run(run())
 
 
-def test_llama_cpps_grammars_are_handed_on_in_the_form_the_engine_knows(default_model_path: Path) -> None:
+def test_grammars_of_llama_cpp_are_converted_to_lark(default_model_path: Path) -> None:
     async def run() -> None:
-        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=PATIENT)
+        checker = GrammarChecker(str(default_model_path), 49152, compile_seconds=LONG_SECONDS)
         try:
             for _ in range(2):
                 checked = await checker.check(Grammar("lark", 'root ::= "a" | "b"'))

@@ -1,4 +1,4 @@
-"""Several keys on one server: their limits, their shares, their caches, and what only an operator may do."""
+"""Several keys on one server: rate limits, fair sharing, separate caches, and admin routes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPERATOR = {"Authorization": "Bearer operator"}
 
 @pytest.fixture(scope="module")
 def shared_keys(default_model_path: Path) -> Iterator[Server]:
-    """The operator's key is the one that is sent where a test names no other."""
+    """A server with several keys. Tests use the operator's key unless they name another."""
     keys = [
         api_key("operator", admin=True, max_priority=3),
         api_key("tenant", max_priority=1),
@@ -56,7 +56,7 @@ def open_stream(server: Server, key: str, **fields: Any) -> socket.socket:
     return connection
 
 
-def test_39_requests_beyond_a_keys_minute_are_told_how_much_is_left_and_when_to_come_back(
+def test_39_requests_beyond_the_rate_limit_get_a_429_with_the_rest_and_retry_after(
     keys: Server,
 ) -> None:
     answers = [ask(keys, "slow") for _ in range(4)]
@@ -74,19 +74,20 @@ def test_39_requests_beyond_a_keys_minute_are_told_how_much_is_left_and_when_to_
     assert "x-ratelimit-limit-requests" not in ask(keys, "tenant").headers
 
 
-def test_39_tokens_of_a_key_are_counted_as_used_and_refused_requests_cost_none(keys: Server) -> None:
+def test_39_a_key_is_charged_the_tokens_it_used_and_none_for_refused_requests(keys: Server) -> None:
     refused = ask(keys, "small", [10**6], max_tokens=8)
     assert refused.status_code == 400 and refused.headers["x-ratelimit-limit-tokens"] == "10"
     assert ask(keys, "small", [5], stream=True, min_tokens=9, max_tokens=2).status_code == 400
-    # It needs more than a minute's tokens, and so all of them: they are still there.
+    # It needs more tokens than the bucket holds, so it takes a full bucket: refused requests cost nothing.
     answer = ask(keys, "small", [5] * 10, max_tokens=6)
     assert answer.status_code == 200 and answer.headers["x-ratelimit-remaining-tokens"] == "0"
     late = ask(keys, "small", [5], max_tokens=3)
     assert late.status_code == 429 and "needs 4" in late.json()["error"]["message"]
-    assert 12 <= int(late.headers["retry-after"]) <= 60  # (4 + 6 owed) at one in 6 s, less what came back
+    # 4 + 6 owed tokens, one per 6 s, minus what was refilled meanwhile
+    assert 12 <= int(late.headers["retry-after"]) <= 60
 
 
-def test_39_a_key_has_only_so_many_requests_under_way(keys: Server) -> None:
+def test_39_a_key_has_a_limit_of_concurrent_requests(keys: Server) -> None:
     with open_stream(keys, "single"):
         wait_for(lambda: keys.metric("http_requests_open") == 1)
         refused = ask(keys, "single")
@@ -97,7 +98,7 @@ def test_39_a_key_has_only_so_many_requests_under_way(keys: Server) -> None:
     assert ask(keys, "single").status_code == 200
 
 
-def test_a_priority_above_the_ceiling_is_refused_with_both(keys: Server) -> None:
+def test_a_priority_above_that_of_the_key_is_refused_with_both_values(keys: Server) -> None:
     refused = ask(keys, "tenant", priority="high")
     error = refused.json()["error"]
     assert refused.status_code == 403 and error["param"] == "priority"
@@ -122,7 +123,7 @@ def test_37_keys_share_no_cache_unless_they_have_the_same_salt(keys: Server) -> 
     assert cached("tenant", "apart") == 0
 
 
-def test_06_an_admin_route_wants_the_operators_key_and_no_other(keys: Server, server: Server) -> None:
+def test_06_an_admin_route_accepts_only_an_admin_key(keys: Server, server: Server) -> None:
     for headers in ({"Authorization": ""}, {"Authorization": "Bearer tenant"}, {"Authorization": "Bearer x"}):
         for answer in (
             keys.client.get("/admin/requests", headers=headers),
@@ -139,11 +140,11 @@ def test_06_an_admin_route_wants_the_operators_key_and_no_other(keys: Server, se
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_operator_sees_what_is_under_way_and_can_end_it(keys: Server, stream: bool) -> None:
+def test_an_operator_can_list_and_cancel_active_requests(keys: Server, stream: bool) -> None:
     body = {**LONG, "stream": stream, "n": 2}
     headers = {"Authorization": "Bearer tenant"}
     with ThreadPoolExecutor(1) as threads:
-        asking = threads.submit(keys.client.post, "/v1/completions", json=body, headers=headers)
+        pending = threads.submit(keys.client.post, "/v1/completions", json=body, headers=headers)
         with httpx.Client(base_url=keys.url, headers=OPERATOR, timeout=60) as operator:
             seen: list[dict[str, Any]] = []
 
@@ -156,7 +157,7 @@ def test_an_operator_sees_what_is_under_way_and_can_end_it(keys: Server, stream:
             assert one["key"] == "tenant" and one["answers"] == 2 and one["age"] >= 0
             assert one["prompt_tokens"] == 1 and one["completion_tokens"] > 0
             assert operator.delete(f"/admin/requests/{one['id']}").json()["cancelled"] is True
-            answer = asking.result(60)
+            answer = pending.result(60)
     if stream:
         assert answer.headers["x-request-id"] == one["id"]
         last = answer.text.strip().splitlines()[-1].removeprefix("data: ")
@@ -173,20 +174,20 @@ def used(server: Server, key: str, name: str) -> float:
     return float(found[0].rpartition(" ")[2]) if found else 0.0
 
 
-def test_what_a_key_used_is_in_the_metrics(keys: Server) -> None:
+def test_the_usage_of_a_key_is_in_the_metrics(keys: Server) -> None:
     requests, tokens = (used(keys, "mate-1", name) for name in ("key_requests_total", "key_tokens_total"))
     assert ask(keys, "mate-1", [7] * 10, max_tokens=5).status_code == 200
     assert used(keys, "mate-1", "key_requests_total") == requests + 1
     assert used(keys, "mate-1", "key_tokens_total") == tokens + 15
 
 
-def test_what_a_key_used_is_shown_to_itself_and_to_operators(keys: Server) -> None:
+def test_the_usage_of_a_key_is_shown_only_to_itself_and_to_operators(keys: Server) -> None:
     for name in ("mate-1", "mate-2"):
         assert ask(keys, name).status_code == 200
 
     def seen_by(key: str) -> set[str]:
         text = keys.client.get("/metrics", headers={"Authorization": f"Bearer {key}"}).text
-        assert "weft:generation_tokens_total{" in text, "totals are for all"
+        assert "weft:generation_tokens_total{" in text, "every key sees the totals"
         return set(re.findall(r'weft:key_(?:requests|tokens)_total{.*key="([^"]+)"', text))
 
     assert seen_by("mate-1") == {"mate-1"}
@@ -194,7 +195,7 @@ def test_what_a_key_used_is_shown_to_itself_and_to_operators(keys: Server) -> No
     assert seen_by("operator") >= {"mate-1", "mate-2"}
 
 
-def test_a_key_may_ask_for_critical_only_where_that_was_granted(keys: Server) -> None:
+def test_a_key_may_use_critical_only_if_it_was_granted(keys: Server) -> None:
     for priority in ("critical", 3, "high"):
         refused = ask(keys, "mate-1", priority=priority)
         assert refused.status_code == 403 and refused.json()["error"]["code"] == "priority_not_allowed"
@@ -207,7 +208,7 @@ def test_without_keys_every_priority_is_allowed(server: Server) -> None:
 
 @pytest.mark.parametrize("field", ["session_id", "cache_salt"])
 @pytest.mark.parametrize("length", [257, 8 << 20])
-def test_a_name_that_the_engine_would_keep_is_refused_with_both_lengths(
+def test_a_session_id_or_salt_that_is_too_long_is_refused_with_both_lengths(
     keys: Server, server: Server, field: str, length: int
 ) -> None:
     for refused in (ask(keys, "tenant", **{field: "x" * length}), server.complete(**{field: "x" * length})):
@@ -217,8 +218,8 @@ def test_a_name_that_the_engine_would_keep_is_refused_with_both_lengths(
     assert server.complete(**{field: "x" * 256}).status_code == 200
 
 
-def test_what_was_generated_before_a_deadline_is_paid_for_and_counted(keys: Server) -> None:
-    for deadline in (0.2, 1, 5, 25):  # long enough for two tokens, on a machine as busy as this
+def test_tokens_generated_before_a_deadline_are_charged_and_counted(keys: Server) -> None:
+    for deadline in (0.2, 1, 5, 25):  # until it is long enough for two tokens on this machine
         paid, generated = used(keys, "mate-1", "key_tokens_total"), keys.metric("generation_tokens_total")
         stream = ask(keys, "mate-1", [7] * 10, max_tokens=8000, deadline=deadline, stream=True)
         received = stream.text.count("data: ") - 1
@@ -229,10 +230,10 @@ def test_what_was_generated_before_a_deadline_is_paid_for_and_counted(keys: Serv
     assert keys.metric("generation_tokens_total") - generated >= received
     paid = used(keys, "mate-1", "key_tokens_total")
     assert ask(keys, "mate-1", [7] * 10, max_tokens=-1).status_code == 400
-    assert used(keys, "mate-1", "key_tokens_total") == paid, "who was refused pays nothing"
+    assert used(keys, "mate-1", "key_tokens_total") == paid, "a refused request is charged nothing"
 
 
-def test_what_was_generated_for_a_client_that_left_is_counted(keys: Server) -> None:
+def test_tokens_generated_for_a_disconnected_client_are_counted(keys: Server) -> None:
     generated = keys.metric("generation_tokens_total")
     with open_stream(keys, "mate-1") as connection:
         assert connection.recv(1 << 10)
@@ -240,14 +241,14 @@ def test_what_was_generated_for_a_client_that_left_is_counted(keys: Server) -> N
     assert keys.metric("generation_tokens_total") > generated
 
 
-def test_every_request_that_got_an_error_is_counted_by_its_status(keys: Server) -> None:
+def test_every_failed_request_is_counted_by_its_status(keys: Server) -> None:
     def failures() -> dict[str, float]:
         lines = keys.client.get("/metrics").text.splitlines()
         found = [line for line in lines if line.startswith("weft:request_failure_total{")]
         return {line.partition('status="')[2][:3]: float(line.rpartition(" ")[2]) for line in found}
 
     before = failures()
-    assert ask(keys, "nobody").status_code == 401
+    assert ask(keys, "unknown").status_code == 401
     assert ask(keys, "tenant", priority="high").status_code == 403
     assert keys.client.get("/nothing").status_code == 404
     assert keys.client.get("/v1/completions").status_code == 405
@@ -262,7 +263,7 @@ def test_every_request_that_got_an_error_is_counted_by_its_status(keys: Server) 
     }
 
 
-def test_an_operator_finds_a_request_by_the_id_that_its_client_gave(keys: Server) -> None:
+def test_the_request_list_has_the_id_that_the_client_sent(keys: Server) -> None:
     body = json.dumps(LONG).encode()
     with socket.create_connection(("127.0.0.1", keys.port), timeout=60) as connection:
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer tenant\r\n"
@@ -274,7 +275,7 @@ def test_an_operator_finds_a_request_by_the_id_that_its_client_gave(keys: Server
 
 @pytest.fixture(scope="module")
 def narrow(default_model_path: Path) -> Iterator[Server]:
-    """One answer at a time, two keys."""
+    """A server that runs one answer at a time, with two keys."""
     keys = [api_key("flood"), api_key("calm", admin=True)]
     with running_server(
         default_model_path,
@@ -286,8 +287,8 @@ def narrow(default_model_path: Path) -> Iterator[Server]:
         yield server
 
 
-def test_a_flood_of_one_key_leaves_another_its_turns(narrow: Server) -> None:
-    """Counted in turns: the second key's five requests, one after another, against two hundred of the first's."""
+def test_a_flood_of_one_key_does_not_delay_another_key(narrow: Server) -> None:
+    """Five sequential requests of the second key, against two hundred of the first."""
     connections = [open_stream(narrow, "flood", max_tokens=8, stream=False) for _ in range(200)]
 
     def num_left() -> int:
@@ -305,7 +306,7 @@ def test_a_flood_of_one_key_leaves_another_its_turns(narrow: Server) -> None:
         answer = ask(narrow, "calm", max_tokens=2)
         assert answer.status_code == 200
         assert answer.json()["choices"][0]["timings"]["queue"] > 0
-    # In the order of arrival the first of the five would have waited for all two hundred.
+    # In FIFO order the first of the five would have waited for all two hundred.
     assert num_left() > 100
     for connection in connections:
         connection.close()
@@ -318,7 +319,7 @@ def under_way(server: Server, key: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def wide(default_model_path: Path) -> Iterator[Server]:
-    """Sixteen answers at a time, two keys."""
+    """A server that runs sixteen answers at a time, with two keys."""
     keys = [api_key("flood"), api_key("calm", admin=True)]
     with running_server(
         default_model_path,
@@ -331,8 +332,8 @@ def wide(default_model_path: Path) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_thousand_answers_of_one_request_leave_another_key_its_turns(wide: Server, stream: bool) -> None:
-    """Counted in tokens: in the order of arrival the second key would wait for a thousand answers of 500 each."""
+def test_a_request_for_a_thousand_answers_does_not_delay_another_key(wide: Server, stream: bool) -> None:
+    """In FIFO order the second key would wait for a thousand answers of 500 tokens each."""
     body = {"prompt": ["x"] * 8, "n": 128, "max_tokens": 500, "stream": stream}
     with open_stream(wide, "flood", **body):
         wait_for(lambda: wide.metric("num_requests_running") >= 15)
@@ -345,9 +346,7 @@ def test_a_thousand_answers_of_one_request_leave_another_key_its_turns(wide: Ser
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_38_a_client_that_leaves_while_some_of_its_answers_wait_is_forgotten(
-    wide: Server, stream: bool
-) -> None:
+def test_38_a_disconnect_while_some_answers_wait_removes_the_request(wide: Server, stream: bool) -> None:
     with open_stream(wide, "flood", n=40, stream=stream):
         wait_for(lambda: wide.metric("num_requests_held") == 25)
     wide.wait_until_free()
@@ -355,14 +354,14 @@ def test_38_a_client_that_leaves_while_some_of_its_answers_wait_is_forgotten(
     assert ask(wide, "flood").status_code == 200
 
 
-def test_a_deadline_counts_for_the_answers_that_still_wait(wide: Server) -> None:
+def test_a_deadline_applies_to_answers_that_still_wait(wide: Server) -> None:
     late = ask(wide, "flood", n=40, max_tokens=8000, deadline=0.5)
     assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
     wide.wait_until_free()
 
 
-def test_answers_that_pass_one_by_one_are_those_that_pass_together(wide: Server, server: Server) -> None:
-    """Seeds by index, the order of the answers, the usage, and the prompt's logprobs with the first."""
+def test_answers_released_one_by_one_equal_those_released_together(wide: Server, server: Server) -> None:
+    """Compares seeds by index, the order of answers, usage, and the logprobs of the prompt."""
     body = {
         "prompt": ["one two three", [5, 6, 7]],
         "n": 30,
@@ -377,16 +376,14 @@ def test_answers_that_pass_one_by_one_are_those_that_pass_together(wide: Server,
     for one, other in zip(held["choices"], together["choices"], strict=True):
         assert (one["index"], one["text"], one["finish_reason"]) == (other["index"], other["text"], "length")
         assert one["logprobs"]["tokens"] == other["logprobs"]["tokens"]
-        # The noop backend draws logprobs anew in every process.
+        # The logprobs of the noop backend differ between processes.
         assert (
             one["logprobs"]["token_logprobs"][0] is None and None not in one["logprobs"]["token_logprobs"][1:]
         )
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_38_a_client_that_leaves_while_it_waits_for_its_turn_is_forgotten(
-    narrow: Server, stream: bool
-) -> None:
+def test_38_a_disconnect_while_a_request_waits_at_the_gate_removes_it(narrow: Server, stream: bool) -> None:
     with open_stream(narrow, "flood"):
         wait_for(lambda: narrow.metric("num_requests_running") == 1)
         waiting = open_stream(narrow, "flood", stream=stream)
@@ -398,7 +395,7 @@ def test_38_a_client_that_leaves_while_it_waits_for_its_turn_is_forgotten(
     narrow.wait_until_free()
 
 
-def test_a_deadline_counts_while_a_request_waits_for_its_turn(narrow: Server) -> None:
+def test_a_deadline_applies_while_a_request_waits_at_the_gate(narrow: Server) -> None:
     with open_stream(narrow, "flood"):
         wait_for(lambda: narrow.metric("num_requests_running") == 1)
         late = ask(narrow, "calm", deadline=0.2)
@@ -406,7 +403,7 @@ def test_a_deadline_counts_while_a_request_waits_for_its_turn(narrow: Server) ->
     narrow.wait_until_free()
 
 
-def test_40_who_waits_for_a_turn_outlives_the_engine(narrow: Server) -> None:
+def test_40_a_request_that_waits_at_the_gate_survives_an_engine_restart(narrow: Server) -> None:
     with open_stream(narrow, "flood"), ThreadPoolExecutor(1) as threads:
         wait_for(lambda: narrow.metric("num_requests_running") == 1)
         waiting = threads.submit(ask, narrow, "calm")
@@ -418,7 +415,7 @@ def test_40_who_waits_for_a_turn_outlives_the_engine(narrow: Server) -> None:
     narrow.wait_until_free()
 
 
-def test_a_stream_that_waits_for_its_turn_has_its_headers_already(narrow: Server) -> None:
+def test_a_stream_that_waits_at_the_gate_has_sent_its_headers(narrow: Server) -> None:
     with open_stream(narrow, "flood") as running:
         wait_for(lambda: narrow.metric("num_requests_running") == 1)
         with open_stream(narrow, "calm", max_tokens=2) as waiting:
@@ -433,7 +430,7 @@ def test_a_stream_that_waits_for_its_turn_has_its_headers_already(narrow: Server
     narrow.wait_until_free()
 
 
-def test_39_a_flood_leaves_the_other_keys_places(default_model_path: Path) -> None:
+def test_39_a_flood_of_one_key_leaves_capacity_for_other_keys(default_model_path: Path) -> None:
     keys, headers = [api_key("flood"), api_key("calm")], {"Authorization": "Bearer calm"}
     with running_server(
         default_model_path, backend_options=SLOW, api_keys=keys, max_requests=10, headers=headers
@@ -443,21 +440,21 @@ def test_39_a_flood_leaves_the_other_keys_places(default_model_path: Path) -> No
         assert server.metric("http_requests_open") == 8
         refused = ask(server, "flood")
         assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
-        assert int(refused.headers["retry-after"]) > 1  # eight are ahead, and nothing ended lately
+        assert int(refused.headers["retry-after"]) > 1  # eight requests are ahead, and none ended recently
         assert ask(server, "calm").status_code == 200
         for connection in connections:
             connection.close()
         server.wait_until_free()
 
 
-def test_two_keys_at_once_do_not_wait_for_each_other_while_there_is_room(keys: Server) -> None:
+def test_two_keys_do_not_wait_for_each_other_while_the_engine_has_capacity(keys: Server) -> None:
     with open_stream(keys, "tenant"), open_stream(keys, "operator"):
         wait_for(lambda: keys.metric("num_requests_running") == 2)
         assert keys.metric("num_requests_held") == 0
 
 
-def test_40_nobody_whose_turn_comes_is_sent_to_an_engine_that_is_not_there(default_model_path: Path) -> None:
-    """With places in reserve: those of a dead engine were given away, and whoever got one was refused."""
+def test_40_no_answer_is_released_while_the_engine_is_down(default_model_path: Path) -> None:
+    """Earlier, the reserved slots of a dead engine were released to requests, which then failed."""
     keys = [api_key("flood"), api_key("calm", admin=True)]
     with (
         running_server(
@@ -472,7 +469,7 @@ def test_40_nobody_whose_turn_comes_is_sent_to_an_engine_that_is_not_there(defau
         flood = [open_stream(server, "flood", stream=False) for _ in range(17)]
         wait_for(lambda: server.metric("num_requests_running") == 15)
         engine = server.engine_pid()
-        long = open_stream(server, "calm", stream=False)  # has the place in reserve
+        long = open_stream(server, "calm", stream=False)  # takes the reserved slot
         wait_for(lambda: server.metric("num_requests_running") == 16)
         waiting = [threads.submit(ask, server, "calm") for _ in range(4)]
         wait_for(lambda: server.metric("num_requests_held") == 6)

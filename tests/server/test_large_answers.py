@@ -1,4 +1,5 @@
-"""Answers with many logprobs: the event loop stays free, memory is bounded and goes back, and what is too large is refused."""
+"""Answers with many logprobs: they do not block the event loop, their memory is limited and freed, and too large ones
+are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ COMPLETION: dict[str, Any] = {"prompt": [5, 6, 7], "logprobs": 20, "ignore_eos":
 
 @contextmanager
 def longest_callback() -> Iterator[list[float]]:
-    """The most processor time that the event loop spent on one thing without a turn for others."""
+    """The longest callback of the event loop, in CPU seconds."""
     longest, run = [0.0], asyncio.Handle._run
 
     def timed(handle: asyncio.Handle) -> None:
@@ -34,7 +35,7 @@ def longest_callback() -> Iterator[list[float]]:
         longest[0] = max(longest[0], time.thread_time() - began)
 
     gc.collect()
-    gc.disable()  # the objects of a whole test run are no part of a server
+    gc.disable()  # a collection would visit the objects of all tests
     asyncio.Handle._run = timed  # type: ignore[method-assign]
     try:
         yield longest
@@ -43,44 +44,47 @@ def longest_callback() -> Iterator[list[float]]:
         gc.enable()
 
 
-@pytest.mark.parametrize(("path", "asked"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
-def test_an_answer_with_many_logprobs_leaves_the_event_loop_to_others_after_each_piece(
-    default_model_path: Path, path: str, asked: dict[str, Any]
+@pytest.mark.parametrize(
+    ("path", "fields"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)]
+)
+def test_an_answer_with_many_logprobs_never_blocks_the_event_loop(
+    default_model_path: Path, path: str, fields: dict[str, Any]
 ) -> None:
     async def run() -> float:
         async with in_process(default_model_path, max_context=256) as server:
-            small = json.dumps({**asked, "max_tokens": 2}).encode()
-            assert (await server.ask(path, small)).status == 200  # what is made once is made
+            small = json.dumps({**fields, "max_tokens": 2}).encode()
+            assert (await server.send(path, small)).status == 200  # warm-up
             with longest_callback() as longest:
-                body = json.dumps({**asked, "n": 128, "max_tokens": 150}).encode()
-                reply = await server.ask(path, body)
-                await asyncio.sleep(0)  # the callback in which the answer came is over, and counted
+                body = json.dumps({**fields, "n": 128, "max_tokens": 150}).encode()
+                reply = await server.send(path, body)
+                await asyncio.sleep(0)  # the callback of the last message has ended and is counted
             assert reply.status == 200 and len(json.loads(reply.body)["choices"]) == 128
             return longest[0]
 
     seconds = asyncio.run(run())
-    assert seconds < 0.1, "of processor time; all of it takes several times as long"
+    assert seconds < 0.1, "CPU seconds; the whole answer takes several times as long"
 
 
 def resident(pid: int, name: str = "VmRSS") -> float:
-    """MiB of a process now; with VmHWM, the most that it had."""
+    """Resident memory of a process in MiB; with VmHWM, its peak."""
     found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) / 1024
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_many_logprobs_take_no_more_memory_than_their_json_and_it_goes_back(
+def test_many_logprobs_take_no_more_memory_than_their_json_and_it_is_freed(
     default_model_path: Path, stream: bool
 ) -> None:
-    """32,000 tokens with 20 logprobs each are 50 MB of JSON, and were some 200 MiB in the server and 90 in the engine."""
+    """32,000 tokens with 20 logprobs each are 50 MB of JSON. As objects they took 200 MiB in the server and 90 MiB in
+    the engine."""
     with running_server(default_model_path) as server:
         assert server.chat(logprobs=True, top_logprobs=20).status_code == 200
         http, engine = server.process.pid, server.engine_pid()
         before = resident(http), resident(engine)
-        asked = {**CHAT, "n": 64, "max_tokens": 500, "stream": stream}
+        fields = {**CHAT, "n": 64, "max_tokens": 500, "stream": stream}
         num_bytes = 0
-        with server.client.stream("POST", "/v1/chat/completions", json=asked) as response:
+        with server.client.stream("POST", "/v1/chat/completions", json=fields) as response:
             assert response.status_code == 200
             for part in response.iter_raw():
                 num_bytes += len(part)
@@ -99,16 +103,16 @@ def test_an_answer_that_cannot_fit_is_refused_before_anything_is_computed(defaul
     with running_server(default_model_path) as server:
         refused = server.chat(**CHAT, n=128, max_tokens=2000)
         assert code_of(refused) == (413, "answer_too_large")
-        allowed, asked = 64 * MIB, int(re.findall(r"would have (\d+) bytes", refused.text)[0])
-        assert str(allowed) in refused.text and asked > allowed
+        allowed, fields = 64 * MIB, int(re.findall(r"would have (\d+) bytes", refused.text)[0])
+        assert str(allowed) in refused.text and fields > allowed
         assert server.metric("generation_tokens_total") == 0
         assert server.chat(**CHAT, n=2, max_tokens=20).status_code == 200
-        # The context ends an answer before max_tokens does.
+        # The context limits the answer, not max_tokens.
         assert server.complete([5] * 8180, max_tokens=100_000_000, ignore_eos=True).status_code == 200
 
 
-def test_an_answer_that_grows_too_large_ends(default_model_path: Path) -> None:
-    """Without max_tokens its size is not known before."""
+def test_an_answer_that_grows_too_large_is_ended(default_model_path: Path) -> None:
+    """Without max_tokens the size is unknown in advance."""
     with running_server(default_model_path, max_answer_bytes=MIB) as server:
         refused = server.chat(**CHAT, max_tokens=None)
         assert code_of(refused) == (413, "answer_too_large")
@@ -117,32 +121,34 @@ def test_an_answer_that_grows_too_large_ends(default_model_path: Path) -> None:
         assert server.chat(**CHAT, max_tokens=20).status_code == 200
 
 
-def test_answers_that_are_too_large_together_get_a_429_and_small_ones_go_on(default_model_path: Path) -> None:
+def test_answers_that_are_too_large_together_get_a_429_and_small_ones_continue(
+    default_model_path: Path,
+) -> None:
     with running_server(default_model_path, max_buffered_answer_bytes=MIB) as server:
         refused = server.chat(**CHAT, n=4, max_tokens=500)
         assert code_of(refused) == (429, "server_busy")
         assert int(refused.headers["retry-after"]) >= 1
         server.wait_until_free()
         assert server.chat(**CHAT, max_tokens=20).status_code == 200
-        # What was held is given back with every end, so that it never adds up.
+        # The bytes are released at the end of each request, so they do not accumulate.
         for _ in range(5):
             assert server.chat(**CHAT, n=4, max_tokens=100).status_code == 200
 
 
-def test_what_a_stream_has_not_sent_counts_and_what_it_has_sent_does_not(default_model_path: Path) -> None:
+def test_only_the_unsent_bytes_of_a_stream_count(default_model_path: Path) -> None:
     settings: dict[str, Any] = {"max_answer_bytes": 2 * MIB, "engine": {"stream_buffer": 1_000_000}}
     with running_server(default_model_path, **settings) as server:
-        asked: dict[str, Any] = {"prompt": [1], "logprobs": 20, "ignore_eos": True, "stream": True}
+        fields: dict[str, Any] = {"prompt": [1], "logprobs": 20, "ignore_eos": True, "stream": True}
         received = b""
         with server.client.stream(
-            "POST", "/v1/completions", json={**asked, "n": 8, "max_tokens": 1000}
+            "POST", "/v1/completions", json={**fields, "n": 8, "max_tokens": 1000}
         ) as response:
             for part in response.iter_raw():
                 received = received[-100:] + part
         assert b"[DONE]" in received
-        connection = send_request(server, receive_buffer=4096, **asked, n=16, max_tokens=2000)
+        connection = send_request(server, receive_buffer=4096, **fields, n=16, max_tokens=2000)
         connection.recv(1, socket.MSG_PEEK)
-        wait_for(lambda: not server.metric("num_requests_running"))  # the socket is not read
+        wait_for(lambda: not server.metric("num_requests_running"))  # the client does not read
         received = b""
         while part := connection.recv(1 << 20):
             received += part
@@ -153,23 +159,25 @@ def test_what_a_stream_has_not_sent_counts_and_what_it_has_sent_does_not(default
         server.wait_until_free()
 
 
-def test_a_prompt_that_is_repeated_has_its_logprobs_before_those_of_each_answer(
+def test_the_logprobs_of_an_echoed_prompt_come_before_those_of_each_answer(
     default_model_path: Path,
 ) -> None:
     with running_server(default_model_path) as server:
         prompt = "One two three four five six seven. " * 40
         plain = server.complete(prompt, echo=True, n=2, max_tokens=5, seed=1).json()
-        told = server.complete(prompt, echo=True, n=2, max_tokens=5, seed=1, logprobs=2).json()
-        num_prompt = told["usage"]["prompt_tokens"]
-        assert num_prompt > 200  # several messages of the engine
-        first, second = (choice["logprobs"] for choice in told["choices"])
-        for choice, other, logprobs in zip(told["choices"], plain["choices"], (first, second), strict=True):
+        scored = server.complete(prompt, echo=True, n=2, max_tokens=5, seed=1, logprobs=2).json()
+        num_prompt = scored["usage"]["prompt_tokens"]
+        assert num_prompt > 200  # the engine reports them in several messages
+        first, second = (choice["logprobs"] for choice in scored["choices"])
+        for choice, other, logprobs in zip(scored["choices"], plain["choices"], (first, second), strict=True):
             assert choice["text"] == other["text"]
             lengths = [
                 len(logprobs[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
             ]
             assert lengths == [num_prompt + 5] * 4
-            assert [place for place, value in enumerate(logprobs["token_logprobs"]) if value is None] == [0]
+            assert [
+                position for position, value in enumerate(logprobs["token_logprobs"]) if value is None
+            ] == [0]
             starts = zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
             assert all(choice["text"].startswith(token, at) for token, at in starts if "bytes:" not in token)
         assert {name: values[:num_prompt] for name, values in first.items()} == {

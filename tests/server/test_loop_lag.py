@@ -1,4 +1,4 @@
-"""How late the event loop is: what it did itself counts, what the kernel took from its thread does not."""
+"""Event loop lag: the time of callbacks counts, the run delay of the thread does not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.server.loop_lag import watch_lag
 
 
 def lags(work: Callable[[], object], is_busy: bool = True) -> list[float]:
-    """What was measured while `work` kept the loop once."""
+    """The lags measured while `work` blocks the event loop once."""
     seen: list[float] = []
 
     async def run() -> None:
@@ -34,29 +34,27 @@ def compute(seconds: float) -> None:
         pass
 
 
-def test_a_callback_that_keeps_the_loop_is_seen() -> None:
+def test_a_long_callback_is_measured_as_lag() -> None:
     assert max(lags(lambda: compute(0.2))) > 0.1
 
 
-def test_time_for_which_the_kernel_let_the_thread_wait_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = tmp_path / "schedstat"
-    told.write_text("0 0 0\n")
-    monkeypatch.setattr(loop_lag, "_SCHEDSTAT", str(told))
+def test_the_run_delay_of_the_thread_is_subtracted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedstat = tmp_path / "schedstat"
+    schedstat.write_text("0 0 0\n")
+    monkeypatch.setattr(loop_lag, "_SCHEDSTAT", str(schedstat))
 
     def wait() -> None:
         began = time.monotonic()
         time.sleep(0.5)
-        told.write_text(f"0 {round(1e9 * (time.monotonic() - began))} 1\n")
+        schedstat.write_text(f"0 {round(1e9 * (time.monotonic() - began))} 1\n")
 
     assert max(lags(wait)) < 0.25
 
 
-def test_without_schedstat_all_lateness_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_schedstat_no_run_delay_is_subtracted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_lag, "_SCHEDSTAT", "/nowhere")
     assert max(lags(lambda: time.sleep(0.2))) > 0.1
 
 
-def test_nothing_is_measured_while_nothing_is_under_way() -> None:
+def test_nothing_is_measured_without_active_requests() -> None:
     assert lags(lambda: None, is_busy=False) == []

@@ -1,4 +1,4 @@
-"""Model files that mean harm or are broken, as `weft serve` and its clients meet them."""
+"""Hostile and broken model files, as `weft serve` and its clients see them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ from model_files import (
 
 
 def with_template(model: Path, template: str, target: Path) -> Path:
-    """The default model with another chat template: the head of its file is written anew, for the text side alone."""
+    """The default model with another chat template. Only the metadata of the GGUF file is rewritten, for the text
+    side."""
     content = model.read_bytes()
     key = string("tokenizer.chat_template") + struct.pack("<I", STRING)
     at = content.index(key) + len(key)
     (length,) = struct.unpack_from("<Q", content, at)
     changed = content[:at] + string(template) + content[at + 8 + length :]
-    # What follows the head begins at a multiple of 32 bytes.
+    # The tensor data must begin at a multiple of 32 bytes.
     padding = -(len(string(template)) - 8 - length) % 32
     extra = pair("padding", STRING, string("x" * ((padding - len(pair("padding", STRING, string("")))) % 32)))
     first = content.index(string("general.architecture"))
@@ -62,7 +63,7 @@ def with_template(model: Path, template: str, target: Path) -> Path:
         pytest.param("{{ messages.__init__.__globals__['os'].system('true') }}", id="call"),
     ],
 )
-def test_24_a_hostile_template_is_an_error_for_its_request_and_harms_nobody(
+def test_24_a_hostile_template_fails_its_request_and_nothing_else(
     default_model_path: Path, tmp_path: Path, template: str
 ) -> None:
     model = with_template(default_model_path, template, tmp_path / "hostile.gguf")
@@ -82,7 +83,7 @@ def serve(path: Path) -> subprocess.CompletedProcess[str]:
 
 
 class Harm:
-    """Runs something when it is unpickled."""
+    """Touches a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -160,18 +161,20 @@ def code(tmp_path: Path) -> tuple[Path, str]:
     ],
     ids=lambda make: make.__name__,
 )
-def test_33_34_a_model_file_that_is_none_is_refused_by_its_name_and_nothing_in_it_is_run(
+def test_33_34_an_invalid_model_file_is_refused_with_its_name_and_no_code_in_it_runs(
     tmp_path: Path, make: Callable[[Path], tuple[Path, str]]
 ) -> None:
-    path, said = make(tmp_path)
+    path, expected = make(tmp_path)
     done = serve(path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("weft: ") and done.stderr.count("\n") == 1
-    assert str(path) in done.stderr and said in done.stderr
+    assert str(path) in done.stderr and expected in done.stderr
     assert not (tmp_path / "harmed").exists()
 
 
-def test_25_a_model_without_a_template_is_told_at_the_start(default_model_path: Path, tmp_path: Path) -> None:
+def test_25_a_model_without_a_template_causes_a_warning_at_the_start(
+    default_model_path: Path, tmp_path: Path
+) -> None:
     content = default_model_path.read_bytes().replace(b"tokenizer.chat_template", b"tokenizer.chat_templatf")
     model = tmp_path / "plain.gguf"
     model.write_bytes(content)

@@ -1,4 +1,4 @@
-"""A model without a chat template: what its server says, and how an operator gives it one."""
+"""A model without a chat template: the errors of its server, and the template of the operator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content 
 
 @pytest.fixture(scope="module")
 def plain_model(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The default model, whose template nobody finds."""
+    """The default model with its chat template hidden."""
     content = default_model_path.read_bytes()
     name = b"tokenizer.chat_template"
     assert content.count(name) == 1
@@ -28,7 +28,7 @@ def plain_model(default_model_path: Path, tmp_path_factory: pytest.TempPathFacto
     path.unlink()
 
 
-def test_25_a_chat_is_refused_and_the_flag_named(plain_model: Path) -> None:
+def test_25_a_chat_is_refused_and_the_error_names_the_flag(plain_model: Path) -> None:
     with running_server(plain_model) as server:
         refused = server.chat()
         error = refused.json()["error"]
@@ -37,7 +37,7 @@ def test_25_a_chat_is_refused_and_the_flag_named(plain_model: Path) -> None:
         assert server.complete().status_code == 200
 
 
-def test_25_a_template_of_the_operator_is_used_for_short_and_long_chats(
+def test_25_the_template_of_the_operator_is_used_for_short_and_long_chats(
     plain_model: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "chat.jinja"
@@ -51,11 +51,11 @@ def test_25_a_template_of_the_operator_is_used_for_short_and_long_chats(
             return text
 
         assert rendered(MESSAGES) == "<user>Hello\n"
-        long = "word " * 3000  # read in another process
+        long = "word " * 3000  # tokenised in a worker process
         assert rendered([{"role": "user", "content": long}]) == f"<user>{long}\n"
 
 
-def test_a_template_of_the_operator_comes_before_the_models_own(
+def test_the_template_of_the_operator_replaces_that_of_the_model(
     default_model_path: Path, tmp_path: Path, server: Server
 ) -> None:
     path = tmp_path / "chat.jinja"
@@ -69,7 +69,7 @@ def test_a_template_of_the_operator_comes_before_the_models_own(
 
 
 @pytest.mark.parametrize("content", [None, "{% for %}"])
-def test_a_template_that_cannot_be_used_is_named(
+def test_an_invalid_template_is_an_error_with_its_path(
     default_model_path: Path, tmp_path: Path, content: str | None
 ) -> None:
     path = tmp_path / "chat.jinja"

@@ -1,4 +1,4 @@
-"""The openai package against the real server: what people's programs see."""
+"""The openai package with the real server."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def real_client(real_server: Server) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def expected(default_model_path: Path) -> str:
-    """What the engine says in a script."""
+    """The answer of `LLM` in Python."""
     with LLM(str(default_model_path), max_context=2048) as llm:
         return llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=12)).text
 
 
-def test_the_real_model_answers_as_in_a_script(real_client: openai.OpenAI, expected: str) -> None:
+def test_the_server_gives_the_same_answer_as_the_llm_class(real_client: openai.OpenAI, expected: str) -> None:
     answer = real_client.chat.completions.create(
         model=MODEL, messages=QUESTION, temperature=0, max_completion_tokens=12
     )
@@ -48,7 +48,7 @@ def test_the_real_model_answers_as_in_a_script(real_client: openai.OpenAI, expec
     assert answer.usage.completion_tokens <= 12
 
 
-def test_a_stream_of_the_real_model_joins_to_the_same_text(real_client: openai.OpenAI, expected: str) -> None:
+def test_a_stream_of_the_real_model_gives_the_same_text(real_client: openai.OpenAI, expected: str) -> None:
     stream = real_client.chat.completions.create(
         model=MODEL,
         messages=QUESTION,
@@ -84,7 +84,7 @@ def test_a_stop_string_of_the_real_model_is_cut_off_streamed_or_not(
     assert "".join(texts) == whole.choices[0].message.content
 
 
-def test_logprobs_of_the_real_model_fit_its_text(real_client: openai.OpenAI) -> None:
+def test_logprobs_of_the_real_model_match_its_text(real_client: openai.OpenAI) -> None:
     answer = real_client.chat.completions.create(
         model=MODEL, messages=QUESTION, temperature=0, max_tokens=5, logprobs=True, top_logprobs=3
     )
@@ -95,7 +95,7 @@ def test_logprobs_of_the_real_model_fit_its_text(real_client: openai.OpenAI) -> 
     assert "".join(entry.token for entry in content) == choice.message.content
     for entry in content:
         assert len(entry.top_logprobs) == 3
-        # Greedy: what was chosen is the likeliest.
+        # Greedy sampling takes the most likely token.
         assert entry.top_logprobs[0].token == entry.token
         assert bytes(entry.bytes or []).decode() == entry.token
 
@@ -120,12 +120,14 @@ def test_echo_with_logprobs_scores_the_prompt(real_client: openai.OpenAI) -> Non
     ] == tokens
 
 
-def test_offsets_of_a_stream_are_those_of_the_whole_answer_also_where_text_is_held_back(
+def test_text_offsets_of_a_stream_equal_those_of_the_whole_answer_while_text_is_held_back(
     client: openai.OpenAI,
 ) -> None:
     options: Any = {"model": MODEL, "prompt": "One", "max_tokens": 40, "seed": 3, "logprobs": 0}
     text = client.completions.create(**options).choices[0].text
-    options["stop"] = [f"{text[3 * place : 3 * place + 3]}\0" for place in range(10)]  # begun, and never met
+    options["stop"] = [
+        f"{text[3 * position : 3 * position + 3]}\0" for position in range(10)
+    ]  # the beginnings match, the whole strings never do
     whole = client.completions.create(**options).choices[0]
     assert whole.text == text and whole.logprobs is not None and whole.logprobs.text_offset
     offsets: list[int] = []
@@ -160,7 +162,7 @@ def test_the_same_seed_gives_the_same_text_and_another_does_not(client: openai.O
     assert text(1) == text(1) != text(2)
 
 
-def test_several_answers_come_apart_by_their_index(client: openai.OpenAI) -> None:
+def test_several_answers_are_separated_by_their_index(client: openai.OpenAI) -> None:
     options: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 6, "n": 3, "seed": 5}
     whole = client.chat.completions.create(**options)
     texts = [choice.message.content for choice in whole.choices]
@@ -191,7 +193,7 @@ def test_prompts_may_be_text_or_tokens_one_or_several(client: openai.OpenAI, pro
     assert streamed == [choice.text for choice in answer.choices]
 
 
-def test_a_streamed_completion_repeats_its_prompt_where_asked(client: openai.OpenAI) -> None:
+def test_a_streamed_completion_with_echo_repeats_its_prompt(client: openai.OpenAI) -> None:
     stream = client.completions.create(
         model=MODEL, prompt="One two", echo=True, max_tokens=3, seed=1, stream=True
     )
@@ -200,7 +202,7 @@ def test_a_streamed_completion_repeats_its_prompt_where_asked(client: openai.Ope
     assert text == "One two" + plain.choices[0].text
 
 
-def test_streamed_logprobs_are_those_of_the_whole_answer(client: openai.OpenAI) -> None:
+def test_streamed_logprobs_equal_those_of_the_whole_answer(client: openai.OpenAI) -> None:
     options: Any = {"model": MODEL, "prompt": "One", "max_tokens": 6, "seed": 1, "logprobs": 2}
     whole = client.completions.create(**options).choices[0].logprobs
     tokens: list[str] = []
@@ -213,10 +215,8 @@ def test_streamed_logprobs_are_those_of_the_whole_answer(client: openai.OpenAI) 
     assert whole is not None and (tokens, scores) == (whole.tokens, whole.token_logprobs)
 
 
-def test_many_asynchronous_streams_get_what_each_would_get_alone(
-    client: openai.OpenAI, server: Server
-) -> None:
-    """Nothing is lost, doubled or mixed up, whatever is coalesced."""
+def test_many_concurrent_streams_get_the_same_text_as_alone(client: openai.OpenAI, server: Server) -> None:
+    """No token is lost, doubled or mixed up when events are coalesced."""
     count = 40
 
     async def text(asynchronous: openai.AsyncOpenAI, seed: int) -> str:
@@ -237,7 +237,7 @@ def test_many_asynchronous_streams_get_what_each_would_get_alone(
         assert texts[seed] == alone.choices[0].text
 
 
-def test_errors_are_those_that_the_package_knows(client: openai.OpenAI) -> None:
+def test_errors_have_the_exception_classes_of_the_package(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         client.chat.completions.create(model="gpt-4", messages=MESSAGES)  # type: ignore[arg-type]
     assert unknown.value.param == "model" and unknown.value.code == "model_not_found"
@@ -251,7 +251,7 @@ def test_the_model_is_listed_and_found(client: openai.OpenAI) -> None:
     assert client.models.retrieve(MODEL).id == MODEL
 
 
-def test_a_second_turn_finds_the_first_in_the_cache(client: openai.OpenAI) -> None:
+def test_the_second_message_of_a_conversation_is_a_prefix_hit(client: openai.OpenAI) -> None:
     options: Any = {"model": MODEL, "max_tokens": 4, "extra_body": {"session_id": "talk"}}
     talk: Any = [{"role": "user", "content": "Tell me a story about " + "a dog and " * 30}]
     first = client.chat.completions.create(messages=talk, **options)
@@ -262,19 +262,19 @@ def test_a_second_turn_finds_the_first_in_the_cache(client: openai.OpenAI) -> No
     assert (second.usage.prompt_tokens_details.cached_tokens or 0) >= first.usage.prompt_tokens - 32
 
 
-def test_timings_come_with_every_answer(server: Server) -> None:
+def test_every_answer_has_timings(server: Server) -> None:
     [choice] = server.chat().json()["choices"]
     assert set(choice["timings"]) == {"queue", "prefill", "decode", "preemptions"}
 
 
-def test_text_goes_to_tokens_and_back(server: Server) -> None:
+def test_tokenising_and_detokenising_gives_the_same_text(server: Server) -> None:
     tokenized = server.client.post("/tokenize", json={"prompt": "Grüße, 世界!"}).json()
     assert tokenized["count"] == len(tokenized["tokens"]) > 0
     back = server.client.post("/detokenize", json={"tokens": tokenized["tokens"]}).json()
     assert back == {"prompt": "Grüße, 世界!"}
 
 
-def test_metrics_count_what_was_answered(server: Server) -> None:
+def test_metrics_count_requests_and_tokens(server: Server) -> None:
     names = ("prompt_tokens_total", "generation_tokens_total", "request_success_total")
     histograms = ("time_to_first_token_seconds_count", "e2e_request_latency_seconds_count")
     before = {name: server.metric(name) for name in (*names, *histograms)}

@@ -1,4 +1,4 @@
-"""The OpenAPI document says what is true: of every route and field, of ranges, and of what comes back."""
+"""The OpenAPI document is correct about routes, fields, ranges and responses."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_every_route_is_in_the_document(default_model_path: Path, document: dict
     assert described <= set(OPERATIONS)
 
 
-def test_every_reference_leads_somewhere_and_every_answer_has_a_form(document: dict[str, Any]) -> None:
+def test_every_reference_exists_and_every_operation_has_responses(document: dict[str, Any]) -> None:
     def references(content: Any) -> Iterator[str]:
         if isinstance(content, dict):
             if "$ref" in content:
@@ -84,12 +84,12 @@ def test_every_reference_leads_somewhere_and_every_answer_has_a_form(document: d
             assert {"200", "default"} <= set(operation["responses"]) and operation["summary"]
 
 
-def test_the_ranges_told_are_those_that_are_checked(document: dict[str, Any]) -> None:
-    """The border is taken and what lies beyond it refused, by the field's own name."""
+def test_the_documented_ranges_are_those_that_are_checked(document: dict[str, Any]) -> None:
+    """The limit itself is accepted and the next value refused, with the name of the field."""
 
     def build(name: str, value: Any) -> None:
         if name in SamplingParams.__dataclass_fields__:
-            # As many tokens as there may be, so that a minimum of them can be reached.
+            # Without max_tokens, so that every min_tokens is valid.
             SamplingParams(**{"max_tokens": None, name: value})
         else:
             InferenceRequest((1,), **{name: value})
@@ -121,7 +121,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("path", "example"), CASES)
-def test_every_example_is_answered_in_the_form_that_is_told(server: Server, path: str, example: Any) -> None:
+def test_the_response_to_every_example_has_the_documented_type(
+    server: Server, path: str, example: Any
+) -> None:
     operation = OPERATIONS["post", path]
     response = server.client.post(path, json={**example})
     assert response.status_code == 200, response.text
@@ -139,12 +141,12 @@ def test_every_example_is_answered_in_the_form_that_is_told(server: Server, path
 PAGES = [
     path
     for method, path in OPERATIONS
-    if method == "get" and "{" not in path and not path.startswith("/admin")  # those need their own key
+    if method == "get" and "{" not in path and not path.startswith("/admin")  # they need an admin key
 ]
 
 
 @pytest.mark.parametrize("path", PAGES)
-def test_every_page_is_answered_in_the_form_that_is_told(server: Server, path: str) -> None:
+def test_the_response_of_every_get_route_has_the_documented_type(server: Server, path: str) -> None:
     operation = OPERATIONS["get", path]
     response = server.client.get(path)
     assert response.status_code == 200
@@ -154,7 +156,7 @@ def test_every_page_is_answered_in_the_form_that_is_told(server: Server, path: s
         msgspec.convert(response.json(), operation.answer)
 
 
-def test_errors_have_the_form_that_is_told_and_carry_the_request_s_id(server: Server) -> None:
+def test_errors_have_the_documented_type_and_a_request_id(server: Server) -> None:
     for response in (
         server.client.get("/nowhere"),
         server.client.get("/v1/completions"),
@@ -165,20 +167,20 @@ def test_errors_have_the_form_that_is_told_and_carry_the_request_s_id(server: Se
         assert response.headers["x-request-id"]
 
 
-def test_a_server_with_keys_says_which_routes_ask_for_one(default_model_path: Path) -> None:
+def test_the_document_says_which_routes_need_a_key(default_model_path: Path) -> None:
     async def security(**settings: Any) -> dict[str, Any]:
         async with in_process(default_model_path, **settings) as server:
             paths = json.loads(server.server._document)["paths"]
             return {path: one["security"] for path, each in paths.items() for one in each.values()}
 
     is_open = {path for (_, path), operation in OPERATIONS.items() if operation.is_open}
-    for path, asked in asyncio.run(security()).items():
-        assert asked == ([] if path in is_open else [{}, {"key": []}])
-    for path, asked in asyncio.run(security(api_keys=plain_keys(["one"]))).items():
-        assert asked == ([] if path in is_open else [{"key": []}])
+    for path, required in asyncio.run(security()).items():
+        assert required == ([] if path in is_open else [{}, {"key": []}])
+    for path, required in asyncio.run(security(api_keys=plain_keys(["one"]))).items():
+        assert required == ([] if path in is_open else [{"key": []}])
 
 
-def test_a_browser_which_has_no_key_yet_can_open_the_page_and_nothing_beyond_it(
+def test_a_browser_without_a_key_can_open_only_the_docs_page(
     default_model_path: Path,
 ) -> None:
     with running_server(default_model_path, api_keys=[api_key("sk-secret")]) as server:
@@ -190,7 +192,7 @@ def test_a_browser_which_has_no_key_yet_can_open_the_page_and_nothing_beyond_it(
                 assert response.status_code == (403 if path.startswith("/admin") else 401), path
 
 
-def test_the_page_runs_its_own_script_alone_and_loads_nothing_from_elsewhere(server: Server) -> None:
+def test_the_docs_page_runs_only_its_own_script_and_loads_nothing_from_other_hosts(server: Server) -> None:
     response = server.client.get("/docs")
     policy = response.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy and "connect-src 'self'" in policy

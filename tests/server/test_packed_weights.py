@@ -1,4 +1,4 @@
-"""Packed weights of the real model: answers stay right whatever became of the file that they are kept in."""
+"""Packed weights of the real model: damage to their file does not change answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def answer(model: Path) -> str:
 
 
 def spoil(file: Path) -> None:
-    """48 pages of one layer's weights."""
+    """Overwrites 48 pages of one layer's weights."""
     with file.open("r+b") as content:
         content.seek(file.stat().st_size // 2)
         content.write(b"\x7f" * 48 * 4096)
@@ -32,7 +32,7 @@ def spoil(file: Path) -> None:
 
 @pytest.fixture
 def packed(default_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of the default model, in a home of its own."""
+    """The packed file of the default model, in a temporary WEFT_HOME."""
     monkeypatch.setenv("WEFT_HOME", str(tmp_path))
     assert answer(default_model_path) == " Paris."
     (file,) = packed_files(default_model_path)
@@ -48,7 +48,7 @@ def test_50_overwritten_pages_of_packed_weights_change_no_answer(
     assert str(packed) in warning and packed.with_suffix(".damaged").exists()
 
 
-def test_50_a_server_over_damaged_packed_weights_answers_right_and_warns_in_its_log(
+def test_50_a_server_with_damaged_packed_weights_answers_correctly_and_logs_a_warning(
     packed: Path, default_model_path: Path, tmp_path: Path
 ) -> None:
     spoil(packed)

@@ -1,4 +1,4 @@
-"""Web pages that an operator lets call the server: what their browser asks first, and what the page can read."""
+"""CORS: requests from web pages that an operator allows."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ def pages(default_model_path: Path) -> Iterator[Server]:
         yield server
 
 
-def test_a_browser_that_asks_first_is_told_what_the_page_may_send(pages: Server) -> None:
-    asks = {
+def test_a_cors_preflight_returns_what_the_page_may_send(pages: Server) -> None:
+    preflight_headers = {
         **ORIGIN,
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization,content-type",
     }
-    told = pages.client.options("/v1/chat/completions", headers=asks)
-    assert told.status_code == 200 and told.headers["access-control-allow-origin"] == PAGE
-    assert "authorization" in told.headers["access-control-allow-headers"]
-    other = pages.client.options("/v1/chat/completions", headers={**asks, "Origin": "https://other.example"})
+    preflight = pages.client.options("/v1/chat/completions", headers=preflight_headers)
+    assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == PAGE
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+    other = pages.client.options(
+        "/v1/chat/completions", headers={**preflight_headers, "Origin": "https://other.example"}
+    )
     assert other.status_code == 403 and "access-control-allow-origin" not in other.headers
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_the_page_reads_the_answer_and_what_its_headers_say(pages: Server, stream: bool) -> None:
+def test_an_allowed_page_can_read_the_response_and_its_headers(pages: Server, stream: bool) -> None:
     headers = {**ORIGIN, "Authorization": "Bearer secret"}
     body = {"prompt": "Hello", "max_tokens": 2, "stream": stream}
     answer = pages.client.post("/v1/completions", json=body, headers=headers)
@@ -50,8 +52,8 @@ def test_the_page_reads_the_answer_and_what_its_headers_say(pages: Server, strea
         ({"Authorization": "Bearer secret"}, 404),
     ],
 )
-def test_the_page_reads_errors_too(pages: Server, headers: dict[str, str], status: int) -> None:
-    """Without the header a browser tells the page that the network failed, and not what was wrong."""
+def test_an_allowed_page_can_read_errors(pages: Server, headers: dict[str, str], status: int) -> None:
+    """Without the CORS header a browser only reports a network error to the page."""
     body = {"prompt": "Hello", "model": "nothing"}
     error = pages.client.post("/v1/completions", json=body, headers={**ORIGIN, **headers})
     assert error.status_code == status and error.headers["access-control-allow-origin"] == PAGE

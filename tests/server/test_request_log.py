@@ -1,4 +1,4 @@
-"""The log of a real server: what its requests and its life leave there, and the ids that tie answers to lines."""
+"""The log of a real server: lines for requests and events, and the ids that connect responses to lines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Found = Callable[[str], dict[str, Any]]
 
 @pytest.fixture
 def found(logged: tuple[Server, Path]) -> Found:
-    """The line of the request with this id, once it is there."""
+    """Waits for the log line of the request with this id."""
 
     def line(request_id: str) -> dict[str, Any]:
         lines: list[dict[str, Any]] = []
@@ -63,7 +63,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
-def test_an_answer_and_its_line_share_an_id(logged: tuple[Server, Path], found: Found) -> None:
+def test_a_response_and_its_log_line_have_the_same_id(logged: tuple[Server, Path], found: Found) -> None:
     server, _ = logged
     response = server.chat(messages=[{"role": "user", "content": SECRET}], n=2, ignore_eos=True)
     request_id = response.headers["x-request-id"]
@@ -76,7 +76,7 @@ def test_an_answer_and_its_line_share_an_id(logged: tuple[Server, Path], found: 
     assert 0 <= line["queue_seconds"] <= line["first_token_seconds"] <= line["total_seconds"]
 
 
-def test_a_stream_leaves_the_same_line(logged: tuple[Server, Path], found: Found) -> None:
+def test_a_stream_is_logged_too(logged: tuple[Server, Path], found: Found) -> None:
     server, _ = logged
     response = server.complete(stream=True, ignore_eos=True)
     line = found(response.headers["x-request-id"])
@@ -94,7 +94,7 @@ def test_a_stream_leaves_the_same_line(logged: tuple[Server, Path], found: Found
         ("/health", {}, {}, 405, None),
     ],
 )
-def test_every_error_carries_the_id_that_the_client_gave_and_leaves_a_line(
+def test_every_error_has_the_id_that_the_client_sent_and_is_logged(
     logged: tuple[Server, Path],
     found: Found,
     path: str,
@@ -111,7 +111,7 @@ def test_every_error_carries_the_id_that_the_client_gave_and_leaves_a_line(
     assert line["status"] == status and line.get("error_code") == code
 
 
-def test_a_client_that_goes_away_is_told(logged: tuple[Server, Path], found: Found) -> None:
+def test_a_disconnect_is_logged(logged: tuple[Server, Path], found: Found) -> None:
     server, _ = logged
     headers = {"x-request-id": "gone", "Authorization": f"Bearer {KEY}"}
     body = {"prompt": [1], "max_tokens": 8000, "ignore_eos": True, "stream": True}
@@ -122,7 +122,7 @@ def test_a_client_that_goes_away_is_told(logged: tuple[Server, Path], found: Fou
     server.wait_until_free()
 
 
-def test_polls_leave_nothing_and_no_prompt_answer_or_key_is_ever_written(
+def test_probes_are_not_logged_and_no_prompt_answer_or_key_is_ever_logged(
     logged: tuple[Server, Path], found: Found
 ) -> None:
     server, path = logged
@@ -136,7 +136,7 @@ def test_polls_leave_nothing_and_no_prompt_answer_or_key_is_ever_written(
         assert secret not in content
 
 
-def test_the_turns_of_a_server_s_life_are_told_in_order(default_model_path: Path, tmp_path: Path) -> None:
+def test_the_events_of_a_server_are_logged_in_order(default_model_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "log"
     with (
         path.open("w") as stream,
@@ -153,7 +153,7 @@ def test_the_turns_of_a_server_s_life_are_told_in_order(default_model_path: Path
 @pytest.mark.parametrize(
     "sent", [b"\x16\x03\x01\x02\x00", b"GET / HTTP/9\r\n\r\n", b"GET /health HTTP/1.1\r\nX: a\x00\r\n\r\n"]
 )
-def test_what_is_no_http_gets_an_error_of_the_api_too(server: Server, sent: bytes) -> None:
+def test_bytes_that_are_not_http_get_an_error_in_the_format_of_the_api(server: Server, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(sent + b"\r\n\r\n")
         received = b""

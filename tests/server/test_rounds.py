@@ -1,4 +1,5 @@
-"""Turns in the event loop: everyone gets one, first come first served, and no round lets more in than it has time for."""
+"""Turns in the event loop: they are granted in FIFO order, and an iteration never does more work than its target time
+allows."""
 
 from __future__ import annotations
 
@@ -14,27 +15,27 @@ from weft.server.stream.loop_turns import LoopTurns
 
 
 def busy(seconds: float) -> None:
-    """Keeps the event loop to itself, for so much of this thread's own time."""
+    """Blocks the event loop for this much CPU time."""
     until = time.thread_time() + seconds
     while time.thread_time() < until:
         pass
 
 
-def test_whoever_is_alone_does_not_wait() -> None:
+def test_a_single_wait_returns_at_once() -> None:
     async def run() -> None:
-        rounds = LoopTurns()
-        turn = rounds.turn()
+        loop_turns = LoopTurns()
+        waiting = loop_turns.wait()
         try:
-            turn.send(None)
+            waiting.send(None)
         except StopIteration:
             return
-        raise AssertionError("it waited")
+        raise AssertionError("it had to wait")
 
     asyncio.run(run())
 
 
-class Plenty:
-    """Answers of which there is more whenever some was taken, and taking takes its time."""
+class ManyPieces:
+    """Fake `Choices` that always has another piece. Taking one takes 2 ms."""
 
     def __init__(self) -> None:
         self.left = 40
@@ -59,37 +60,37 @@ class Plenty:
 
 
 @pytest.mark.parametrize("open_streams", [1, 2])
-def test_one_stream_of_many_answers_lets_everyone_else_have_turns(
+def test_one_stream_of_many_answers_lets_other_tasks_run(
     open_streams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_turns = 0
     monkeypatch.setattr(EventStream, "open_streams", open_streams)
 
     async def run() -> None:
-        async def others() -> None:
+        async def count_turns() -> None:
             nonlocal num_turns
             while True:
                 await asyncio.sleep(0)
                 num_turns += 1
 
         stream = EventStream.__new__(EventStream)
-        stream._choices, stream._rounds = Plenty(), LoopTurns()  # type: ignore[assignment]
-        stream._loop, stream._rests_until, stream._resting = asyncio.get_running_loop(), 0.0, None
+        stream._choices, stream._loop_turns = ManyPieces(), LoopTurns()  # type: ignore[assignment]
+        stream._loop, stream._paused_until, stream._pause_timer = asyncio.get_running_loop(), 0.0, None
         stream._measure = stream._events = lambda *_: b""  # type: ignore[assignment, method-assign]
-        beside = asyncio.create_task(others())
+        other_task = asyncio.create_task(count_turns())
         await stream._send_pieces(None)  # type: ignore[arg-type]  # nothing is sent
-        beside.cancel()
+        other_task.cancel()
 
     asyncio.run(run())
-    assert num_turns >= 40, "after every piece"
+    assert num_turns >= 40, "other tasks run after every piece"
 
 
-def test_everyone_gets_a_turn_in_the_order_of_asking() -> None:
+def test_turns_are_granted_in_fifo_order() -> None:
     async def run() -> list[int]:
-        rounds, done = LoopTurns(), []
+        loop_turns, done = LoopTurns(), []
 
         async def work(number: int) -> None:
-            await rounds.turn()
+            await loop_turns.wait()
             done.append(number)
 
         await asyncio.gather(*(work(number) for number in range(500)))
@@ -98,12 +99,12 @@ def test_everyone_gets_a_turn_in_the_order_of_asking() -> None:
     assert asyncio.run(run()) == list(range(500))
 
 
-def test_work_without_a_task_has_its_turn_among_those_with_one() -> None:
+def test_calls_and_waiting_tasks_share_the_turns() -> None:
     async def run() -> list[int]:
-        rounds, done = LoopTurns(), []
+        loop_turns, done = LoopTurns(), []
 
         async def work(number: int) -> None:
-            await rounds.turn()
+            await loop_turns.wait()
             done.append(number)
 
         tasks = []
@@ -111,8 +112,8 @@ def test_work_without_a_task_has_its_turn_among_those_with_one() -> None:
             tasks.append(asyncio.create_task(work(number)))
             await asyncio.sleep(0)
             before = len(done)
-            rounds.call(lambda number=number: done.append(number + 1))  # type: ignore[misc]
-            assert len(done) == before, "later, not now"
+            loop_turns.call_in_turn(lambda number=number: done.append(number + 1))  # type: ignore[misc]
+            assert len(done) == before, "the call must be deferred"
         await asyncio.gather(*tasks)
         while len(done) < 200:
             await asyncio.sleep(0)
@@ -120,59 +121,59 @@ def test_work_without_a_task_has_its_turn_among_those_with_one() -> None:
 
     done = asyncio.run(run())
     assert sorted(done) == list(range(200))
-    assert done[1::2] == sorted(done[1::2]), "nobody passes who asked the same way"
+    assert done[1::2] == sorted(done[1::2]), "calls keep their order"
 
 
-def test_no_round_calls_more_than_it_has_time_for() -> None:
+def test_no_iteration_does_more_work_than_its_target_time_allows() -> None:
     async def run() -> list[int]:
-        rounds, done = LoopTurns(), []
+        loop_turns, done = LoopTurns(), []
 
         def work() -> None:
             busy(0.002)
             done.append(1)
 
         for _ in range(100):
-            rounds.call(work)
-        per_round = []
+            loop_turns.call_in_turn(work)
+        per_iteration = []
         while len(done) < 100:
             before = len(done)
             await asyncio.sleep(0)
-            per_round.append(len(done) - before)
-        return per_round
+            per_iteration.append(len(done) - before)
+        return per_iteration
 
-    per_round = asyncio.run(run())
-    assert max(per_round) <= 17 and max(per_round[8:]) <= 4
+    per_iteration = asyncio.run(run())
+    assert max(per_iteration) <= 17 and max(per_iteration[8:]) <= 4
 
 
-def test_rounds_do_not_grow_by_work_that_they_had_room_for() -> None:
-    """Two streams for hours, and then hundreds at once."""
+def test_the_number_of_turns_grows_only_if_work_was_left_over() -> None:
+    """Two streams for hours, then hundreds at once."""
 
     async def run() -> list[int]:
-        rounds, called, in_a_round = LoopTurns(), 0, []
+        loop_turns, called, per_iteration = LoopTurns(), 0, []
 
         def work() -> None:
             nonlocal called
             called += 1
 
         for _ in range(1000):
-            rounds.call(work)
-            rounds.call(work)
+            loop_turns.call_in_turn(work)
+            loop_turns.call_in_turn(work)
             await asyncio.sleep(0)
         assert called == 2000
         for _ in range(400):
-            rounds.call(work)
+            loop_turns.call_in_turn(work)
         while called < 2400:
             before = called
             await asyncio.sleep(0)
-            in_a_round.append(called - before)
-        return in_a_round
+            per_iteration.append(called - before)
+        return per_iteration
 
     assert max(asyncio.run(run())) < 100
 
 
-def test_a_round_that_took_too_long_is_learned_from_though_nobody_waits_for_the_next() -> None:
+def test_a_long_iteration_lowers_the_number_of_turns_even_if_no_work_is_left() -> None:
     async def run() -> tuple[int, int]:
-        rounds, done = LoopTurns(), []
+        loop_turns, done = LoopTurns(), []
 
         def work() -> None:
             busy(0.002)
@@ -182,7 +183,7 @@ def test_a_round_that_took_too_long_is_learned_from_though_nobody_waits_for_the_
         for _ in range(2):
             done.clear()
             for _ in range(10):
-                rounds.call(work)
+                loop_turns.call_in_turn(work)
             await asyncio.sleep(0)
             num_done.append(len(done))
             while len(done) < 10:
@@ -193,38 +194,38 @@ def test_a_round_that_took_too_long_is_learned_from_though_nobody_waits_for_the_
     assert first == 10 > second
 
 
-def test_work_that_raises_costs_nobody_else_a_turn() -> None:
+def test_work_that_raises_does_not_affect_other_work() -> None:
     async def run() -> None:
-        rounds, done = LoopTurns(), []
+        loop_turns, done = LoopTurns(), []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-        rounds.call(lambda: 1 // 0)
+        loop_turns.call_in_turn(lambda: 1 // 0)
         for number in range(3):
-            rounds.call(lambda number=number: done.append(number))  # type: ignore[misc]
+            loop_turns.call_in_turn(lambda number=number: done.append(number))  # type: ignore[misc]
         while len(done) < 3:
             await asyncio.sleep(0)
-        await asyncio.wait_for(rounds.turn(), 60)
+        await asyncio.wait_for(loop_turns.wait(), 60)
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_a_newcomer_who_is_not_paced_passes_hundreds_who_are() -> None:
-    """Each round of the loop lets a few of the three hundred in; a task that needs ten rounds waits for few of them."""
+def test_a_task_without_turns_overtakes_hundreds_that_wait_for_one() -> None:
+    """Each iteration grants a few of the 300 turns. A task that needs ten iterations waits for few of them."""
 
     async def run() -> int:
-        rounds, done = LoopTurns(), []
+        loop_turns, done = LoopTurns(), []
 
         async def work() -> None:
-            await rounds.turn()
+            await loop_turns.wait()
             busy(0.002)
             done.append(1)
 
-        async def ten_rounds() -> int:
+        async def ten_iterations() -> int:
             for _ in range(10):
                 await asyncio.sleep(0)
             return len(done)
 
         working = asyncio.gather(*(work() for _ in range(300)))
-        seen = await asyncio.create_task(ten_rounds())
+        seen = await asyncio.create_task(ten_iterations())
         await working
         assert len(done) == 300
         return seen
@@ -232,27 +233,27 @@ def test_a_newcomer_who_is_not_paced_passes_hundreds_who_are() -> None:
     assert asyncio.run(run()) < 150
 
 
-def test_whoever_is_gone_takes_nobodys_turn() -> None:
+def test_cancelled_tasks_use_no_turns() -> None:
     async def run() -> None:
-        rounds = LoopTurns()
-        tasks = [asyncio.create_task(rounds.turn()) for _ in range(100)]
+        loop_turns = LoopTurns()
+        tasks = [asyncio.create_task(loop_turns.wait()) for _ in range(100)]
         await asyncio.sleep(0)
         for task in tasks[::2]:
             task.cancel()
         done, pending = await asyncio.wait(tasks, timeout=60)
         assert not pending and sum(task.cancelled() for task in done) <= 50
-        await asyncio.wait_for(rounds.turn(), 60)
+        await asyncio.wait_for(loop_turns.wait(), 60)
 
     asyncio.run(run())
 
 
-def test_nothing_is_scheduled_while_nobody_asks() -> None:
+def test_nothing_is_scheduled_without_work() -> None:
     async def run() -> None:
-        rounds = LoopTurns()
-        await rounds.turn()
-        rounds.call(lambda: None)
+        loop_turns = LoopTurns()
+        await loop_turns.wait()
+        loop_turns.call_in_turn(lambda: None)
         for _ in range(3):
             await asyncio.sleep(0)
-        assert not rounds._is_counting
+        assert not loop_turns._is_counting
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""Clients that go away, an engine that dies, signals: the server gives back what it holds and goes on, or ends."""
+"""Disconnects, a dead engine, signals: the server releases its resources, and continues or ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def slow_server(default_model_path: Path) -> Iterator[Server]:
-    """An answer takes its time; one sequence at a time, so that others wait."""
+    """A slow server that runs one sequence at a time, so that other requests wait."""
     engine = {"scheduler": {"max_running": 1, "max_waiting_requests": 2, "max_chunk_tokens": 16}}
     with running_server(default_model_path, backend_options=SLOW, engine=engine) as server:
         yield server
@@ -33,7 +33,7 @@ def slow_server(default_model_path: Path) -> Iterator[Server]:
 def send_request(
     server: Server, receive_buffer: int | None = None, key: str = "", **fields: Any
 ) -> socket.socket:
-    """A request on a connection of its own, to be dropped at will."""
+    """Sends a request on a new connection that the test can close."""
     body = json.dumps(
         {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True, **fields}
     ).encode()
@@ -51,7 +51,7 @@ def send_request(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_38_a_client_that_leaves_while_decoding_frees_its_memory(slow_server: Server, stream: bool) -> None:
+def test_38_a_disconnect_during_decode_frees_the_memory(slow_server: Server, stream: bool) -> None:
     connection = send_request(slow_server, stream=stream)
     wait_for(lambda: slow_server.metric("kv_cache_usage_perc") > 0)
     connection.close()
@@ -59,7 +59,7 @@ def test_38_a_client_that_leaves_while_decoding_frees_its_memory(slow_server: Se
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_38_a_client_that_leaves_while_queued_is_forgotten(slow_server: Server, stream: bool) -> None:
+def test_38_a_disconnect_in_the_queue_removes_the_request(slow_server: Server, stream: bool) -> None:
     running = send_request(slow_server, stream=True)
     wait_for(lambda: slow_server.metric("num_requests_running") == 1)
     queued = send_request(slow_server, stream=stream)
@@ -71,14 +71,14 @@ def test_38_a_client_that_leaves_while_queued_is_forgotten(slow_server: Server, 
     slow_server.wait_until_free()
 
 
-def test_38_a_client_that_leaves_during_a_long_prompt_frees_its_memory(slow_server: Server) -> None:
+def test_38_a_disconnect_during_prefill_frees_the_memory(slow_server: Server) -> None:
     connection = send_request(slow_server, prompt=[5] * 8000, max_tokens=100)
     wait_for(lambda: slow_server.metric("num_requests_running") == 1)
     connection.close()
     slow_server.wait_until_free()
 
 
-def test_39_a_full_queue_is_a_429_that_says_when_to_come_back(slow_server: Server) -> None:
+def test_39_a_full_queue_is_a_429_with_retry_after(slow_server: Server) -> None:
     connections = [send_request(slow_server, stream=True)]
     wait_for(lambda: slow_server.metric("num_requests_running") == 1)
     connections += [send_request(slow_server) for _ in range(2)]
@@ -99,13 +99,13 @@ def test_a_deadline_ends_a_request_with_a_504(slow_server: Server) -> None:
 
 
 STALLING: dict[str, Any] = {"n": 8, "max_tokens": 2000, "prompt": [1], "logprobs": 20, "receive_buffer": 4096}
-"""An answer of some 10 MB, more than all the buffers on the way hold, and a client that takes little of it."""
+"""An answer of about 10 MB, more than all buffers hold, and a client with a small receive buffer."""
 
 
-def test_39_a_reader_that_is_too_far_behind_is_cancelled_and_told(default_model_path: Path) -> None:
+def test_39_a_reader_that_is_too_slow_is_cancelled_with_an_error(default_model_path: Path) -> None:
     with running_server(default_model_path, engine={"stream_buffer": 64}) as server:
         connection = send_request(server, stream=True, **STALLING)
-        connection.recv(1, socket.MSG_PEEK)  # headers go out with the first token
+        connection.recv(1, socket.MSG_PEEK)  # headers are sent with the first token
         wait_for(lambda: not any(server.metrics("num_requests_running", "num_requests_waiting")))
         assert server.complete().status_code == 200
         received = b""
@@ -119,15 +119,15 @@ def test_39_a_reader_that_is_too_far_behind_is_cancelled_and_told(default_model_
 
 
 def num_sockets(server: Server) -> int:
-    """Connections that the server's process holds, beside those to its own processes."""
+    """Open sockets of the server process."""
     folder = Path(f"/proc/{server.process.pid}/fd")
     return sum(os.readlink(one).startswith("socket:") for one in folder.iterdir())
 
 
-def test_a_reader_that_stops_reading_a_stream_loses_its_place_while_its_socket_is_open(
+def test_a_stalled_reader_of_a_stream_is_disconnected_and_its_request_ends(
     default_model_path: Path,
 ) -> None:
-    """Its answer is cancelled at once; its request, and what its key may have at the same time, when it is disconnected."""
+    """The answer is cancelled at once. The request and its slot of the key end at the disconnect."""
     keys = [api_key("one", concurrent=1), api_key("other")]
     other = {"Authorization": "Bearer other"}
     with running_server(
@@ -136,16 +136,16 @@ def test_a_reader_that_stops_reading_a_stream_loses_its_place_while_its_socket_i
         connection = send_request(server, stream=True, key="one", **STALLING)
         connection.recv(1, socket.MSG_PEEK)
         assert server.metric("http_requests_open") == 1
-        server.wait_until_free()  # not a byte was read
-        asked = {"prompt": "x", "max_tokens": 1}
+        server.wait_until_free()  # the client has read nothing
+        body = {"prompt": "x", "max_tokens": 1}
         again = httpx.post(
-            f"{server.url}/v1/completions", json=asked, headers={"Authorization": "Bearer one"}, timeout=60
+            f"{server.url}/v1/completions", json=body, headers={"Authorization": "Bearer one"}, timeout=60
         )
         assert again.status_code == 200
         connection.close()
 
 
-def test_a_reader_that_stops_reading_an_answer_in_one_piece_is_disconnected(default_model_path: Path) -> None:
+def test_a_stalled_reader_of_a_whole_answer_is_disconnected(default_model_path: Path) -> None:
     with running_server(default_model_path, stalled_reader_seconds=1.0) as server:
         assert server.complete().status_code == 200
         before = num_sockets(server)
@@ -157,14 +157,14 @@ def test_a_reader_that_stops_reading_an_answer_in_one_piece_is_disconnected(defa
         connection.close()
 
 
-def test_a_reader_that_stops_reading_anything_at_all_is_disconnected(default_model_path: Path) -> None:
+def test_a_stalled_reader_of_any_other_response_is_disconnected(default_model_path: Path) -> None:
     with running_server(default_model_path, stalled_reader_seconds=1.0) as server:
         assert server.client.get("/openapi.json").status_code == 200
         before = num_sockets(server)
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", server.port))
-        # One after the other on one connection: together more than all the buffers on the way hold.
+        # Many requests on one connection: their responses are more than all buffers hold.
         connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 500)
         connection.recv(1, socket.MSG_PEEK)
         assert num_sockets(server) == before + 1
@@ -184,8 +184,8 @@ def test_40_sigterm_does_not_wait_for_a_client_that_does_not_read(default_model_
         connection.close()
 
 
-def test_a_slow_reader_that_keeps_reading_is_not_taken_for_a_stalled_one(default_model_path: Path) -> None:
-    """It reads for several times as long as a stalled one is given, and gets all of its answer."""
+def test_a_slow_reader_that_keeps_reading_is_not_disconnected(default_model_path: Path) -> None:
+    """It reads for several times the timeout, and gets the complete answer."""
     with running_server(default_model_path, stalled_reader_seconds=2.0) as server:
         connection = send_request(server, **STALLING)
         received, ends_at = bytearray(), time.monotonic() + 8.0
@@ -197,7 +197,7 @@ def test_a_slow_reader_that_keeps_reading_is_not_taken_for_a_stalled_one(default
         assert found is not None
         while len(body) < int(found[1]):
             part = connection.recv(1 << 20)
-            assert part, "cut off"
+            assert part, "the connection was closed"
             body += part
         connection.close()
         assert len(json.loads(body)["choices"]) == 8
@@ -210,10 +210,8 @@ while "weft.engine.ipc.process" in " ".join(sys.orig_argv) and pathlib.Path({!r}
 """
 
 
-def test_40_a_killed_engine_is_an_error_for_its_requests_and_comes_back(
-    default_model_path: Path, tmp_path: Path
-) -> None:
-    hold = tmp_path / "hold"  # as long as it is there no engine starts, and everything can be looked at
+def test_40_a_killed_engine_fails_its_requests_and_restarts(default_model_path: Path, tmp_path: Path) -> None:
+    hold = tmp_path / "hold"  # while this file exists no engine starts, so that the state can be checked
     (tmp_path / "sitecustomize.py").write_text(HELD_START.format(str(hold)))
     with running_server(default_model_path, python_path=[str(tmp_path)]) as server:
         engine = server.engine_pid()
@@ -223,8 +221,8 @@ def test_40_a_killed_engine_is_an_error_for_its_requests_and_comes_back(
             with httpx.Client(base_url=server.url, timeout=60) as client:
                 statuses.append(client.post("/v1/completions", json={**LONG, "n": 20}).status_code)
 
-        asking = threading.Thread(target=ask_whole)
-        asking.start()
+        pending = threading.Thread(target=ask_whole)
+        pending.start()
         with server.client.stream(
             "POST", "/v1/completions", json={**LONG, "n": 20, "stream": True}
         ) as response:
@@ -236,7 +234,7 @@ def test_40_a_killed_engine_is_an_error_for_its_requests_and_comes_back(
             *_, last = (line for line in lines if line)
         error = json.loads(last.removeprefix("data: "))["error"]
         assert error["code"] == "engine_died" and error["type"] == "server_error"
-        asking.join()
+        pending.join()
         assert statuses == [503]
         assert [server.client.get(path).status_code for path in ("/health", "/ready")] == [503, 503]
         hold.unlink()
@@ -248,19 +246,21 @@ def test_40_a_killed_engine_is_an_error_for_its_requests_and_comes_back(
         server.wait_until_free()
 
 
-def test_40_sigterm_lets_what_runs_end_refuses_the_new_and_leaves_nothing(default_model_path: Path) -> None:
+def test_40_sigterm_lets_active_requests_end_refuses_new_ones_and_ends_all_processes(
+    default_model_path: Path,
+) -> None:
     with running_server(default_model_path, drain_seconds=60) as server:
         children, engine = server.children(), server.engine_pid()
         body = {**LONG, "max_tokens": 2000, "n": 2, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
-            os.kill(engine, signal.SIGSTOP)  # what runs ends when all else was asked, and not before
+            os.kill(engine, signal.SIGSTOP)  # the stream must not end before the checks below
             server.process.send_signal(signal.SIGTERM)
             wait_for(lambda: server.client.get("/ready").status_code == 503)
             refused = server.complete()
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
-            assert refused.headers["retry-after"] == "60"  # as long as the drain may take
+            assert refused.headers["retry-after"] == "60"  # the drain time
             assert server.client.get("/health").status_code == 200
             os.kill(engine, signal.SIGCONT)
             *_, last = (line for line in lines if line)
@@ -269,7 +269,7 @@ def test_40_sigterm_lets_what_runs_end_refuses_the_new_and_leaves_nothing(defaul
         wait_for(lambda: not [pid for pid in children if Path(f"/proc/{pid}").exists()])
 
 
-def test_40_what_does_not_end_in_time_is_told_and_the_server_ends_all_the_same(
+def test_40_requests_that_do_not_end_in_the_drain_time_get_an_error(
     default_model_path: Path,
 ) -> None:
     with running_server(default_model_path, drain_seconds=0.2) as server:
@@ -283,7 +283,7 @@ def test_40_what_does_not_end_in_time_is_told_and_the_server_ends_all_the_same(
         assert server.process.wait(60) == 0
 
 
-def test_40_a_second_signal_quits_at_once_and_leaves_nothing(default_model_path: Path) -> None:
+def test_40_a_second_signal_stops_at_once_and_ends_all_processes(default_model_path: Path) -> None:
     with running_server(default_model_path) as server:
         children = server.children()
         connection = send_request(server, **LONG, n=20, stream=True)
@@ -314,7 +314,7 @@ def test_a_signal_while_the_model_is_loaded_ends_the_server(default_model_path: 
     wait_for(lambda: not Path(f"/proc/{engine}").exists())
 
 
-def test_a_server_that_is_killed_leaves_nothing_running(default_model_path: Path) -> None:
+def test_a_killed_server_leaves_no_process_running(default_model_path: Path) -> None:
     with running_server(default_model_path) as server:
         children = server.children()
         assert children
@@ -323,7 +323,7 @@ def test_a_server_that_is_killed_leaves_nothing_running(default_model_path: Path
         wait_for(lambda: not [pid for pid in children if Path(f"/proc/{pid}").exists()])
 
 
-def test_an_idle_server_uses_next_to_no_cpu(default_model_path: Path) -> None:
+def test_an_idle_server_uses_almost_no_cpu(default_model_path: Path) -> None:
     def ticks(pids: list[int]) -> int:
         stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
         return sum(int(fields[11]) + int(fields[12]) for fields in stats)
@@ -333,10 +333,10 @@ def test_an_idle_server_uses_next_to_no_cpu(default_model_path: Path) -> None:
         pids = [server.process.pid, *server.children()]
 
         def is_idle() -> bool:
-            """For a second; not at once, where what is left to do after a start or an answer takes its time."""
+            """Whether a second passes without CPU use. Work after the start may take a while."""
             before = ticks(pids)
             time.sleep(1.0)
-            return ticks(pids) - before <= 1  # of 10 ms
+            return ticks(pids) - before <= 1  # one tick is 10 ms
 
         wait_for(is_idle)
 
@@ -345,7 +345,7 @@ def weft(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "weft.cli.main", "serve", *arguments]
 
 
-def test_the_command_says_what_it_serves_and_where_and_ctrl_c_ends_it(default_model_path: Path) -> None:
+def test_the_command_prints_the_model_and_the_address_and_ctrl_c_ends_it(default_model_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "WEFT_API_KEY": "secret"}
     environment["WEFT_SERVE_LOG_FORMAT"] = "text"
     process = subprocess.Popen(
@@ -356,21 +356,21 @@ def test_the_command_says_what_it_serves_and_where_and_ctrl_c_ends_it(default_mo
     )
     assert process.stderr is not None
     try:
-        said = ""
-        while "Serving" not in said:
+        output = ""
+        while "Serving" not in output:
             line = process.stderr.readline()
-            assert line, said
-            said += line
-        assert MODEL in said and "KV cache" in said and "512 in one context" in said
-        found = re.search(r"http://127\.0\.0\.1:\d+/v1", said)
+            assert line, output
+            output += line
+        assert MODEL in output and "KV cache" in output and "512 in one context" in output
+        found = re.search(r"http://127\.0\.0\.1:\d+/v1", output)
         assert found is not None
         headers = {"Authorization": "Bearer secret"}
         models = httpx.get(f"{found[0]}/models", headers=headers, timeout=60).json()["data"]
         assert [(model["id"], model["max_model_len"]) for model in models] == [(MODEL, 512)]
         assert httpx.get(f"{found[0]}/models", timeout=60).status_code == 401
-        page = re.search(r"http://127\.0\.0\.1:\d+/docs", said)
+        page = re.search(r"http://127\.0\.0\.1:\d+/docs", output)
         assert page is not None and httpx.get(page[0], timeout=60).status_code == 200, (
-            "a browser has no key to send"
+            "the docs page needs no key"
         )
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
@@ -381,23 +381,23 @@ def test_the_command_says_what_it_serves_and_where_and_ctrl_c_ends_it(default_mo
 
 
 @pytest.mark.parametrize(
-    ("arguments", "exit_code", "said"),
+    ("arguments", "exit_code", "message"),
     [
         (["/nowhere/model.gguf"], 2, "/nowhere/model.gguf"),
         (["default", "--context", "1"], 2, "context is 1; allowed: a whole number from 2"),
-        (["default", "--api-key-file", "/dev/null"], 2, "there is no key"),
+        (["default", "--api-key-file", "/dev/null"], 2, "it contains no key"),
     ],
 )
-def test_the_command_refuses_in_one_line(arguments: list[str], exit_code: int, said: str) -> None:
+def test_errors_of_the_command_are_one_line(arguments: list[str], exit_code: int, message: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     done = subprocess.run(
         weft(*arguments, "--port", "0"), capture_output=True, text=True, env=environment, timeout=60
     )
     assert done.returncode == exit_code
-    assert done.stderr.startswith("weft: ") and said in done.stderr and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("weft: ") and message in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_the_command_says_that_a_port_is_taken(shared_server: Server, default_model_path: Path) -> None:
+def test_the_command_reports_a_port_in_use(shared_server: Server, default_model_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     command = weft(str(default_model_path), "--port", str(shared_server.port))
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)

@@ -1,4 +1,4 @@
-"""`weft bench soak` in short: a storm on a real server whose engine is killed, and its checks, each of which can fail."""
+"""A short `weft bench soak` with a killed engine, and its checks, each of which can fail."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from weft.bench.soak_report import Gauges, Soaked, checks
 from weft.bench.soak_watch import Kill, Poll, ProcessHistory, follow_kills, kill_engine, undisturbed
 
 
-def test_a_storm_with_a_killed_engine_leaves_nothing_lost_nothing_doubled_and_nothing_held(
+def test_a_soak_with_a_killed_engine_loses_doubles_and_holds_nothing(
     tmp_path: Path,
 ) -> None:
     report = tmp_path / "soak.json"
@@ -51,7 +51,7 @@ def test_a_storm_with_a_killed_engine_leaves_nothing_lost_nothing_doubled_and_no
     )
     found = json.loads(report.read_text())
     assert found["violations"] == [], done.stdout
-    # How quick this machine is today is no question of right or wrong.
+    # The speed of this machine is not tested.
     missed = [
         one["criterion"] for one in found["checks"] if not one["is_met"] and "p99" not in one["criterion"]
     ]
@@ -61,10 +61,12 @@ def test_a_storm_with_a_killed_engine_leaves_nothing_lost_nothing_doubled_and_no
     outcomes = Counter()
     for one in found["requests"]:
         outcomes[one["conduct"]] += one["count"]
-    assert set(outcomes) == {conduct.value for conduct in Conduct}, "too short for every kind of client"
+    assert set(outcomes) == {conduct.value for conduct in Conduct}, (
+        "the run was too short for every kind of client"
+    )
 
 
-def test_the_same_seed_is_the_same_storm_and_another_is_not() -> None:
+def test_the_same_seed_gives_the_same_soak_and_another_does_not() -> None:
     def drawn(seed: int) -> Any:
         behaviour = Behaviour(seed, 3)
         steps = [(behaviour.conduct(), behaviour.pick(9), behaviour.chance(0.5)) for _ in range(50)]
@@ -92,7 +94,7 @@ def receive(*events: bytes) -> Received:
     return received
 
 
-def test_an_answer_that_is_whole_passes() -> None:
+def test_a_complete_answer_passes_the_check() -> None:
     receive(chunk("one "), chunk("two"), chunk("", "length"), USAGE, b"[DONE]").check_complete()
 
 
@@ -109,7 +111,7 @@ def test_an_answer_that_is_whole_passes() -> None:
         pytest.param([b'{"error": {"code": "x"}}', chunk("one ")], id="on after an error"),
     ],
 )
-def test_an_answer_that_is_not_what_it_must_be_is_noticed_at_once(events: list[bytes]) -> None:
+def test_a_wrong_event_is_detected_at_once(events: list[bytes]) -> None:
     with pytest.raises(Violation):
         receive(*events)
 
@@ -122,26 +124,26 @@ def test_an_answer_that_is_not_what_it_must_be_is_noticed_at_once(events: list[b
         pytest.param([chunk("one two", "length"), b"[DONE]"], id="no usage"),
     ],
 )
-def test_an_answer_that_is_not_whole_is_noticed_in_the_end(events: list[bytes]) -> None:
+def test_an_incomplete_answer_is_detected_at_its_end(events: list[bytes]) -> None:
     with pytest.raises(Violation):
         receive(*events).check_complete()
 
 
-def test_an_id_that_two_answers_have_is_noticed() -> None:
+def test_an_id_of_two_answers_is_detected() -> None:
     ledger = Ledger()
     ledger.see_id("a")
     with pytest.raises(Violation):
         ledger.see_id("a")
 
 
-def test_a_server_that_says_something_else_is_caught(server: Server) -> None:
-    """The real server, and expectations that are wrong."""
+def test_a_server_with_a_wrong_answer_is_detected(server: Server) -> None:
+    """The real server with wrong expectations."""
     question = Question("/v1/completions", {"prompt": "Hello", "max_tokens": 4, "seed": 1}, ("no",), 4)
     target = Target("127.0.0.1", server.port, [question], [question], wrong_questions(8192))
     ledger, seeds = Ledger(), itertools.count()
 
     def is_caught() -> bool:
-        """In as many rounds as it takes: a busy machine may not get to a whole answer in one of them."""
+        """Repeated: on a busy machine one run may not reach a complete answer."""
         asyncio.run(SoakClient(target, Behaviour(next(seeds), 0), ledger).run(time.monotonic() + 0.5))
         return any("another text" in violation for violation in ledger.violations)
 
@@ -194,7 +196,7 @@ LEAK = ProcessHistory("engine", [0.0, 50.0, 100.0, 150.0], [100.0, 150.0, 200.0,
         ({"polls": [Poll(float(second), 0.01, 503) for second in range(150)]}, "other than 200"),
     ],
 )
-def test_each_thing_that_must_not_be_fails_its_check(changes: dict[str, Any], criterion: str) -> None:
+def test_each_violation_fails_exactly_its_check(changes: dict[str, Any], criterion: str) -> None:
     failed = [check.criterion for check in checks(soaked(**changes)) if not check.is_met]
     assert len(failed) == 1 and criterion in failed[0], failed
 
@@ -232,11 +234,11 @@ def test_a_connection_that_the_server_closed_while_idle_is_not_used_again() -> N
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_an_error_during_a_kill_is_nobodys_fault() -> None:
+def test_an_error_during_a_kill_is_not_a_violation() -> None:
     assert soaked(ledger=Ledger(excused=[Excused(9.5, 10.2, "engine_died")])).is_clean
 
 
-def test_a_kill_is_dated_before_anyone_can_notice_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_a_kill_is_taken_before_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[float] = []
     monkeypatch.setattr(soak_watch.os, "kill", lambda pid, number: killed.append(time.monotonic()))
     processes: Any = SimpleNamespace(engine=lambda: 1)
@@ -244,7 +246,7 @@ def test_a_kill_is_dated_before_anyone_can_notice_it(monkeypatch: pytest.MonkeyP
     assert at <= killed[0]
 
 
-def test_a_kill_is_followed_through_the_polls_and_takes_them_out_of_the_figures() -> None:
+def test_a_kill_is_followed_through_the_polls_which_then_do_not_count() -> None:
     statuses = {10: 503, 11: 503}
     polls = [Poll(float(second), 0.1, statuses.get(second, 200)) for second in range(20)]
     (kill,) = follow_kills([9.5], polls)

@@ -1,4 +1,4 @@
-"""What a stream writes for every token by a short way is byte for byte what the long way writes."""
+"""The fast paths of a stream write the same bytes as the general ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from weft.engine.ipc.client import EngineClient
 from weft.errors import EngineStoppedError
 from weft.request import SamplingParams
-from weft.server.api.openai import Form, Shape
+from weft.server.api.openai import ApiFormat, ResponseBuilder
 from weft.server.http.protocol import BodyWriter, _Connection
 from weft.server.metrics import _TOKEN_SECONDS, ServerMetrics
 from weft.server.stream.chunks import Chunks
@@ -24,22 +24,22 @@ from weft.text.tokenizer import Tokenizer
 TEXTS = ("", "a", ' "quoted" \\ / \n\t\x00\x7f', "naïve 日本 \U0001f600", '"",[]', "[]")
 
 
-@pytest.mark.parametrize("form", get_args(Form))
+@pytest.mark.parametrize("api_format", get_args(ApiFormat))
 @pytest.mark.parametrize("more", [{}, {"usage": None}])
-def test_a_chunk_in_pieces_is_the_chunk_encoded_whole(
-    form: Form, more: dict[str, Any], default_tokenizer: Tokenizer
+def test_a_chunk_from_cached_parts_equals_the_encoded_chunk(
+    api_format: ApiFormat, more: dict[str, Any], default_tokenizer: Tokenizer
 ) -> None:
-    shape = Shape(form, 'a "model" [] ""', default_tokenizer)
-    chunks = Chunks(shape, include_usage=bool(more))
+    builder = ResponseBuilder(api_format, 'a "model" [] ""', default_tokenizer)
+    chunks = Chunks(builder, include_usage=bool(more))
     for index in (0, 1, 0, 12):
         for text in TEXTS:
-            choice = shape.text(index, text)
-            whole = b"data: " + msgspec.json.encode(shape.chunk([choice], **more)) + b"\n\n"
+            choice = builder.text(index, text)
+            whole = b"data: " + msgspec.json.encode(builder.chunk([choice], **more)) + b"\n\n"
             assert chunks.text(index, text) == chunks.event(choice) == whole
 
 
 def begin(connection: h11.Connection, http_version: bytes) -> None:
-    """A request has come, and waits for its answer."""
+    """Receives a request, so that a response can be sent."""
     connection.receive_data(b"GET / HTTP/" + http_version + b"\r\nhost: localhost\r\n\r\n")
     while not isinstance(connection.next_event(), h11.EndOfMessage):
         pass
@@ -69,7 +69,7 @@ def test_a_connection_sends_what_h11_sends(http_version: bytes, headers: list[tu
 
 
 class Wire(asyncio.Transport):
-    """Keeps what is written."""
+    """A transport that records the written bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,27 +85,27 @@ class Wire(asyncio.Transport):
 
 @pytest.mark.parametrize("http_version", [b"1.1", b"1.0"])
 @pytest.mark.parametrize("headers", [[], [("content-length", "309")]])
-def test_a_piece_written_past_asgi_is_what_h11_sends(
+def test_a_directly_written_piece_equals_what_h11_sends(
     http_version: bytes, headers: list[tuple[str, str]]
 ) -> None:
     async def run() -> None:
         ours, theirs, wire = _Connection(h11.SERVER), h11.Connection(h11.SERVER), Wire()
         expected = b"".join(sent_by(theirs, http_version, headers)[1:4])
         writer = BodyWriter(ours, wire, FlowControl(wire))
-        assert not writer.takes_chunks, "there is no answer yet"
+        assert not writer.accepts_chunks, "no response has begun"
         begin(ours, http_version)
         ours.send(h11.Response(status_code=200, headers=headers))
-        assert writer.takes_chunks == (http_version == b"1.1" and not headers)
-        if writer.takes_chunks:
+        assert writer.accepts_chunks == (http_version == b"1.1" and not headers)
+        if writer.accepts_chunks:
             assert writer.write(b"data: 1\n\n") and writer.write(b"x" * 300)
             assert b"".join(wire.written) == expected
             ours.send(h11.EndOfMessage())
-            assert not writer.takes_chunks, "the answer is over"
+            assert not writer.accepts_chunks, "the response has ended"
 
     asyncio.run(run())
 
 
-def test_a_piece_waits_for_a_client_that_is_behind_and_for_none_that_is_gone() -> None:
+def test_a_piece_is_refused_for_a_slow_client_and_dropped_for_a_disconnected_one() -> None:
     async def run() -> None:
         connection, wire = _Connection(h11.SERVER), Wire()
         flow = FlowControl(wire)
@@ -122,7 +122,7 @@ def test_a_piece_waits_for_a_client_that_is_behind_and_for_none_that_is_gone() -
     asyncio.run(run())
 
 
-def test_nothing_is_sent_behind_the_end_of_an_answer() -> None:
+def test_nothing_can_be_sent_after_the_end_of_a_response() -> None:
     connection = _Connection(h11.SERVER)
     sent_by(connection, b"1.1", [])
     with pytest.raises(h11.LocalProtocolError):
@@ -137,24 +137,24 @@ class NoEngine(EngineClient):
         raise EngineStoppedError("there is none")
 
 
-def test_gaps_between_tokens_are_told_as_a_histogram_of_the_library_tells_them() -> None:
+def test_the_fast_histogram_exports_the_same_lines_as_that_of_the_library() -> None:
     metrics, registry = ServerMetrics('m "1"'), CollectorRegistry()
     name, bounds = "weft:inter_token_latency_seconds", _TOKEN_SECONDS
     theirs = Histogram(name, "", ["model_name"], registry=registry, buckets=bounds).labels('m "1"')
-    for turn in range(2):  # whenever somebody looks
+    for scrape in range(2):  # every scrape
         for gap in (*reversed(bounds), 0.0, 1e-9, 0.017, 0.017, 4.9, 5.1, 1000.0):
             metrics.delivery(gap * 4, 4)
             theirs.observe(gap)
-        told = asyncio.run(metrics.text(NoEngine())).decode().splitlines()
+        exported = asyncio.run(metrics.text(NoEngine())).decode().splitlines()
         expected = [
             line for line in generate_latest(registry).decode().splitlines() if "_created" not in line
         ]
-        assert len(expected) == len(bounds) + 5, turn
-        ours = [line for line in told if name in line]
-        assert ours[1:] == expected[1:], "but for the help"
+        assert len(expected) == len(bounds) + 5, scrape
+        ours = [line for line in exported if name in line]
+        assert ours[1:] == expected[1:], "all lines but the help text"
 
 
-def test_text_that_comes_token_by_token_is_the_text_of_all_of_them(default_tokenizer: Tokenizer) -> None:
+def test_text_decoded_token_by_token_equals_the_text_of_all_tokens(default_tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         tokens = default_tokenizer.encode(text, add_bos=False)
         one_by_one, together = (AnswerText(default_tokenizer, SamplingParams()) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Structured output over HTTP: what clients of several servers send, what a model makes of it, and what is refused."""
+"""Structured output over HTTP: the fields of several APIs, their effect on answers, and refused ones."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def client(real_server: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-# --- what a model makes of it -----------------------------------------------------------------------------------------
+# --- answers of the real model -----------------------------------------------------------------------------------------
 
 
 def test_parse_of_the_openai_client_gives_an_object_of_its_class(client: openai.OpenAI) -> None:
@@ -85,7 +85,7 @@ def test_parse_of_the_openai_client_gives_an_object_of_its_class(client: openai.
     assert isinstance(choice.message.parsed, City)
 
 
-def test_every_answer_in_a_stream_of_several_obeys_the_schema(client: openai.OpenAI) -> None:
+def test_every_answer_in_a_stream_of_several_follows_the_schema(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
     stream = client.chat.completions.create(
         model=MODEL,
@@ -128,7 +128,7 @@ def test_every_answer_in_a_stream_of_several_obeys_the_schema(client: openai.Ope
         ({"structured_outputs": {"json": {"type": "null"}}}, "null"),
     ],
 )
-def test_what_clients_of_other_servers_send_is_obeyed(
+def test_the_fields_of_vllm_and_llama_cpp_are_enforced(
     real_server: Server, fields: dict[str, Any], pattern: str
 ) -> None:
     answer = real_server.complete("The answer is", temperature=1, seed=3, max_tokens=24, **fields).json()
@@ -145,17 +145,17 @@ def test_what_clients_of_other_servers_send_is_obeyed(
         {"response_format": {"type": "json_object", "schema": {"required": ["ok"]}}},
     ],
 )
-def test_any_json_object_is_one(real_server: Server, fields: dict[str, Any]) -> None:
+def test_json_object_gives_a_json_object(real_server: Server, fields: dict[str, Any]) -> None:
     talk = [{"role": "user", "content": 'Answer with {"ok": true} and nothing else.'}]
     answer = real_server.chat(messages=talk, temperature=0, max_tokens=40, **fields).json()
     [choice] = answer["choices"]
     if choice["finish_reason"] == "stop":
         assert isinstance(json.loads(choice["message"]["content"]), dict)
-    assert "\n\n" not in choice["message"]["content"], "whitespace has a bound"
+    assert "\n\n" not in choice["message"]["content"], "whitespace is limited"
 
 
-def test_an_object_has_the_properties_that_are_named_and_no_others(real_server: Server) -> None:
-    """As instructor and llm send it: the model had no end of things to add."""
+def test_an_object_has_only_the_properties_that_the_schema_names(real_server: Server) -> None:
+    """A schema as instructor and llm send it. With open objects the model added properties without end."""
     schema = {
         "type": "object",
         "properties": {
@@ -164,23 +164,23 @@ def test_an_object_has_the_properties_that_are_named_and_no_others(real_server: 
         },
         "required": ["name", "age"],
     }
-    asked = {
+    body = {
         "messages": [{"role": "user", "content": "Tell me about a person called Ada, aged 36."}],
         "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}},
     }
-    [choice] = real_server.chat(**asked, temperature=0, max_tokens=60).json()["choices"]
+    [choice] = real_server.chat(**body, temperature=0, max_tokens=60).json()["choices"]
     assert choice["finish_reason"] == "stop"
     assert set(json.loads(choice["message"]["content"])) == {"name", "age"}
 
 
-def test_an_answer_cut_by_its_length_keeps_its_text(real_server: Server) -> None:
+def test_an_answer_truncated_by_max_tokens_keeps_its_text(real_server: Server) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     [choice] = real_server.chat(response_format=form, max_tokens=3, temperature=0).json()["choices"]
     assert choice["finish_reason"] == "length"
     assert choice["message"]["content"].startswith("{")
 
 
-def test_the_same_seed_gives_the_same_text_beside_others(real_server: Server) -> None:
+def test_the_same_seed_gives_the_same_text_with_other_requests_running(real_server: Server) -> None:
     fields: dict[str, Any] = {"guided_regex": "[a-z ]{12}", "seed": 11, "temperature": 1.0, "max_tokens": 30}
 
     def text(index: int) -> str:
@@ -194,24 +194,24 @@ def test_the_same_seed_gives_the_same_text_beside_others(real_server: Server) ->
         assert {one for one in threads.map(text, range(8)) if one} == {alone}
 
 
-def test_logprobs_are_the_models_own_though_a_grammar_chose(real_server: Server) -> None:
+def test_logprobs_are_those_of_the_model_without_the_grammar(real_server: Server) -> None:
     fields = {"temperature": 0, "max_tokens": 2, "logprobs": 3}
     free = real_server.complete("The capital of France is", **fields).json()["choices"][0]["logprobs"]
     bound = real_server.complete("The capital of France is", **fields, guided_choice=["Rome"]).json()
     bound = bound["choices"][0]["logprobs"]
     likeliest = {name for name in free["top_logprobs"][0] if name in bound["top_logprobs"][0]}
-    assert len(likeliest) >= 3, "the same are likeliest"
+    assert len(likeliest) >= 3, "the most likely tokens are the same"
     assert bound["token_logprobs"][0] < free["token_logprobs"][0]
 
 
-def test_18_a_request_that_would_ban_every_token_errors_alone(real_server: Server) -> None:
-    """Over HTTP the bound of the list refuses it; with a vocabulary that is smaller than that, the sampler does."""
+def test_18_a_request_that_bans_every_token_fails_alone(real_server: Server) -> None:
+    """Over HTTP the limit for the list refuses it. With a vocabulary smaller than that limit the sampler does."""
     banned = {"stop_token_ids": list(range(49152)), "min_tokens": 1}
     check_that_it_errors_alone(real_server, banned, "stop_token_ids has 49152 entries; allowed: at most 1024")
 
 
-def test_29_a_grammar_that_fails_after_admission_ends_its_request_alone(real_server: Server) -> None:
-    """It compiles, and after a few letters there is more to keep in mind than any grammar may need."""
+def test_29_a_grammar_that_fails_during_decode_ends_only_its_request(real_server: Server) -> None:
+    """It compiles, but after a few letters the state of the parser exceeds its limit."""
     endless = {"guided_regex": "(([a-z]{0,999}){0,999}){0,999}"}
     check_that_it_errors_alone(real_server, endless, "the grammar cannot be followed any further")
 
@@ -235,11 +235,11 @@ def check_that_it_errors_alone(server: Server, fields: dict[str, Any], message: 
     server.wait_until_free()
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refused requests --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "said"),
+    ("fields", "param", "message"),
     [
         ({"guided_regex": "a(b"}, "guided_regex", "at character 2 of 3"),
         ({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
@@ -262,18 +262,16 @@ def check_that_it_errors_alone(server: Server, fields: dict[str, Any], message: 
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "grammar"),
     ],
 )
-def test_26_what_is_no_grammar_is_refused_with_the_field_and_the_place(
-    server: Server, fields: dict[str, Any], param: str, said: str
+def test_26_an_invalid_grammar_is_refused_with_its_field_and_position(
+    server: Server, fields: dict[str, Any], param: str, message: str
 ) -> None:
     for response in (server.chat(**fields), server.complete(**fields, stream=True)):
-        assert said in refused(response, param)
+        assert message in refused(response, param)
 
 
 @pytest.mark.parametrize("depth", [230, *range(480, 500)])
-def test_26_a_schema_as_deep_as_a_body_may_be_is_no_mistake_of_the_servers(
-    server: Server, depth: int
-) -> None:
-    """What reads a body can go deeper than what writes it again."""
+def test_26_a_schema_as_deep_as_a_body_may_be_is_a_400_and_not_a_500(server: Server, depth: int) -> None:
+    """The JSON decoder allows deeper nesting than the encoder."""
     schema = '{"properties":{"a":' * depth + "{}" + "}}" * depth
     refused = server.client.post("/v1/completions", content=f'{{"prompt":"x","guided_json":{schema}}}')
     assert refused.status_code == 400, refused.text
@@ -304,19 +302,21 @@ def test_26_a_remote_reference_is_refused_and_nothing_is_fetched(server: Server)
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
     ],
 )
-def test_28_two_shapes_for_one_answer_are_refused(server: Server, fields: dict[str, Any], param: str) -> None:
+def test_28_two_different_formats_for_one_answer_are_refused(
+    server: Server, fields: dict[str, Any], param: str
+) -> None:
     refused(server.chat(**fields), param)
     refused(server.complete(**fields), param)
 
 
-def test_28_the_same_shape_said_twice_is_no_contradiction(server: Server) -> None:
+def test_28_the_same_format_in_two_fields_is_accepted(server: Server) -> None:
     schema = {"type": "object"}
     assert server.chat(guided_json=schema, json_schema=schema, grammar="").status_code == 200
     assert server.chat(response_format={"type": "text"}, guided_regex="a").status_code == 200
 
 
 def bomb(size: int) -> dict[str, Any]:
-    """Every combination of one of each pair: 2 to the power of `size` objects."""
+    """All combinations of one of each pair: 2 to the power of `size` objects."""
     pairs = [
         {
             "anyOf": [
@@ -334,7 +334,8 @@ MANY_OPTIONAL = {
     "minProperties": 1,
     "additionalProperties": False,
 }
-"""Takes a second or more to find out that it is too large; whether the deadline is quicker depends on the machine."""
+"""It takes a second or more to detect that it is too large. Whether the time limit is reached first depends on the
+machine."""
 
 
 @pytest.mark.parametrize(
@@ -352,8 +353,8 @@ def test_27_a_grammar_bomb_is_refused(server: Server, fields: dict[str, Any]) ->
     refused(server.chat(**fields), next(iter(fields)), "grammar_too_complex")
 
 
-def test_27_health_answers_while_bombs_are_compiled(server: Server) -> None:
-    """Each grammar is a new one, so that each is compiled."""
+def test_27_health_responds_while_grammar_bombs_are_compiled(server: Server) -> None:
+    """Each grammar is new, so that none is cached."""
     stop = threading.Event()
     answers: list[int] = []
 
@@ -380,17 +381,17 @@ def test_27_health_answers_while_bombs_are_compiled(server: Server) -> None:
     assert set(answers) <= {200, 400}
 
 
-def test_the_processes_for_grammars_start_with_the_first_one_and_end_with_the_server(
+def test_grammar_processes_start_with_the_first_grammar_and_end_with_the_server(
     default_model_path: Path,
 ) -> None:
     with running_server(default_model_path) as server:
         before = set(server.children())
         assert server.chat().status_code == 200
-        assert set(server.children()) == before, "who sends no grammar pays for none"
+        assert set(server.children()) == before, "no process starts without a grammar"
         assert server.chat(guided_regex="a+").status_code == 200
         [pid] = set(server.children()) - before
         assert b"weft.server.text_work.grammar_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        for _ in range(3):  # the verdict is remembered, and the process kept
+        for _ in range(3):  # the verdict is cached and the process stays
             assert server.chat(guided_regex="a+").status_code == 200
         assert set(server.children()) - before == {pid}
     wait_for(lambda: not Path(f"/proc/{pid}").exists())

@@ -1,4 +1,5 @@
-"""Text work of large requests: it is done beside the event loop, in a fair order, and dropped when its client left."""
+"""Text work of large requests: it does not block the event loop, is fairly ordered, and is dropped after a
+disconnect."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from weft.server.text_work import prompt_tokens as prompts
 
 @pytest.fixture(scope="module")
 def longest_callbacks(default_model_path: Path) -> dict[str, Any]:
-    """By the name of the body that caused it."""
+    """The longest callback by the name of the body."""
     script = Path(__file__).with_name("loop_callbacks.py")
     done = subprocess.run(
         [sys.executable, str(script), str(default_model_path)], capture_output=True, text=True, timeout=600
@@ -38,7 +39,7 @@ def longest_callbacks(default_model_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_10_no_body_keeps_the_event_loop_to_itself(longest_callbacks: dict[str, Any], name: str) -> None:
+def test_10_no_body_blocks_the_event_loop(longest_callbacks: dict[str, Any], name: str) -> None:
     longest = longest_callbacks[name]
     print(name, longest)
     assert longest["references"] < MOST_REFERENCES, longest
@@ -46,7 +47,7 @@ def test_10_no_body_keeps_the_event_loop_to_itself(longest_callbacks: dict[str, 
 
 @pytest.fixture(scope="module")
 def keys(default_model_path: Path) -> Iterator[Server]:
-    """Keys with limits, and four places."""
+    """A server with limited keys and max_requests of 4."""
     found = [api_key("metered", tokens_per_minute=1000), api_key("single", concurrent=1), api_key("plain")]
     options = {"api_keys": found, "backend_options": SLOW, "max_requests": 4}
     with running_server(default_model_path, **options, headers=PLAIN) as server:
@@ -59,7 +60,7 @@ SINGLE = {"Authorization": "Bearer single"}
 LONG = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True}
 
 
-def test_10_tokens_and_text_cost_tokens_of_the_keys_minute(keys: Server) -> None:
+def test_10_tokenize_and_detokenize_use_the_token_limit_of_the_key(keys: Server) -> None:
     def ask(path: str, **fields: Any) -> httpx.Response:
         return keys.client.post(path, json=fields, headers=METERED)
 
@@ -68,20 +69,20 @@ def test_10_tokens_and_text_cost_tokens_of_the_keys_minute(keys: Server) -> None
 
     first = ask("/tokenize", prompt="word " * 100)
     tokens = first.json()["tokens"]
-    # What came back meanwhile is one token in 0.06 s; a slow machine may have had some more.
+    # One token is refilled per 0.06 s; allow for a slow machine.
     assert first.status_code == 200 and 100 <= len(tokens) <= 1000 - left(first) + 50
     second = ask("/detokenize", tokens=tokens)
     assert second.status_code == 200 and left(second) < left(first)
     refused = ask("/detokenize", tokens=[10**6] * 500)
-    assert refused.status_code == 400 and left(refused) >= left(second), "what is refused costs nothing"
+    assert refused.status_code == 400 and left(refused) >= left(second), "refused requests cost nothing"
     assert ask("/tokenize", prompt="x", messages=[]).status_code == 400
-    # More than a minute's worth has to wait for a full minute's worth.
+    # A request for more than the bucket holds needs a full bucket.
     late = ask("/tokenize", prompt="word " * 2000)
     assert late.status_code == 429 and late.json()["error"]["code"] == "rate_limit_exceeded"
     assert int(late.headers["retry-after"]) >= 1
 
 
-def test_10_tokens_and_text_take_a_place(keys: Server) -> None:
+def test_10_tokenize_and_detokenize_count_as_active_requests(keys: Server) -> None:
     fields: dict[str, Any]
     with ExitStack() as streams:
         streams.enter_context(keys.client.stream("POST", "/v1/completions", json=LONG, headers=SINGLE))
@@ -105,15 +106,17 @@ def test_10_a_prompt_of_9_kb_does_not_wait_for_many_of_500_kb(server: Server) ->
             return client.post("/tokenize", json=body).status_code
 
     with ThreadPoolExecutor(24) as pool:
-        for body in (short, long):  # both processes run
-            assert set(pool.map(ask, [body] * 4)) == {200 if body is short else 400}  # the context has 8192
-        asking = [pool.submit(ask, long) for _ in range(20)]
-        wait_for(lambda: any(one.done() for one in asking))
-        num_done = sum(one.done() for one in asking)
+        for body in (short, long):  # starts both processes
+            assert set(pool.map(ask, [body] * 4)) == {
+                200 if body is short else 400
+            }  # longer than the context of 8192
+        pending = [pool.submit(ask, long) for _ in range(20)]
+        wait_for(lambda: any(one.done() for one in pending))
+        num_done = sum(one.done() for one in pending)
         assert ask(short) == 200
-        num_overtaken = 20 - sum(one.done() for one in asking)
-        assert num_overtaken >= 20 - num_done - 6, "it waited for at most a few of them"
-        assert {one.result() for one in asking} == {400}
+        num_overtaken = 20 - sum(one.done() for one in pending)
+        assert num_overtaken >= 20 - num_done - 6, "it waited for at most a few of the long ones"
+        assert {one.result() for one in pending} == {400}
 
 
 STAGES: dict[str, tuple[str, str, bytes]] = {
@@ -129,22 +132,22 @@ STAGES: dict[str, tuple[str, str, bytes]] = {
         json.dumps({"messages": [{"role": "user", "content": "A fox. " * 5}] * 4000}).encode(),
     ),
 }
-"""A stage, the process that it runs in, and a request that is refused there, since it is too long for the context."""
+"""By stage: the module of its worker process, and a request that is refused there because it exceeds the context."""
 
 
 def children(module: str) -> list[int]:
-    """Processes of this test's own that run a module."""
+    """Child processes of this test that run a module."""
     found = []
-    for place in Path("/proc").glob("[0-9]*"):
+    for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):
-            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and module.encode() in (place / "cmdline").read_bytes():
-                found.append(int(place.name))
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and module.encode() in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
     return found
 
 
 def seconds_of(pids: list[int]) -> float:
-    """Of the processor, with the processes that they started and that have ended."""
+    """CPU seconds of these processes and of their ended children."""
     ticks = 0
     for pid in pids:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -153,42 +156,44 @@ def seconds_of(pids: list[int]) -> float:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_07_work_whose_clients_left_is_dropped_at_every_stage(default_model_path: Path, stage: str) -> None:
+def test_07_work_of_disconnected_clients_is_dropped_at_every_stage(
+    default_model_path: Path, stage: str
+) -> None:
     module, path, body = STAGES[stage]
 
     async def run() -> None:
         async with in_process(default_model_path, max_context=2048) as app:
             for _ in range(2):
-                assert (await app.ask(path, body)).status == 400
+                assert (await app.send(path, body)).status == 400
             [pid] = children(module)
             before = seconds_of([pid])
-            assert (await app.ask(path, body)).status == 400
+            assert (await app.send(path, body)).status == 400
             alone = seconds_of([pid]) - before
-            leaving = [asyncio.create_task(app.ask(path, body, leaves_after=0.01)) for _ in range(30)]
+            leaving = [asyncio.create_task(app.send(path, body, leaves_after=0.01)) for _ in range(30)]
             await asyncio.gather(*leaving)
-            assert (await app.ask(path, body)).status == 400
-            assert pid in children(module), "what is short is let end: a new process costs more"
+            assert (await app.send(path, body)).status == 400
+            assert pid in children(module), "short work runs to its end: a new process costs more"
             assert seconds_of([pid]) - before < 10 * alone + 1.0
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("stage", ["body", "text"])
-def test_10_a_process_that_is_stuck_costs_one_request_its_answer(
+def test_10_a_stuck_process_fails_one_request_and_is_replaced(
     default_model_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, path, body = STAGES[stage]
 
     async def run() -> None:
         async with in_process(default_model_path, max_context=2048) as app:
-            assert (await app.ask(path, body)).status == 400
+            assert (await app.send(path, body)).status == 400
             [pid] = children(module)
             os.kill(pid, signal.SIGSTOP)
             monkeypatch.setattr(bodies if stage == "body" else prompts, "_SECONDS", 1.0)
-            stuck = await app.ask(path, body)
+            stuck = await app.send(path, body)
             monkeypatch.undo()
             assert stuck.status == 503 and b"server_busy" in stuck.body and b"retry-after" in stuck.headers
-            assert (await app.ask(path, body)).status == 400
+            assert (await app.send(path, body)).status == 400
             assert pid not in children(module)
 
     asyncio.run(run())
@@ -204,7 +209,7 @@ HEAVY = {
 
 
 def grammar_seconds(server: Server) -> float:
-    """Of the processor, in the processes that compile grammars and in those that they started."""
+    """CPU seconds of the grammar processes and of their ended children."""
     ticks = 0
     for pid in server.children():
         with suppress(OSError):
@@ -214,16 +219,16 @@ def grammar_seconds(server: Server) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def test_07_grammars_of_clients_that_left_do_not_delay_the_next(server: Server) -> None:
+def test_07_grammars_of_disconnected_clients_do_not_delay_the_next(server: Server) -> None:
     assert server.chat(guided_regex="a").status_code == 200
     before = grammar_seconds(server)
     for index in range(12):
-        asked = {"messages": MESSAGES, "json_schema": {**HEAVY, "title": f"{index} {time.time()}"}}
-        body = json.dumps(asked).encode()
+        fields = {"messages": MESSAGES, "json_schema": {**HEAVY, "title": f"{index} {time.time()}"}}
+        body = json.dumps(fields).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(head.encode() + body)
             time.sleep(0.05)
     assert server.chat(guided_regex=f"a{{{time.time_ns() % 1000},1000}}").status_code == 200
-    # Twelve times a twentieth of a second, one of a second, and the start of a process.
+    # Twelve trials of 0.05 s, one of 1 s, and the start of a process.
     assert grammar_seconds(server) - before < 6.0

@@ -1,4 +1,4 @@
-"""A server with a two-tier KV cache: it answers as one that asks alone would see it, and its metrics tell the tiers."""
+"""A server with a two-tier KV cache: its answers and the metrics of its tiers."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def server(default_model_path: Path) -> Iterator[Server]:
         yield server
 
 
-def test_metrics_tell_what_moved_and_that_nothing_is_held_when_all_is_over(server: Server) -> None:
+def test_metrics_count_migrations_and_are_zero_when_all_requests_ended(server: Server) -> None:
     before = server.metric("kv_cache_migrations_total")
     assert server.complete(PROMPT, max_tokens=8, ignore_eos=True).status_code == 200
     server.wait_until_free()
-    # 207 positions are computed, 12 whole blocks, and the last 2 of them are the tail.
+    # 207 positions are computed: 12 full KV blocks, of which the last 2 are the tail.
     assert server.metric("kv_cache_migrations_total") - before == 207 // 16 - 2
     assert server.metrics(*IN_USE) == [0, 0, 0, 0]
     assert server.metric("kv_cache_compression_ratio") == 1
 
 
-def test_what_the_store_has_already_is_counted_apart(server: Server) -> None:
+def test_migrations_without_a_copy_are_counted_separately(server: Server) -> None:
     beginning = [*range(300, 396)]
     assert server.complete([*beginning, *range(400, 500)], ignore_eos=True).status_code == 200
     before = server.metric("kv_cache_migrations_shared_total")
     assert server.complete([*beginning, *range(500, 600)], ignore_eos=True).status_code == 200
-    # Its six blocks were found, the last two of them in full for the tail: those the first request has moved already.
+    # Six KV blocks are prefix hits. The last two are in the tail, in full precision, and the store has them already.
     assert server.metric("kv_cache_migrations_shared_total") - before == 2
 
 

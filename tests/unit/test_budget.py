@@ -1,33 +1,33 @@
-"""Bytes of answers in memory: what a request has is given back once, whatever arrives after it."""
+"""The byte budget of answers: the bytes of a request are released exactly once."""
 
 from __future__ import annotations
 
 import pytest
 
 from weft.server.errors import ApiError
-from weft.server.http.byte_budget import ByteBudget, Share, too_much_answer
+from weft.server.http.byte_budget import ByteBudget, RequestBytes, answer_budget_error
 
 KIB = 1 << 10
 
 
-def test_what_arrives_after_a_request_has_ended_is_not_counted() -> None:
-    budget = ByteBudget(1 << 20, 2 << 20, too_much_answer)
+def test_bytes_that_arrive_after_the_end_of_a_request_are_not_counted() -> None:
+    budget = ByteBudget(1 << 20, 2 << 20, answer_budget_error)
     for _ in range(100):
-        share = Share(budget)
-        share.add(200 * KIB)
-        share.release()
-        assert share.try_add(300 * KIB) is None, "a cancelled answer ends without an error of its own"
+        request_bytes = RequestBytes(budget)
+        request_bytes.add(200 * KIB)
+        request_bytes.release()
+        assert request_bytes.try_add(300 * KIB) is None, "late outputs of a cancelled answer are not an error"
     assert budget.num_bytes == 0
 
 
-def test_one_request_and_all_together_have_a_bound() -> None:
-    budget = ByteBudget(1 << 20, 2 << 20, too_much_answer)
-    shares = [Share(budget) for _ in range(3)]
+def test_one_request_and_all_together_have_a_limit() -> None:
+    budget = ByteBudget(1 << 20, 2 << 20, answer_budget_error)
+    requests = [RequestBytes(budget) for _ in range(3)]
     with pytest.raises(ApiError):
-        shares[0].add((1 << 20) + 1)
-    for share in shares[:2]:
-        share.add(1 << 20)
+        requests[0].add((1 << 20) + 1)
+    for request_bytes in requests[:2]:
+        request_bytes.add(1 << 20)
     with pytest.raises(ApiError):
-        shares[2].add(1 << 20)
-    shares[0].release()
-    shares[2].add(1 << 20)
+        requests[2].add(1 << 20)
+    requests[0].release()
+    requests[2].add(1 << 20)

@@ -1,4 +1,4 @@
-"""Objects that name their properties have no others, unless the schema says so or would mean something else."""
+"""Objects with named properties are closed, unless the schema opens them or would change its meaning."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ SHUT_A, SHUT_B = ({**one, "additionalProperties": False} for one in (A, B))
         ({"anyOf": [A, B, {"type": "null"}]}, {"anyOf": [SHUT_A, SHUT_B, {"type": "null"}]}),
         ({"$ref": "#/$defs/a", "$defs": {"a": A}}, {"$ref": "#/$defs/a", "$defs": {"a": SHUT_A}}),
         ({"additionalProperties": A}, {"additionalProperties": SHUT_A}),
-        # A property may have any name.
+        # A property may have the name of a keyword.
         (
             {"properties": {"properties": A, "allOf": B}},
             {"properties": {"properties": SHUT_A, "allOf": SHUT_B}, "additionalProperties": False},
         ),
-        # pydantic's way to describe a field that is an object.
+        # pydantic describes a field that is an object like this.
         ({"items": {"allOf": [A], "title": "x"}}, {"items": {"allOf": [SHUT_A], "title": "x"}}),
     ],
 )
-def test_objects_with_properties_are_closed_wherever_they_are(schema: Any, expected: Any) -> None:
+def test_objects_with_properties_are_closed_at_every_level(schema: Any, expected: Any) -> None:
     before = copy.deepcopy(schema)
     assert closed(schema) == expected
-    assert schema == before, "it is the client's: the model is told of it as it came"
+    assert schema == before, "the input must not change: the chat template uses it"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_objects_with_properties_are_closed_wherever_they_are(schema: Any, expec
         {**A, "minProperties": 2},
     ],
 )
-def test_what_says_more_or_could_not_be_met_stays_open(schema: Any) -> None:
+def test_open_or_otherwise_unsatisfiable_objects_stay_open(schema: Any) -> None:
     assert closed(schema) == schema
 
 
@@ -70,18 +70,18 @@ def test_what_says_more_or_could_not_be_met_stays_open(schema: Any) -> None:
         {"required": ["b"], "oneOf": [A, {"properties": {"b": {}}}]},
     ],
 )
-def test_a_schema_whose_objects_are_made_of_several_parts_stays_as_it_is(schema: Any) -> None:
+def test_a_schema_with_combined_objects_stays_unchanged(schema: Any) -> None:
     assert closed(schema) == schema
 
 
 @pytest.mark.parametrize(
     "broken", [{"properties": 3}, {"properties": {"a": 3}, "required": 3}, {"anyOf": 3, "items": "x"}]
 )
-def test_what_is_malformed_is_left_to_who_refuses_it(broken: Any) -> None:
+def test_malformed_schemas_are_not_refused_here(broken: Any) -> None:
     assert closed(broken) == broken or closed(broken) == {**broken, "additionalProperties": False}
 
 
-def test_a_schema_too_deep_to_be_written_is_refused_as_such() -> None:
+def test_a_schema_that_is_too_deep_to_encode_is_refused() -> None:
     deep: Any = 1
     for _ in range(10_000):
         deep = [deep]

@@ -1,4 +1,4 @@
-"""What the documents promise exists: the pages they link to, the commands and flags they show."""
+"""Links, commands and flags in the documents exist."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def without_blocks(text: str) -> str:
 
 
 def anchors(document: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """The anchors that GitHub makes from headings."""
     headings = re.findall(r"^#+ (.+)$", without_blocks(document.read_text("utf-8")), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def commands(text: str) -> Iterator[str]:
-    """Lines of code that begin with weft or make, continued lines in one, and such pieces within a sentence."""
+    """Commands in the text: code lines that begin with weft or make, with continued lines joined, and inline code."""
     joined = re.sub(r"\\\n\s*", "", text)
     for line in re.findall(r"^(?: {4}|\t)((?:weft|make) .*)$", joined, re.M):
         yield from (part.strip() for part in line.partition(" #")[0].split(";"))

@@ -1,4 +1,4 @@
-"""Turns at the engine: who goes next, counted in tokens and turns on an engine of paper."""
+"""The fair gate: which answer is released next, tested with a fake engine."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from weft.request import Priority
-from weft.server.admission.fairness import AnswerJob, FairGate, Turn
+from weft.server.admission.fairness import AnswerJob, FairGate, GateTicket
 from weft.server.admission.keys import ApiKey
 
 PROMPT, ANSWER = 10, 30
 
 
-class Paper:
-    """An engine with so many places, whose answers end when told to, the oldest first."""
+class FakeEngine:
+    """A fake engine with `slots` slots. The test ends its answers, oldest first."""
 
-    def __init__(self, *weights: float, places: int = 4, max_tokens: int = 10**9) -> None:
+    def __init__(self, *weights: float, slots: int = 4, max_tokens: int = 10**9) -> None:
         self.keys = [
             ApiKey(name, f"{index:064x}", weight=weight)
             for index, (name, weight) in enumerate(zip("abc", weights, strict=False))
         ]
-        self.running: list[tuple[str, Turn]] = []
-        self.waiting: list[tuple[str, Turn]] = []
+        self.running: list[tuple[str, GateTicket]] = []
+        self.waiting: list[tuple[str, GateTicket]] = []
         self.not_started = 0
-        self.gone: list[str] = []
-        """Keys, in the order in which their requests went to the engine."""
+        self.released: list[str] = []
+        """The keys of released answers, in order."""
         self.gate = FairGate(
             self.keys,
-            max_running=places,
+            max_running=slots,
             max_tokens=max_tokens,
             count_answers=lambda: (len(self.running), self.not_started),
         )
@@ -38,112 +38,112 @@ class Paper:
         name: str,
         priority: Priority = Priority.NORMAL,
         prompt: int = PROMPT,
-        most: int = ANSWER,
+        max_tokens: int = ANSWER,
         answers: int = 1,
-    ) -> Turn:
+    ) -> GateTicket:
         key = next(key for key in self.keys if key.name == name)
-        turn = self.gate.ask(key, AnswerJob(priority, prompt, answers, most))
-        assert turn is not None
-        self.waiting.append((name, turn))
-        self.look()
-        return turn
+        ticket = self.gate.enter(key, AnswerJob(priority, prompt, answers, max_tokens))
+        assert ticket is not None
+        self.waiting.append((name, ticket))
+        self.submit_released()
+        return ticket
 
-    def look(self) -> None:
-        """What may go goes."""
-        while ready := [one for one in self.waiting if one[1].num_going]:
-            for name, turn in sorted(ready, key=lambda one: one[1].order[1]):
-                if not turn.num_waiting:
-                    self.waiting.remove((name, turn))
-                count = turn.num_going
-                self.running += [(name, turn)] * count
-                self.gate.submitted(turn, count)
-                self.gone += [name] * count
+    def submit_released(self) -> None:
+        """Submits all released answers."""
+        while ready := [one for one in self.waiting if one[1].num_to_submit]:
+            for name, ticket in sorted(ready, key=lambda one: one[1].order[1]):
+                if not ticket.num_waiting:
+                    self.waiting.remove((name, ticket))
+                count = ticket.num_to_submit
+                self.running += [(name, ticket)] * count
+                self.gate.submitted(ticket, count)
+                self.released += [name] * count
 
     def end_one(self, tokens: int = ANSWER) -> str:
-        """The oldest answer; its request too, where it was the last."""
-        name, turn = self.running.pop(0)
-        if turn.num_waiting or any(other is turn for _, other in self.running):
-            self.gate.ended(turn, tokens)
+        """Ends the oldest answer, and its request if that was its last one."""
+        name, ticket = self.running.pop(0)
+        if ticket.num_waiting or any(other is ticket for _, other in self.running):
+            self.gate.ended(ticket, tokens)
         else:
-            self.gate.leave(turn, turn.num_tokens + tokens)
-        self.look()
+            self.gate.leave(ticket, ticket.num_tokens + tokens)
+        self.submit_released()
         return name
 
 
-def run(story: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(story())  # type: ignore[arg-type]
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(scenario())  # type: ignore[arg-type]
 
 
-def test_who_floods_does_not_keep_another_from_its_share() -> None:
-    async def story() -> None:
-        engine = Paper(1, 1)
+def test_a_flood_of_one_key_does_not_delay_another_key() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(1, 1)
         for _ in range(200):
             engine.ask("a")
         for _ in range(10):
             engine.end_one()
-        for _ in range(5):  # one after another
-            before = engine.gone.count("a")
-            turn = engine.ask("b")
-            while turn.num_waiting:
+        for _ in range(5):  # sequentially
+            before = engine.released.count("a")
+            ticket = engine.ask("b")
+            while ticket.num_waiting:
                 engine.end_one()
-            assert engine.gone.count("a") - before <= 1
-            while any(one is turn for _, one in engine.running):
+            assert engine.released.count("a") - before <= 1
+            while any(one is ticket for _, one in engine.running):
                 engine.end_one()
-        assert engine.gone.count("b") == 5
+        assert engine.released.count("b") == 5
 
-    run(story)
+    run(scenario)
 
 
-def test_keys_that_always_want_more_get_tokens_by_their_weights() -> None:
-    async def story() -> None:
-        engine = Paper(1, 2, 5)
+def test_busy_keys_get_tokens_in_proportion_to_their_weights() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(1, 2, 5)
         for name in "abc":
             for _ in range(400):
                 engine.ask(name)
         for _ in range(160):
             engine.end_one()
-        shares = Counter(engine.gone)
-        # Four places were filled before there was anybody to choose from.
+        shares = Counter(engine.released)
+        # The first four slots were filled before other keys waited.
         assert abs(shares["a"] - 20) <= 4 and abs(shares["b"] - 40) <= 4 and abs(shares["c"] - 100) <= 4
 
-    run(story)
+    run(scenario)
 
 
-def test_a_share_is_of_tokens_and_not_of_requests() -> None:
-    async def story() -> None:
-        engine = Paper(1, 1, places=2)
+def test_keys_share_tokens_and_not_requests() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(1, 1, slots=2)
         tokens = Counter[str]()
         for _ in range(800):
-            engine.ask("a", most=1000)
-            engine.ask("b", most=1000)
+            engine.ask("a", max_tokens=1000)
+            engine.ask("b", max_tokens=1000)
         while sum(tokens.values()) < 60_000:
             length = 300 if engine.running[0][0] == "a" else 30
             tokens[engine.end_one(length)] += PROMPT + length
         assert abs(tokens["a"] / tokens["b"] - 1) < 0.1
 
-    run(story)
+    run(scenario)
 
 
-def test_who_was_away_saves_nothing_up() -> None:
-    async def story() -> None:
-        engine = Paper(1, 1, places=1)
+def test_an_idle_key_saves_up_nothing() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(1, 1, slots=1)
         for _ in range(100):
             engine.ask("a")
         for _ in range(50):
             engine.end_one()
         for _ in range(100):
             engine.ask("b")
-        engine.gone.clear()
+        engine.released.clear()
         for _ in range(20):
             engine.end_one()
-        assert abs(engine.gone.count("a") - engine.gone.count("b")) <= 2
+        assert abs(engine.released.count("a") - engine.released.count("b")) <= 2
 
-    run(story)
+    run(scenario)
 
 
-def test_high_priorities_pass_all_keys_and_others_only_their_own() -> None:
-    async def story() -> None:
-        engine = Paper(1, 1, places=1)
+def test_high_priorities_overtake_all_keys_and_others_only_their_own() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(1, 1, slots=1)
         engine.ask("a")
         low = engine.ask("a", Priority.LOW)
         normal = engine.ask("a")
@@ -157,92 +157,92 @@ def test_high_priorities_pass_all_keys_and_others_only_their_own() -> None:
             order.append(names[engine.running[0][1]])
         assert order[:2] == ["critical", "high"]
         assert order.index("normal") < order.index("low")
-        assert order.index("other low") < order.index("normal"), "a has had two turns, b one"
+        assert order.index("other low") < order.index("normal"), (
+            "two answers of a were released, and one of b"
+        )
 
-    run(story)
+    run(scenario)
 
 
-def test_while_there_is_room_everyone_passes_at_once() -> None:
-    async def story() -> None:
-        engine = Paper(1, 1, places=64)
+def test_answers_are_released_at_once_while_the_engine_has_capacity() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(1, 1, slots=64)
         assert all(not engine.ask("a").num_waiting for _ in range(60))
-        assert engine.ask("a").num_waiting, "a sixteenth of the places is for keys that have none"
+        assert engine.ask("a").num_waiting, "a sixteenth of the slots is reserved for keys without answers"
         assert not engine.ask("b").num_waiting
-        assert engine.ask("b").num_waiting, "b has one now"
+        assert engine.ask("b").num_waiting, "b has an answer in the engine now"
         assert not engine.ask("a", Priority.HIGH).num_waiting
 
-    run(story)
+    run(scenario)
 
 
-def test_a_thousand_answers_of_one_request_do_not_keep_another_key_waiting_for_more_than_one_of_them() -> (
-    None
-):
-    async def story() -> None:
-        engine = Paper(1, 1, places=4)
+def test_a_request_for_a_thousand_answers_delays_another_key_by_at_most_one_of_them() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(1, 1, slots=4)
         big = engine.ask("a", answers=1000)
         assert len(engine.running) == 4 and engine.gate.num_waiting == 996
         for _ in range(10):
-            turn, before = engine.ask("b"), engine.gone.count("a")
-            while turn.num_waiting:
+            ticket, before = engine.ask("b"), engine.released.count("a")
+            while ticket.num_waiting:
                 engine.end_one()
-            assert engine.gone.count("a") - before <= 1
-            while any(one is turn for _, one in engine.running):
+            assert engine.released.count("a") - before <= 1
+            while any(one is ticket for _, one in engine.running):
                 engine.end_one()
         while engine.running:
             engine.end_one()
-        assert engine.gone.count("a") == 1000 and big.is_over
-        assert engine.gate.num_waiting == engine.gate._num_tokens == engine.gate._num_coming == 0
+        assert engine.released.count("a") == 1000 and big.is_over
+        assert engine.gate.num_waiting == engine.gate._num_tokens == engine.gate._num_to_submit == 0
 
-    run(story)
+    run(scenario)
 
 
-def test_a_share_is_of_answers_and_not_of_the_requests_that_ask_for_them() -> None:
-    async def story() -> None:
-        engine = Paper(1, 1, places=8)
+def test_keys_share_answers_and_not_requests() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(1, 1, slots=8)
         for _ in range(8):
             engine.ask("a", answers=100, prompt=100 * PROMPT)
         for _ in range(800):
             engine.ask("b")
         for _ in range(400):
             engine.end_one()
-        shares = Counter(engine.gone[-300:])
+        shares = Counter(engine.released[-300:])
         assert abs(shares["a"] - shares["b"]) <= 20
 
-    run(story)
+    run(scenario)
 
 
-def test_a_small_request_does_not_wait_for_all_answers_to_a_large_one_of_its_own_key() -> None:
-    async def story() -> None:
-        engine = Paper(1, 1, places=4)
+def test_a_small_request_does_not_wait_for_a_large_one_of_the_same_key() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(1, 1, slots=4)
         engine.ask("a", answers=1000)
         small = engine.ask("a")
         for _ in range(2):
             engine.end_one()
         assert not small.num_waiting
 
-    run(story)
+    run(scenario)
 
 
-def test_where_all_began_together_another_key_waits_for_none_of_them() -> None:
-    async def story() -> None:
-        engine = Paper(1, 1, 1, places=16)
+def test_the_reserve_lets_another_key_start_at_once() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(1, 1, 1, slots=16)
         engine.ask("a", answers=1000)
         assert not engine.ask("b").num_waiting
-        assert engine.ask("c").num_waiting, "one place of sixteen"
+        assert engine.ask("c").num_waiting, "one slot of sixteen is reserved"
         engine.end_one()
-        assert engine.gone[-1] == "c"
+        assert engine.released[-1] == "c"
 
-    run(story)
+    run(scenario)
 
 
-def test_what_is_charged_in_parts_is_what_was_used_in_the_end() -> None:
-    async def story() -> None:
-        engine = Paper(1, 1, places=8)
-        turn = engine.ask("a", answers=5, prompt=103, most=500)
+def test_the_final_charge_equals_the_tokens_used() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(1, 1, slots=8)
+        ticket = engine.ask("a", answers=5, prompt=103, max_tokens=500)
         for tokens in (7, 400, 3, 90):
             engine.end_one(tokens)
         engine.end_one(11)
-        assert turn.is_over and turn.account.virtual_time == turn.charged == 103 + 7 + 400 + 3 + 90 + 11
+        assert ticket.is_over and ticket.account.virtual_time == ticket.charged == 103 + 7 + 400 + 3 + 90 + 11
         cancelled = engine.ask("b", answers=200, prompt=100)
         before = cancelled.account.virtual_time - cancelled.charged
         engine.end_one(30)
@@ -250,61 +250,61 @@ def test_what_is_charged_in_parts_is_what_was_used_in_the_end() -> None:
         assert cancelled.account.virtual_time == before and engine.gate._num_tokens == 0
         assert cancelled.account.num_open == 0
 
-    run(story)
+    run(scenario)
 
 
-def test_where_memory_may_be_short_the_engine_gets_a_few_to_choose_from() -> None:
-    async def story() -> None:
-        engine = Paper(1, 1, places=256, max_tokens=100)
+def test_only_a_few_answers_are_released_if_memory_may_be_short() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(1, 1, slots=256, max_tokens=100)
         for _ in range(50):
             engine.not_started = len(engine.running)
             engine.ask("a")
         assert len(engine.running) == 8
-        engine.not_started = 0  # all have begun: there was memory after all
-        engine.gate.let_through()
-        engine.look()
+        engine.not_started = 0  # all have started, so there was enough memory
+        engine.gate.release_answers()
+        engine.submit_released()
         assert len(engine.running) > 8
 
-    run(story)
+    run(scenario)
 
 
-def test_one_that_goes_away_while_it_waits_leaves_no_trace_and_costs_nothing() -> None:
-    async def story() -> None:
-        engine = Paper(1, 1, places=1)
+def test_a_request_that_leaves_while_it_waits_is_removed_and_charged_nothing() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(1, 1, slots=1)
         first = engine.ask("a")
-        gone = engine.ask("a")
+        released = engine.ask("a")
         last = engine.ask("a")
-        engine.waiting.remove(("a", gone))
-        engine.gate.leave(gone, None)
+        engine.waiting.remove(("a", released))
+        engine.gate.leave(released, None)
         assert engine.gate.num_waiting == 1
         engine.end_one()
-        assert not first.num_waiting and not last.num_waiting and gone.num_waiting
+        assert not first.num_waiting and not last.num_waiting and released.num_waiting
         assert engine.gate.num_waiting == 0
 
-    run(story)
+    run(scenario)
 
 
-def test_what_came_to_nothing_after_its_turn_costs_nothing() -> None:
-    async def story() -> None:
-        engine = Paper(1, 1, places=1)
+def test_a_failed_request_is_charged_nothing() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(1, 1, slots=1)
         engine.ask("a")
         for _ in range(10):
             engine.ask("a")
             engine.ask("b")
-        for _ in range(4):  # b's fail
-            name, turn = engine.running.pop(0)
-            engine.gate.leave(turn, None if name == "b" else ANSWER)
-            engine.look()
-        assert engine.gone == ["a", "b", "b", "b", "b"]
+        for _ in range(4):  # the requests of b fail
+            name, ticket = engine.running.pop(0)
+            engine.gate.leave(ticket, None if name == "b" else ANSWER)
+            engine.submit_released()
+        assert engine.released == ["a", "b", "b", "b", "b"]
 
-    run(story)
+    run(scenario)
 
 
-def test_without_keys_and_with_one_nobody_takes_turns() -> None:
-    async def story() -> None:
+def test_with_fewer_than_two_keys_the_gate_is_off() -> None:
+    async def scenario() -> None:
         for keys in ([], [ApiKey("a", "0" * 64)]):
             gate = FairGate(keys, max_running=1, max_tokens=1, count_answers=lambda: (9, 9))
             job = AnswerJob(Priority.NORMAL, 1, 1, 1)
-            assert gate.ask(keys[0] if keys else None, job) is None
+            assert gate.enter(keys[0] if keys else None, job) is None
 
-    run(story)
+    run(scenario)

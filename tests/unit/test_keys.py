@@ -1,4 +1,4 @@
-"""Keys of the server: how files with them are read, how one is found, what keeps their caches apart."""
+"""API keys: key files, lookup, and cache salts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def digest(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def test_a_file_with_one_key_in_a_line_names_them_by_their_lines(tmp_path: Path) -> None:
+def test_keys_of_a_plain_file_are_named_by_their_lines(tmp_path: Path) -> None:
     keys = read_key_file(write(tmp_path, "# ours\n\n  one \ntwo=2\n", "keys.txt"))
     assert [(key.name, key.key_sha256) for key in keys] == [
         ("line-3", digest("one")),
@@ -31,9 +31,7 @@ def test_a_file_with_one_key_in_a_line_names_them_by_their_lines(tmp_path: Path)
 
 
 @pytest.mark.parametrize("in_file", [True, False])
-def test_a_key_without_a_table_may_ask_for_high_where_it_is_alone_and_never_for_critical(
-    tmp_path: Path, in_file: bool
-) -> None:
+def test_a_single_plain_key_may_use_high_but_not_critical(tmp_path: Path, in_file: bool) -> None:
     path = write(tmp_path, "one\n", "keys.txt") if in_file else None
     (alone,) = all_keys([] if in_file else ["one"], path)
     assert alone.max_priority is Priority.HIGH
@@ -57,9 +55,9 @@ def test_the_salt_of_a_key_has_at_most_256_characters() -> None:
 
 
 @pytest.mark.parametrize("name", ["keys.toml", "keys.txt"])
-def test_a_table_says_all_that_a_key_may_do(tmp_path: Path, name: str) -> None:
+def test_a_key_table_sets_all_fields_of_a_key(tmp_path: Path, name: str) -> None:
     text = f"""
-# Who may ask.
+# The keys of this server.
 [[key]]
 name = "alice"
 key = "secret"
@@ -82,7 +80,7 @@ key_sha256 = "{digest("other")}"
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "expected"),
     [
         ("requests_per_minute = -1", "requests_per_minute is -1"),
         ("requests_per_minute = 1.5", "requests_per_minute is 1.5"),
@@ -98,18 +96,18 @@ key_sha256 = "{digest("other")}"
         ('key_sha256 = "00"', "either key or key_sha256"),
     ],
 )
-def test_a_mistake_in_a_table_is_named_with_its_line_and_field(tmp_path: Path, line: str, said: str) -> None:
+def test_an_error_in_a_key_table_has_its_line_and_field(tmp_path: Path, line: str, expected: str) -> None:
     text = f'[[key]]\nname = "first"\nkey = "a"\n\n[[key]]\nname = "second"\nkey = "hidden"\n{line}\n'
     with pytest.raises(InvalidRequestError) as caught:
         read_key_file(write(tmp_path, text))
     message = str(caught.value)
-    assert "keys.toml" in message and "key 2, line 5" in message and said in message
+    assert "keys.toml" in message and "key 2, line 5" in message and expected in message
     assert "hidden" not in message
     assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("", "no key"),
         ("[[key]]\nname = \n", "line 2"),
@@ -124,12 +122,12 @@ def test_a_mistake_in_a_table_is_named_with_its_line_and_field(tmp_path: Path, l
         ("[[key]]\nname = 'a'\nkey = 'x'\n[[key]]\nname = 'b'\nkey = 'x'\n", "'a' and 'b', are the same key"),
     ],
 )
-def test_a_file_that_cannot_be_used_says_why(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(InvalidRequestError, match=said):
+def test_an_invalid_key_file_is_refused_with_the_reason(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(InvalidRequestError, match=expected):
         read_key_file(write(tmp_path, text))
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_key_file_has_its_path(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"nowhere\.toml"):
         read_key_file(tmp_path / "nowhere.toml")
 
@@ -151,17 +149,17 @@ def test_plain_keys_are_numbered_and_none_is_empty() -> None:
         (b"", None),
     ],
 )
-def test_a_key_is_found_by_its_whole_secret(header: bytes, found: str | None) -> None:
+def test_a_key_is_found_only_by_its_complete_secret(header: bytes, found: str | None) -> None:
     key = KeyRing(plain_keys(["one", "two"])).find(header)
     assert (key.name if key else None) == found
 
 
-def test_no_salt_leads_into_the_cache_of_another_key() -> None:
+def test_no_salt_reaches_the_cache_of_another_key() -> None:
     one, two = plain_keys(["one", "two"])
     team, mates = ApiKey("a", digest("a"), cache_salt="team"), ApiKey("b", digest("b"), cache_salt="team")
     salts = ["", "x", one.key_sha256, "team", "('own', 'x')", one.salt_for(""), team.salt_for("")]
     reached = [{key.salt_for(salt) for salt in salts} for key in (one, two, team)]
     assert all(len(each) == len(salts) for each in reached)
     assert not reached[0] & reached[1] and not reached[0] & reached[2] and not reached[1] & reached[2]
-    # Who was given the same salt shares, and may still ask for a cache apart.
+    # Keys with the same salt share, and a request may still choose another salt.
     assert team.salt_for("x") == mates.salt_for("x") != team.salt_for("")

@@ -1,4 +1,4 @@
-"""Rates of keys, and when to come back: on a clock that only moves when told."""
+"""Rate limits of keys and Retry-After, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from weft.clock import VirtualClock
 from weft.server.admission.keys import ApiKey
 from weft.server.admission.limits import Bucket, KeyLimits
-from weft.server.admission.pace import Pace, retry_after
+from weft.server.admission.pace import CompletionRate, retry_after
 from weft.server.errors import ApiError
 
 
@@ -24,7 +24,7 @@ def refusal(call: Any, *arguments: Any) -> ApiError:
     return caught.value
 
 
-def test_a_bucket_is_full_at_first_and_refills_steadily_up_to_full() -> None:
+def test_a_bucket_starts_full_and_refills_steadily_up_to_its_limit() -> None:
     clock = VirtualClock()
     bucket = Bucket(60, clock)
     bucket.take(60)
@@ -37,7 +37,7 @@ def test_a_bucket_is_full_at_first_and_refills_steadily_up_to_full() -> None:
     assert bucket.level == 60
 
 
-def test_requests_beyond_the_minutes_wait_for_the_bucket() -> None:
+def test_requests_beyond_the_rate_limit_wait_for_the_bucket() -> None:
     clock = VirtualClock()
     key = limits(clock, requests_per_minute=2)
     key.take_request()
@@ -45,16 +45,16 @@ def test_requests_beyond_the_minutes_wait_for_the_bucket() -> None:
     error = refusal(key.take_request)
     assert error.retry_after == 30
     assert "'alice'" in error.message and "0 of its 2 requests" in error.message
-    refusal(key.take_request)  # one that was refused costs nothing
+    refusal(key.take_request)  # a refused request costs nothing
     clock.advance(30)
     key.take_request()
 
 
-def test_requests_beyond_those_allowed_at_once_wait_for_one_to_end() -> None:
+def test_requests_beyond_the_concurrency_limit_wait_until_one_ends() -> None:
     key = limits(VirtualClock(), concurrent=2, requests_per_minute=10)
     key.num_open = 2
     error = refusal(key.take_request)
-    assert error.retry_after is None and "2 requests under way" in error.message
+    assert error.retry_after is None and "2 active requests" in error.message
     key.num_open = 1
     key.take_request()
     assert key.headers()["x-ratelimit-remaining-requests"] == "9"
@@ -72,7 +72,7 @@ def test_tokens_are_reserved_and_then_corrected_to_what_was_used() -> None:
     assert key.headers()["x-ratelimit-remaining-tokens"] == "500"
 
 
-def test_what_was_dearer_than_reserved_is_paid_later() -> None:
+def test_tokens_beyond_the_reservation_are_charged_later() -> None:
     clock = VirtualClock()
     key = limits(clock, tokens_per_minute=600)
     key.correct(key.reserve(100), 1200)
@@ -82,14 +82,14 @@ def test_what_was_dearer_than_reserved_is_paid_later() -> None:
     key.reserve(10)
 
 
-def test_a_request_larger_than_a_minutes_tokens_is_let_in_when_the_bucket_is_full() -> None:
+def test_a_request_larger_than_the_bucket_is_accepted_when_the_bucket_is_full() -> None:
     clock = VirtualClock()
     key = limits(clock, tokens_per_minute=600)
     assert key.reserve(5000) == 600
     assert refusal(key.reserve, 5000).retry_after == 60
 
 
-def test_headers_are_written_as_openai_writes_them() -> None:
+def test_headers_have_the_format_of_openai() -> None:
     clock = VirtualClock()
     key = limits(clock, requests_per_minute=60, tokens_per_minute=60_000)
     key.take_request()
@@ -109,31 +109,31 @@ def test_headers_are_written_as_openai_writes_them() -> None:
     assert limits(clock).headers() == {}
 
 
-def test_a_wait_is_what_is_ahead_over_how_fast_requests_ended_lately() -> None:
+def test_the_expected_wait_is_the_requests_ahead_divided_by_the_completion_rate() -> None:
     clock = VirtualClock()
-    pace = Pace(clock)
+    rate = CompletionRate(clock)
     for _ in range(1200):  # ten a second for two minutes
         clock.advance(0.1)
-        pace.ended()
-    assert pace.rate == pytest.approx(10, rel=0.02)
-    assert pace.seconds_for(50) == pytest.approx(5, rel=0.02)
+        rate.record_end()
+    assert rate.rate == pytest.approx(10, rel=0.02)
+    assert rate.seconds_for(50) == pytest.approx(5, rel=0.02)
     for _ in range(240):  # then one a second
         clock.advance(1)
-        pace.ended()
-    assert pace.rate == pytest.approx(1, rel=0.05)
+        rate.record_end()
+    assert rate.rate == pytest.approx(1, rel=0.05)
 
 
-def test_a_server_that_ended_nothing_lately_is_taken_for_slow_and_not_for_dead() -> None:
+def test_without_recent_completions_a_minimum_rate_is_assumed() -> None:
     clock = VirtualClock()
-    pace = Pace(clock)
-    assert pace.seconds_for(2) == 60
-    pace.ended()
+    rate = CompletionRate(clock)
+    assert rate.seconds_for(2) == 60
+    rate.record_end()
     clock.advance(1e6)
-    assert pace.seconds_for(2) == 60
+    assert rate.seconds_for(2) == 60
 
 
 @pytest.mark.parametrize(
     ("seconds", "header"), [(0, "1"), (0.2, "1"), (1.2, "2"), (59.9, "60"), (600, "600"), (1e9, "600")]
 )
-def test_retry_after_is_a_second_at_least_and_ten_minutes_at_most(seconds: float, header: str) -> None:
+def test_retry_after_is_between_one_second_and_ten_minutes(seconds: float, header: str) -> None:
     assert retry_after(seconds) == header

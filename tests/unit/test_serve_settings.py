@@ -1,4 +1,4 @@
-"""Settings of `weft serve`: flag before environment before file before default, and refusals that say what to do."""
+"""Settings of `weft serve`: precedence of the sources, and error messages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def refusal(
     return caught.value
 
 
-def test_a_flag_goes_before_the_environment_before_the_file_before_the_default(write: Write) -> None:
+def test_flags_override_the_environment_which_overrides_the_file(write: Write) -> None:
     file = write("port = 1\nhost = 'file'\ndrain_seconds = 5\n")
     environment = {"WEFT_SERVE_PORT": "2", "WEFT_SERVE_HOST": "environment"}
     chosen = settings(file, environment, port=3)
@@ -55,7 +55,7 @@ def test_a_flag_goes_before_the_environment_before_the_file_before_the_default(w
     assert chosen.max_requests == ServerSettings("model", ()).max_requests
 
 
-def test_the_environment_may_name_the_file_and_an_empty_variable_is_none(write: Write) -> None:
+def test_the_environment_can_name_the_file_and_empty_variables_are_ignored(write: Write) -> None:
     environment = {"WEFT_SERVE_CONFIG": str(write("port = 7")), "WEFT_SERVE_PORT": ""}
     assert settings(None, environment).port == 7
 
@@ -70,13 +70,13 @@ def test_every_setting_of_server_engine_scheduler_and_cache_has_a_key() -> None:
         assert fields(part) - {"scheduler", "cache", "max_kept_results"} <= names
 
 
-def test_tables_of_the_file_reach_the_engine_and_leave_the_rest_as_it_is(write: Write) -> None:
+def test_tables_of_the_file_set_engine_settings_and_keep_other_defaults(write: Write) -> None:
     chosen = settings(write("[engine.scheduler]\nmax_running = 8\n[engine.cache]\nblock_size = 32\n"))
     assert chosen.engine.scheduler.max_running == 8 and chosen.engine.cache.block_size == 32
     assert chosen.engine.scheduler.policy is PriorityPolicy.ADAPTIVE
 
 
-def test_the_environment_reaches_every_kind_of_setting() -> None:
+def test_the_environment_can_set_every_kind_of_setting() -> None:
     chosen = settings(
         None,
         {
@@ -93,7 +93,7 @@ def test_the_environment_reaches_every_kind_of_setting() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         ("prot = 1", ["prot", "did you mean port?", "host"]),
         ("[engine.scheduler]\nmax_runing = 1", ["engine.scheduler.max_runing", "max_running", "ageing_rate"]),
@@ -113,22 +113,22 @@ def test_the_environment_reaches_every_kind_of_setting() -> None:
         ("port = 1\nport = 2\n#", ["is not TOML", "line 2"]),
     ],
 )
-def test_a_mistake_in_the_file_is_refused_by_file_key_and_what_is_allowed(
-    write: Write, content: str, said: list[str]
+def test_an_error_in_the_file_has_the_path_the_key_and_the_allowed_values(
+    write: Write, content: str, expected: list[str]
 ) -> None:
     file = write(content)
     message = str(refusal(file))
-    for part in [str(file), *said]:
+    for part in [str(file), *expected]:
         assert part in message, message
 
 
-def test_a_mistake_in_the_environment_is_refused_by_its_name() -> None:
+def test_an_error_in_the_environment_has_the_name_of_the_variable() -> None:
     assert "did you mean WEFT_SERVE_PORT?" in str(refusal(None, {"WEFT_SERVE_PROT": "1"}))
     assert "WEFT_SERVE_PORT: port is 'tcp://1'" in str(refusal(None, {"WEFT_SERVE_PORT": "tcp://1"}))
     assert "WEFT_SERVE_ENGINE_STREAM_BUFFER" in str(refusal(None, {"WEFT_SERVE_ENGINE_STREAM_BUFFER": "0"}))
 
 
-def test_a_file_that_cannot_be_read_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused_with_its_path(tmp_path: Path) -> None:
     assert str(tmp_path) in str(refusal(tmp_path))
     assert "nowhere.toml" in str(refusal(Path("nowhere.toml")))
     binary = tmp_path / "binary.toml"
@@ -136,14 +136,14 @@ def test_a_file_that_cannot_be_read_is_refused_by_its_name(tmp_path: Path) -> No
     assert str(binary) in str(refusal(binary))
 
 
-def test_a_key_is_never_repeated_in_an_error_or_in_what_is_printed(write: Write) -> None:
+def test_an_api_key_is_never_in_an_error_or_in_the_printed_settings(write: Write) -> None:
     assert "s3cret" not in str(refusal(write("api_keys = 's3cret'")))
     gathered = gather(None, {"WEFT_API_KEY": "s3cret,other"}, {})
     assert gathered.value("api_keys") == ("s3cret", "other")
     assert "s3cret" not in as_toml(ServerSettings("model", ()), gathered)
 
 
-def test_what_is_printed_says_who_set_what_and_can_be_read_again(write: Write) -> None:
+def test_printed_settings_have_their_sources_and_can_be_read_again(write: Write) -> None:
     gathered = gather(write("port = 1"), {"WEFT_SERVE_HOST": "h"}, {"context": 512})
     chosen = gathered.applied_to(ServerSettings("model", ()))
     printed = as_toml(chosen, gathered)
@@ -165,11 +165,11 @@ def test_what_is_printed_says_who_set_what_and_can_be_read_again(write: Write) -
         ("", None),
     ],
 )
-def test_sizes_are_read_with_their_units(text: str, size: int | None) -> None:
+def test_sizes_are_parsed_with_their_units(text: str, size: int | None) -> None:
     assert parse_size(text) == size
 
 
-def test_memory_becomes_blocks_and_too_little_is_refused_with_both_numbers() -> None:
+def test_memory_is_converted_to_blocks_and_too_little_is_refused_with_both_numbers() -> None:
     assert KvCachePoolConfig(memory=1000).blocks_in_memory(300) == 3
     with pytest.raises(InvalidRequestError, match=r"299 bytes.*300"):
         KvCachePoolConfig(memory=299).blocks_in_memory(300)
@@ -193,8 +193,8 @@ def test_print_config_prints_and_starts_nothing(monkeypatch: pytest.MonkeyPatch)
     assert (printed["port"], printed["max_requests"], printed["memory"]) == (9, 5, 1 << 30)
 
 
-def test_the_example_of_the_documentation_is_read_and_names_every_key() -> None:
-    """What is commented out counts: the page shows all there is."""
+def test_the_example_in_the_documentation_is_valid_and_has_every_key() -> None:
+    """Commented settings count: the page shows every setting."""
     found = re.search(r"```toml\n(.*?)```", DOCUMENT.read_text(), re.S)
     assert found is not None
     tomllib.loads(found[1])
@@ -207,7 +207,7 @@ def test_the_example_of_the_documentation_is_read_and_names_every_key() -> None:
     assert named == set(KEYS), named ^ set(KEYS)
 
 
-def test_the_example_of_the_documentation_shows_the_defaults(write: Write) -> None:
+def test_the_example_in_the_documentation_shows_the_defaults(write: Write) -> None:
     found = re.search(r"```toml\n(.*?)```", DOCUMENT.read_text(), re.S)
     assert found is not None
     everything = re.sub(r"(?m)^# (?=\[|\w+ = )", "", found[1])
@@ -221,14 +221,12 @@ def test_the_example_of_the_documentation_shows_the_defaults(write: Write) -> No
             assert one.value == value, key
 
 
-def test_every_variable_is_named_once() -> None:
+def test_every_variable_has_a_unique_name() -> None:
     assert len({variable(key) for key in KEYS}) == len(KEYS)
 
 
 @pytest.mark.parametrize("blank", [" ", ",", "s3cret,"])
-def test_an_api_key_of_nothing_is_refused_and_opens_no_server(
-    blank: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_api_key_is_refused(blank: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_API_KEY", blank)
     refused = CliRunner().invoke(app, ["serve", "--print-config"])
     assert isinstance(refused.exception, InvalidRequestError) and "is empty" in str(refused.exception)

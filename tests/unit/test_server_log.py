@@ -1,4 +1,4 @@
-"""The server's log: one line for each request, in the form that was asked for, never in anybody's way."""
+"""The server's log: one line per request, in text or JSON, without blocking the server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from weft.request import FinishReason, GenerationResult, RequestId, RequestState
 from weft.server import logs
-from weft.server.http.access_log import Logged
+from weft.server.http.access_log import AccessLog
 from weft.server.logs import LibraryHandler, Record, ServerLog, current_record
 
 RESULT = GenerationResult(
@@ -29,7 +29,7 @@ def lines_of(log: ServerLog, stream: io.StringIO) -> list[str]:
 
 
 def served(app: Any, log_format: Any = "json", headers: Any = (), path: str = "/v1/x") -> tuple[Any, Any]:
-    """The messages that an application behind `Logged` sent, and the lines it left."""
+    """The messages that an application inside `AccessLog` sent, and the log lines."""
     stream, sent = io.StringIO(), []
     log = ServerLog(log_format, stream)
 
@@ -37,7 +37,7 @@ def served(app: Any, log_format: Any = "json", headers: Any = (), path: str = "/
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers)}
-    asyncio.run(Logged(app, log)(scope, None, send))  # type: ignore[arg-type]
+    asyncio.run(AccessLog(app, log)(scope, None, send))  # type: ignore[arg-type]
     return sent, lines_of(log, stream)
 
 
@@ -52,11 +52,11 @@ def answering(status: int = 200) -> Any:
     return app
 
 
-def test_a_request_that_ended_leaves_one_line_with_its_tokens_times_and_key() -> None:
+def test_a_request_is_logged_with_its_tokens_times_and_key() -> None:
     _, [line] = served(answering())
-    told = json.loads(line)
-    assert told.pop("time").endswith("Z") and told.pop("total_seconds") >= 0 and told.pop("request_id")
-    assert told == {
+    logged = json.loads(line)
+    assert logged.pop("time").endswith("Z") and logged.pop("total_seconds") >= 0 and logged.pop("request_id")
+    assert logged == {
         "level": "info",
         "event": "request",
         "key": "team-a",
@@ -73,12 +73,12 @@ def test_a_request_that_ended_leaves_one_line_with_its_tokens_times_and_key() ->
     }
 
 
-def test_the_line_for_people_says_the_same_in_short() -> None:
+def test_the_text_format_has_the_same_values_in_short() -> None:
     _, [line] = served(answering(), "text", [(b"x-request-id", b"abc-1")])
     assert "200 POST /v1/x, 11 (4 cached) + 6 tokens, length" in line and line.endswith("team-a, abc-1")
 
 
-def test_an_answer_is_never_in_the_log() -> None:
+def test_the_log_never_contains_an_answer() -> None:
     for log_format in ("json", "text"):
         assert "secret" not in str(served(answering(), log_format)[1])
 
@@ -94,21 +94,21 @@ def test_an_answer_is_never_in_the_log() -> None:
         (b"\xff", False),
     ],
 )
-def test_an_id_that_the_client_gave_is_kept_where_it_is_one(given: bytes, is_kept: bool) -> None:
+def test_the_id_that_the_client_sent_is_used_if_it_is_valid(given: bytes, is_kept: bool) -> None:
     sent, [line] = served(answering(), headers=[(b"x-request-id", given)])
-    told = dict(sent[0]["headers"])[b"x-request-id"]
-    assert (told == given) is is_kept and told
-    assert json.loads(line)["request_id"] == told.decode()
+    logged = dict(sent[0]["headers"])[b"x-request-id"]
+    assert (logged == given) is is_kept and logged
+    assert json.loads(line)["request_id"] == logged.decode()
 
 
-def test_what_goes_wrong_becomes_a_500_and_a_line_that_says_where_and_quotes_nothing() -> None:
+def test_an_exception_becomes_a_500_and_a_log_line_with_frames_but_no_message() -> None:
     async def broken(scope: Any, receive: Any, send: Any) -> None:
         raise ValueError("".join(reversed("terces")))
 
     sent, lines = served(broken)
     assert sent[0]["status"] == 500 and json.loads(sent[1]["body"])["error"]["code"] == "internal_error"
-    mistake, request = map(json.loads, lines)
-    assert mistake["event"] == "mistake" and "in broken" in mistake["traceback"]
+    internal, request = map(json.loads, lines)
+    assert internal["event"] == "mistake" and "in broken" in internal["traceback"]
     assert request["status"] == 500 and request["error_code"] == "internal_error"
     assert "secret" not in str(lines)
 
@@ -118,14 +118,14 @@ def test_health_checks_are_logged_only_when_they_fail() -> None:
     assert len(served(answering(503), path="/health")[1]) == 1
 
 
-def test_off_writes_nothing_and_a_pipe_gets_json() -> None:
+def test_off_writes_nothing_and_auto_writes_json_to_a_pipe() -> None:
     assert served(answering(), "off")[1] == []
     assert ServerLog("auto", io.StringIO()).format == "json"
 
 
-def test_a_reader_that_does_not_read_loses_lines_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_reader_of_the_log_loses_lines_and_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "_MAX_LINES", 4)
-    monkeypatch.setattr(logs, "_LAST_LINES_SECONDS", 60.0)  # all that were taken are written, on any machine
+    monkeypatch.setattr(logs, "_FLUSH_SECONDS", 60.0)  # long enough to write all queued lines on any machine
     may_write = threading.Event()
 
     class Stuck(io.StringIO):
@@ -143,7 +143,7 @@ def test_a_reader_that_does_not_read_loses_lines_and_holds_nobody_up(monkeypatch
     assert lost >= 90 and lost + len(lines) - sum(line["event"] == "log_lost" for line in lines) == 100
 
 
-def test_what_a_library_says_is_a_line_without_its_traceback() -> None:
+def test_a_message_of_a_library_is_logged_without_its_traceback() -> None:
     stream = io.StringIO()
     log = ServerLog("json", stream)
     logger = logging.Logger("some.library")

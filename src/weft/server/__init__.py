@@ -1,1 +1,1 @@
-"""The HTTP server: the OpenAI API in front of the engine's process. Parses, checks, tokenises, streams; computes nothing."""
+"""The HTTP server: the OpenAI API in front of the engine process. It parses, validates, tokenises and streams."""

@@ -1,4 +1,4 @@
-"""The routes, and one request from its body to its answer."""
+"""The routes, and the handling of one request from its body to its response."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from weft.errors import WeftError
 from weft.server.admission.active_requests import ActiveRequest, ActiveRequests, Outcome
 from weft.server.admission.keys import ApiKey
 from weft.server.api import docs_page
-from weft.server.api.openai import Shape
-from weft.server.api.preparing import Prepared, Preparer, as_asked
+from weft.server.api.openai import ResponseBuilder
+from weft.server.api.preparing import Prepared, Preparer, client_field_names
 from weft.server.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from weft.server.errors import ApiError, as_api_error, json_response, renamed
-from weft.server.http.access_log import Logged
-from weft.server.http.bodies import BodyReader, whole_body
-from weft.server.http.byte_budget import Share
+from weft.server.errors import ApiError, as_api_error, json_response, renamed_fields
+from weft.server.http.access_log import AccessLog
+from weft.server.http.bodies import BodyReader, read_body
+from weft.server.http.byte_budget import RequestBytes
 from weft.server.http.guard import ANSWER, BODY, KEY, Guard
 from weft.server.logs import ServerLog, current_record
 from weft.server.loop_lag import watch_lag
@@ -39,34 +39,35 @@ from weft.server.settings import ServerSettings
 from weft.server.stream.choices import Choices
 from weft.server.stream.events import Disconnected, EventStream, unless_disconnected
 from weft.server.stream.loop_turns import LoopTurns
-from weft.server.stream.whole_answer import WholeAnswer, smallest_size
+from weft.server.stream.whole_answer import WholeAnswer, min_response_bytes
 from weft.text.model_text import ModelText
 
 _HEADERS_SECONDS = 1.0
-"""A stream's status waits this long for the engine to refuse the request; a refusal that is later is an event."""
+"""How long a stream delays its status line. If the engine refuses the request by then, the response has an error
+status. A later refusal is sent as an event."""
 _BYTES_PER_TOKEN = 4
-"""Of a body, as a first guess at how many tokens `/tokenize` makes of it."""
+"""Estimate for `/tokenize`: bytes of the body per token. It sizes the reservation of tokens before the work."""
 _EXPOSED = (
     *("x-request-id", "retry-after", "warning"),
     *(
-        f"x-ratelimit-{what}-{of}"
-        for what in ("limit", "remaining", "reset")
-        for of in ("requests", "tokens")
+        f"x-ratelimit-{value}-{unit}"
+        for value in ("limit", "remaining", "reset")
+        for unit in ("requests", "tokens")
     ),
 )
-"""Headers that a web page may read."""
+"""Response headers that a web page of an allowed origin may read."""
 
 T = TypeVar("T", TokenizeRequest, DetokenizeRequest)
 
 
 class ServerApp:
-    """Owns what all requests share. Belongs to one event loop."""
+    """Owns the state that all requests share. Belongs to one event loop."""
 
     def __init__(
         self,
         settings: ServerSettings,
         text: ModelText,
-        suggestions: Mapping[str, Any],
+        generation_defaults: Mapping[str, Any],
         engine: EngineClient,
         log: ServerLog,
     ) -> None:
@@ -74,28 +75,28 @@ class ServerApp:
         self.text = text
         self.engine = engine
         self.is_draining = False
-        assert engine.info is not None, "the engine has told what it has before there is a server"
+        assert engine.info is not None, "the engine must be started before the server"
         self._bodies = BodyReader()
         self._preparer = Preparer(
-            settings, text, suggestions, engine.max_sequence_length, engine.info.vocabulary_size
+            settings, text, generation_defaults, engine.max_sequence_length, engine.info.vocabulary_size
         )
         self._log = log
         self._name = settings.names[0]
         self._metrics = ServerMetrics(self._name, is_two_tier=settings.engine.cache.is_two_tier)
         self._created = int(time.time())
-        self._rounds = LoopTurns()
-        self._visits = ActiveRequests(settings, engine, self._metrics, time.monotonic)
+        self._loop_turns = LoopTurns()
+        self._active_requests = ActiveRequests(settings, engine, self._metrics, time.monotonic)
 
     async def wait_until_idle(self, seconds: float) -> bool:
-        """Whether all requests ended in time."""
-        return await self._visits.wait_until_idle(seconds)
+        """Returns whether all active requests ended within `seconds`."""
+        return await self._active_requests.wait_until_idle(seconds)
 
     async def watch_loop(self) -> None:
-        """Measures how late the event loop is, for as long as it is not cancelled."""
-        await watch_lag(self._metrics.loop_lag.observe, lambda: len(self._visits) > 0)
+        """Measures the lag of the event loop until it is cancelled."""
+        await watch_lag(self._metrics.loop_lag.observe, lambda: len(self._active_requests) > 0)
 
     async def close(self) -> None:
-        """Ends the processes beside the engine's."""
+        """Ends the worker processes."""
         await self._bodies.close()
         await self._preparer.close()
 
@@ -123,9 +124,9 @@ class ServerApp:
             ApiError: self._respond_with_error,
             WeftError: self._respond_with_weft_error,
             HTTPException: _respond_with_http_error,
-            Disconnected: _respond_to_nobody,
-            ClientDisconnect: _respond_to_nobody,
-            Exception: _respond_with_mistake,
+            Disconnected: _respond_to_disconnected,
+            ClientDisconnect: _respond_to_disconnected,
+            Exception: _respond_with_internal_error,
         }
         origins = list(self.settings.allowed_origins)
         middleware = []
@@ -140,7 +141,7 @@ class ServerApp:
                 )
             ]
         app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
-        return Logged(Guard(app, self.settings), self._log, self._metrics.failed)
+        return AccessLog(Guard(app, self.settings), self._log, self._metrics.failed)
 
     # ------------------------------------------------------------------ generating
 
@@ -155,119 +156,127 @@ class ServerApp:
     ) -> Response:
         key: ApiKey | None = request.scope[KEY]
         self._check_open()
-        self._visits.check_room(key)
-        body = await whole_body(request)
+        self._active_requests.check_capacity(key)
+        body = await read_body(request)
         size = len(body)
-        share: Share = request.scope[ANSWER]
-        choices = Choices(self.engine, self.text.tokenizer, share)
+        answer_bytes: RequestBytes = request.scope[ANSWER]
+        choices = Choices(self.engine, self.text.tokenizer, answer_bytes)
         record = current_record()
-        visit = self._visits.enter(key, choices, record.request_id if record.is_id_given else None)
+        active = self._active_requests.begin(key, choices, record.request_id if record.is_id_given else None)
         if not record.is_id_given:
-            record.request_id = visit.id  # the answer's own id ends with it
+            record.request_id = active.id  # the id in the response ends with it
         outcome: Outcome = None
-        is_handed_on = False
+        is_owned_by_response = False
         try:
-            await self._rounds.turn()
-            asker = _asker(request)
-            asked, unknown = await unless_disconnected(request.receive, self._bodies.read(kind, body, asker))
+            await self._loop_turns.wait()
+            client_id = _client_id(request)
+            api_request, unknown = await unless_disconnected(
+                request.receive, self._bodies.read(kind, body, client_id)
+            )
             headers = (
                 {"Warning": f'299 weft "unknown fields ignored: {", ".join(unknown)}"'} if unknown else {}
             )
-            with as_asked(asked):
-                self._visits.set_deadline(visit, asked.deadline)
-                beginning = self._begin(asked, size, visit, share, asker)
+            with client_field_names(api_request):
+                self._active_requests.set_deadline(active, api_request.deadline)
+                beginning = self._begin(api_request, size, active, answer_bytes, client_id)
                 prepared = await unless_disconnected(request.receive, beginning)
                 record.is_streamed = prepared.is_streamed
-                # Tokens are all that is needed from here on.
-                del body, asked
+                # From here on only the tokens are needed: free the body.
+                del body, api_request
                 request.scope[BODY].release()
-                headers |= visit.headers
+                headers |= active.headers
                 if prepared.is_streamed:
                     stream = EventStream(
                         choices,
-                        prepared.shape,
+                        prepared.builder,
                         self._metrics,
-                        rounds=self._rounds,
-                        began=visit.began,
+                        loop_turns=self._loop_turns,
+                        began=active.began,
                         include_usage=prepared.include_usage,
                         headers=headers,
-                        on_end=lambda outcome: self._end(outcome, prepared.shape, visit),
+                        on_end=lambda outcome: self._end(outcome, prepared.builder, active),
                     )
-                    is_handed_on = True
+                    is_owned_by_response = True
                     return stream
-                whole = WholeAnswer(prepared.shape, share)
-                results = await unless_disconnected(request.receive, whole.collect(choices, self._rounds))
-            self._end(results, prepared.shape, visit, is_streamed=False)
-            is_handed_on = True
-            return whole.response(headers)
+                whole_answer = WholeAnswer(prepared.builder, answer_bytes)
+                results = await unless_disconnected(
+                    request.receive, whole_answer.collect(choices, self._loop_turns)
+                )
+            self._end(results, prepared.builder, active, is_streamed=False)
+            is_owned_by_response = True
+            return whole_answer.response(headers)
         except ApiError as error:
             outcome = error
-            error.headers |= visit.headers
+            error.headers |= active.headers
             raise
         finally:
-            if not is_handed_on:
+            if not is_owned_by_response:
                 choices.cancel()
-                self._visits.leave(visit, outcome)
-            outcome = None  # an error and a frame that know each other would stay as garbage
+                self._active_requests.end(active, outcome)
+            outcome = None  # its traceback refers to this frame: a reference cycle
 
     async def _begin(
         self,
-        asked: ChatRequest | CompletionRequest,
+        api_request: ChatRequest | CompletionRequest,
         size: int,
-        visit: ActiveRequest,
-        share: Share,
-        asker: str,
+        active: ActiveRequest,
+        answer_bytes: RequestBytes,
+        client_id: str,
     ) -> Prepared:
-        """Everything until the engine has the request and did not refuse it, or it waits for its turn."""
-        self._check_model(asked.model)
-        async with visit.until_deadline():
-            prepared = await self._preparer.prepare(asked, size, visit.id, visit.key, asker)
+        """Prepares the request and submits it, or leaves it waiting at the gate. Raises if the engine refuses it."""
+        self._check_model(api_request.model)
+        async with active.until_deadline():
+            prepared = await self._preparer.prepare(api_request, size, active.id, active.key, client_id)
             if not prepared.is_streamed:
                 length = self.engine.max_sequence_length
-                share.check(smallest_size(prepared.requests, prepared.shape, length))
-            await self._visits.submit(
-                visit, prepared.requests, prepared.answer_form, is_streamed=prepared.is_streamed
+                answer_bytes.check(min_response_bytes(prepared.requests, prepared.builder, length))
+            await self._active_requests.submit(
+                active, prepared.requests, prepared.answer_form, is_streamed=prepared.is_streamed
             )
         if prepared.is_streamed:
             try:
-                await asyncio.wait_for(visit.choices.wait(), _HEADERS_SECONDS)
+                await asyncio.wait_for(active.choices.wait(), _HEADERS_SECONDS)
             except TimeoutError:
                 pass
-            visit.choices.check()
+            active.choices.check()
         return prepared
 
-    def _end(self, outcome: Outcome, shape: Shape, visit: ActiveRequest, is_streamed: bool = True) -> None:
-        """Books how a request ended."""
-        self._visits.leave(visit, outcome)
+    def _end(
+        self, outcome: Outcome, builder: ResponseBuilder, active: ActiveRequest, is_streamed: bool = True
+    ) -> None:
+        """Records the outcome of a request in the metrics and in its log record."""
+        self._active_requests.end(active, outcome)
         record = current_record()
         record.is_client_gone = outcome is None
         if isinstance(outcome, ApiError):
             record.error_code = outcome.code
             self._metrics.failed(outcome.status)
         elif outcome:
-            record.results, record.num_choices_per_prompt = outcome, shape.num_choices_per_prompt
-            num_prompts = len(outcome) // shape.num_choices_per_prompt
-            self._metrics.answered(outcome, num_prompts, time.monotonic() - visit.began)
+            record.results, record.num_choices_per_prompt = outcome, builder.num_choices_per_prompt
+            num_prompts = len(outcome) // builder.num_choices_per_prompt
+            self._metrics.answered(outcome, num_prompts, time.monotonic() - active.began)
             first = outcome[0].time_to_first_token
             if not is_streamed and first is not None:
                 self._metrics.first_token(first)
 
     def _check_open(self) -> None:
-        """Refuses new work where it could not be done."""
+        """Raises a 503 while the engine is not ready or the server drains."""
         self._check_not_draining()
         if self.engine.state is not EngineState.READY:
             raise ApiError(503, "the engine is starting; try again", code="engine_not_ready")
 
     def _check_not_draining(self) -> None:
         if self.is_draining:
-            raise ApiError(503, "the server is shutting down; ask another", code="draining")
+            raise ApiError(
+                503, "the server is shutting down; send the request to another server", code="draining"
+            )
 
-    def _seconds_until_worth_it(self) -> float:
-        """When whoever is refused now should come back."""
+    def _retry_seconds(self) -> float:
+        """Seconds after which a client that is refused now should retry."""
         if self.engine.state is not EngineState.READY:
             return self.engine.seconds_until_ready
-        seconds = self._visits.pace.seconds_for(len(self._visits))
-        # By then whoever stops this server has started another.
+        seconds = self._active_requests.completion_rate.seconds_for(len(self._active_requests))
+        # A server that drains is usually replaced within its drain time.
         return max(seconds, self.settings.drain_seconds) if self.is_draining else seconds
 
     def _check_model(self, name: str | None) -> None:
@@ -282,18 +291,18 @@ class ServerApp:
     # ------------------------------------------------------------------ everything else
 
     async def _tokenize(self, request: Request) -> Response:
-        async def work(asked: TokenizeRequest, size: int, visit: ActiveRequest) -> dict[str, Any]:
-            self._visits.reserve(visit, size // _BYTES_PER_TOKEN or 1)
-            tokens = await self._preparer.tokens(asked, size, _asker(request))
-            visit.text_tokens = len(tokens)
+        async def work(api_request: TokenizeRequest, size: int, active: ActiveRequest) -> dict[str, Any]:
+            self._active_requests.reserve(active, size // _BYTES_PER_TOKEN or 1)
+            tokens = await self._preparer.tokens(api_request, size, _client_id(request))
+            active.text_tokens = len(tokens)
             return {"count": len(tokens), "max_model_len": self.engine.max_sequence_length, "tokens": tokens}
 
         return await self._without_engine(request, TokenizeRequest, work)
 
     async def _detokenize(self, request: Request) -> Response:
-        async def work(asked: DetokenizeRequest, size: int, visit: ActiveRequest) -> dict[str, Any]:
-            self._visits.reserve(visit, len(asked.tokens))
-            return {"prompt": await self._preparer.text(asked.tokens, _asker(request))}
+        async def work(api_request: DetokenizeRequest, size: int, active: ActiveRequest) -> dict[str, Any]:
+            self._active_requests.reserve(active, len(api_request.tokens))
+            return {"prompt": await self._preparer.text(api_request.tokens, _client_id(request))}
 
         return await self._without_engine(request, DetokenizeRequest, work)
 
@@ -303,33 +312,33 @@ class ServerApp:
         kind: type[T],
         work: Callable[[T, int, ActiveRequest], Awaitable[dict[str, Any]]],
     ) -> Response:
-        """A request for text work alone: it takes a place as all others do, and tokens of its key's minute."""
+        """Handles a request that needs only text work. It is an active request, and uses the token limit of its key."""
         key: ApiKey | None = request.scope[KEY]
         self._check_not_draining()
-        self._visits.check_room(key)
-        body = await whole_body(request)
+        self._active_requests.check_capacity(key)
+        body = await read_body(request)
         choices = Choices(self.engine, self.text.tokenizer)
-        visit = self._visits.enter(key, choices, current_record().request_id)
+        active = self._active_requests.begin(key, choices, current_record().request_id)
         try:
-            await self._rounds.turn()
-            with renamed({}):
-                asked, _ = await unless_disconnected(
-                    request.receive, self._bodies.read(kind, body, _asker(request))
+            await self._loop_turns.wait()
+            with renamed_fields({}):
+                api_request, _ = await unless_disconnected(
+                    request.receive, self._bodies.read(kind, body, _client_id(request))
                 )
-                self._check_model(asked.model)
-                content = await unless_disconnected(request.receive, work(asked, len(body), visit))
-                choices.check()  # an operator may have ended it
-            self._visits.leave(visit, [])
-            return json_response(content, headers=visit.headers)
+                self._check_model(api_request.model)
+                content = await unless_disconnected(request.receive, work(api_request, len(body), active))
+                choices.check()  # raises if an operator cancelled the request
+            self._active_requests.end(active, [])
+            return json_response(content, headers=active.headers)
         except ApiError as error:
-            self._visits.leave(visit, error)
-            error.headers |= visit.headers
+            self._active_requests.end(active, error)
+            error.headers |= active.headers
             raise
         finally:
-            self._visits.leave(visit, None)  # where neither happened, the client is gone
+            self._active_requests.end(active, None)  # no effect unless the client disconnected
 
     async def _tokenizer_info(self, request: Request) -> Response:
-        """As vLLM has it: clients that count tokens (lm-eval) look here before they ask for a tokenizer's files."""
+        """The same route as in vLLM. Clients that count tokens (lm-eval) call it before they load tokenizer files."""
         names = self.text.tokenizer.specials.names
         known = {name: names.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         return json_response({**known, "vocab_size": self.text.tokenizer.vocabulary_size})
@@ -357,8 +366,9 @@ class ServerApp:
     async def _ready(self, request: Request) -> Response:
         self._check_open()
         if not self.engine.is_responding:
-            raise ApiError(503, "the engine does not respond; ask another", code="engine_not_responding")
-        self._visits.check_room(request.scope[KEY])
+            message = "the engine does not respond; send requests to another server"
+            raise ApiError(503, message, code="engine_not_responding")
+        self._active_requests.check_capacity(request.scope[KEY])
         return json_response({"status": "ready"})
 
     async def _show_metrics(self, request: Request) -> Response:
@@ -369,21 +379,21 @@ class ServerApp:
         return json_response({"version": __version__})
 
     async def _list_requests(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": self._visits.described()})
+        return json_response({"object": "list", "data": self._active_requests.described()})
 
     async def _cancel_request(self, request: Request) -> Response:
         name = request.path_params["id"]
-        if not self._visits.cancel(name):
-            message = f"no request {name!r:.80} is under way; GET /admin/requests lists those that are"
+        if not self._active_requests.cancel(name):
+            message = f"there is no active request {name!r:.80}; GET /admin/requests lists the active ones"
             raise ApiError(404, message, code="request_not_found")
         return json_response({"id": name, "object": "request", "cancelled": True})
 
     @cached_property
     def _document(self) -> bytes:
-        """Made when somebody asks: a start should not wait for it."""
+        """Built on the first request, so that it does not delay the start of the server."""
         from weft.server.api import openapi
 
-        return msgspec.json.encode(openapi.document(self._routes, asks_for_key=bool(self.settings.api_keys)))
+        return msgspec.json.encode(openapi.document(self._routes, needs_key=bool(self.settings.api_keys)))
 
     async def _openapi(self, request: Request) -> Response:
         return Response(self._document, media_type="application/json")
@@ -393,15 +403,15 @@ class ServerApp:
 
     async def _respond_with_error(self, request: Request, error: ApiError) -> Response:
         if error.status in (429, 503) and error.retry_after is None:
-            error.retry_after = self._seconds_until_worth_it()
+            error.retry_after = self._retry_seconds()
         return error.response()
 
     async def _respond_with_weft_error(self, request: Request, error: WeftError) -> Response:
         return await self._respond_with_error(request, as_api_error(error))
 
 
-def _asker(request: Request) -> str:
-    """What shares the work beside the event loop: the key, or the machine where there are no keys."""
+def _client_id(request: Request) -> str:
+    """Identifies the client for fair sharing of text work: the name of its key, or its address if there are no keys."""
     key: ApiKey | None = request.scope[KEY]
     if key is not None:
         return key.name
@@ -410,7 +420,7 @@ def _asker(request: Request) -> str:
 
 async def _respond_with_http_error(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
-        message = f"there is no {request.url.path!r:.200} here"
+        message = f"there is no route {request.url.path!r:.200}; /docs lists the routes"
     elif error.status_code == 405:
         message = f"{request.method} is not allowed for {request.url.path!r:.200}"
     else:
@@ -418,10 +428,10 @@ async def _respond_with_http_error(request: Request, error: HTTPException) -> Re
     return ApiError(error.status_code, message, headers=error.headers).response()
 
 
-async def _respond_to_nobody(request: Request, error: Exception) -> Response:
+async def _respond_to_disconnected(request: Request, error: Exception) -> Response:
     current_record().is_client_gone = True
     return Response(status_code=499)
 
 
-async def _respond_with_mistake(request: Request, error: Exception) -> Response:
-    return ApiError.mistake().response()
+async def _respond_with_internal_error(request: Request, error: Exception) -> Response:
+    return ApiError.internal_error().response()

@@ -1,7 +1,7 @@
-"""Where an operator's settings come from: a flag before the environment before the TOML file before the default.
+"""Reads settings from flags, the environment and a TOML file, in this order of precedence.
 
-The keys are the fields of `ServerSettings` and of the engine's configuration inside it, found by looking: a new field
-is a new key, and a new name in the environment.
+Keys are derived from the fields of `ServerSettings` and of the engine configuration inside it. A new field is at once
+a new TOML key and a new environment variable.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.server.settings import ServerSettings
 ENVIRONMENT = "WEFT_SERVE_"
 CONFIG_VARIABLE = ENVIRONMENT + "CONFIG"
 _OTHER_VARIABLES = {"api_keys": "WEFT_API_KEY"}
-"""The name that the other commands know too."""
+"""Environment variables without the prefix. Other commands use them too."""
 _FLAGS = {
     "model": "MODEL",
     "api_keys": "--api-key",
@@ -35,7 +35,7 @@ _FLAGS = {
     "engine.cache.store_bits": "--store-bits",
     "engine.scheduler.max_draft_tokens": "--drafts",
 }
-"""Those that are not called like their key."""
+"""Flags whose name differs from their key."""
 _UNITS = ("", "k", "m", "g", "t")
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
 
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Command:
-    """Keys that are no fields of the settings: the command makes some of them."""
+    """Keys that `weft serve` handles itself. It derives fields of `ServerSettings` from them."""
 
     model: str = "default"
     context: Annotated[int, Meta(ge=2)] | None = None
@@ -57,24 +57,24 @@ class _Command:
 
 @dataclass(frozen=True)
 class Given:
-    """A value, and who gave it."""
+    """A value and its source: a flag, a variable or a file."""
 
     value: Any
     source: str
 
 
 class Gathered:
-    """What was given, by key: `port`, `engine.scheduler.max_running`."""
+    """The settings that were given, by key: `port`, `engine.scheduler.max_running`."""
 
     def __init__(self, given: Mapping[str, Given]) -> None:
         self.given = given
 
     def value(self, key: str) -> Any:
-        """Of one of the command's own keys."""
+        """The value of a key of `_Command`, or its default."""
         return self.given[key].value if key in self.given else getattr(_Command(), key)
 
     def applied_to(self, settings: ServerSettings) -> ServerSettings:
-        """`settings` with all that was given, but for the command's own keys. Raises where values do not go together."""
+        """`settings` with the given values, without the keys of `_Command`. Raises if values contradict each other."""
         return self._override(settings, "")
 
     def _override(self, part: T, prefix: str) -> T:
@@ -94,7 +94,8 @@ class Gathered:
 
 
 def gather(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> Gathered:
-    """Everything that was given, each by whoever goes first. `flags` are by key; None: not given."""
+    """Collects all given settings; for each key the source with the highest precedence wins. In `flags`, by key, None
+    means not given."""
     if file is None and environment.get(CONFIG_VARIABLE):
         file = Path(environment[CONFIG_VARIABLE])
     given = dict(_from_file(file)) if file is not None else {}
@@ -107,12 +108,12 @@ def gather(file: Path | None, environment: Mapping[str, str], flags: Mapping[str
 
 
 def variable(key: str) -> str:
-    """The environment's name for a key."""
+    """The environment variable of a key."""
     return _OTHER_VARIABLES.get(key, ENVIRONMENT + key.replace(".", "_").upper())
 
 
 def as_toml(settings: ServerSettings, gathered: Gathered) -> str:
-    """All that counts, as a file that could be read again, with who gave what. Keys are secret, and left out."""
+    """The effective settings as a TOML file, each with its source as a comment. API keys are left out."""
     tables: dict[str, list[str]] = {}
     for key in KEYS:
         table, _, name = key.rpartition(".")
@@ -130,14 +131,14 @@ def as_toml(settings: ServerSettings, gathered: Gathered) -> str:
         else:
             line = f"{name} = {_toml(value)}"
         tables.setdefault(table, []).append(line + remark)
-    head = "# The settings of this server; a remark says who set one that is not the default.\n"
+    head = "# The settings of this server. A comment after a value names its source; values without one are defaults.\n"
     return head + "\n\n".join(
         "\n".join(([f"[{table}]"] if table else []) + lines) for table, lines in tables.items()
     )
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes of "512MiB", "4 GB" or "1073741824"; None for what is no size."""
+    """Bytes of "512MiB", "4 GB" or "1073741824"; None if the text is not a size."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         return None
@@ -161,11 +162,11 @@ def _leaves(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 _COMMAND_KEYS = frozenset(field.name for field in dataclasses.fields(_Command))
 KEYS: Mapping[str, Any] = {
     key: kind
-    # The command's own come first, and count where the settings have the same.
+    # Keys of `_Command` come first in the order, and their types replace those of fields with the same name.
     for key, kind in (
         dict(_leaves(_Command)) | dict(_leaves(ServerSettings)) | dict(_leaves(_Command))
     ).items()
-    # One has a short name of its own; of the other a server has no use: its engine's results are sent as they come.
+    # The first has the short key `memory`. The second has no effect here: a server keeps no results.
     if key not in ("engine.cache.memory", "engine.max_kept_results")
 }
 """Every key with its type."""
@@ -206,7 +207,7 @@ def _from_table(table: Mapping[str, Any], prefix: str, source: str) -> Iterator[
                 [one.removeprefix(prefix) for one in inside] + [f"[{one}]" for one in sorted(tables)]
             )
             raise InvalidRequestError(
-                f"{source}: there is no setting {key!r:.80}{_meant(key, KEYS)}; allowed here: {allowed}",
+                f"{source}: there is no setting {key!r:.80}{_suggestion(key, KEYS)}; allowed here: {allowed}",
                 field=key,
             )
         elif not isinstance(value, dict):
@@ -218,7 +219,8 @@ def _from_table(table: Mapping[str, Any], prefix: str, source: str) -> Iterator[
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Given]:
-    """An empty variable is none. One that means nothing is refused: a key file that is not read opens the server."""
+    """Ignores empty variables. Unknown ones are an error: a misspelt API_KEY_FILE would leave the server without
+    keys."""
     keys = {variable(key): key for key in KEYS}
     given = {}
     for name, value in sorted(environment.items()):
@@ -226,14 +228,15 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Given]:
             given[keys[name]] = Given(_read(keys[name], value, name, is_text=True), name)
         elif name.startswith(ENVIRONMENT) and name not in keys and name != CONFIG_VARIABLE:
             raise InvalidRequestError(
-                f"the environment has {name}, which sets nothing{_meant(name, keys)}; unset it", field=name
+                f"the environment variable {name} is not a setting{_suggestion(name, keys)}; unset it",
+                field=name,
             )
     return given
 
 
-def _meant(name: str, known: Mapping[str, Any]) -> str:
+def _suggestion(name: str, known: Mapping[str, Any]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
-    # Right, but in the wrong table.
+    # Otherwise a key with the same name in another table.
     close = close or [one for one in known if one.rpartition(".")[2] == name.rpartition(".")[2]]
     return f" (did you mean {close[0]}?)" if close else ""
 
@@ -247,12 +250,12 @@ def _read(key: str, value: Any, source: str, is_text: bool = False) -> Any:
             value = value if size is None else size
         elif is_text and isinstance(inspect.type_info(kind), inspect.VarTupleType):
             parts = [part.strip() for part in value.split(",")]
-            # A secret of nothing is refused where keys are made: left out, it would open the server to everyone.
+            # Empty API keys stay in the list, so that `plain_keys` refuses them: without keys the server is open.
             value = parts if _is_secret(key) else [part for part in parts if part]
     try:
         return msgspec.convert(value, kind, strict=not is_text or _is_size(key))
     except msgspec.ValidationError:
-        shown = "not that" if _is_secret(key) else f"{given!r:.80}"
+        shown = "invalid" if _is_secret(key) else f"{given!r:.80}"
         raise InvalidRequestError(
             f"{source}: {key} is {shown}; allowed: {_allowed(key)}",
             field=key,
@@ -260,15 +263,15 @@ def _read(key: str, value: Any, source: str, is_text: bool = False) -> Any:
 
 
 def _allowed(key: str) -> str:
-    """In words, what a setting takes."""
-    return "a size such as 4GiB" if _is_size(key) else _words(inspect.type_info(KEYS[key]))
+    """Describes the values that a setting accepts."""
+    return "a size such as 4GiB" if _is_size(key) else _type_words(inspect.type_info(KEYS[key]))
 
 
-def _words(info: inspect.Type) -> str:
+def _type_words(info: inspect.Type) -> str:
     if isinstance(info, inspect.UnionType):
-        return " or ".join(_words(one) for one in info.types if not isinstance(one, inspect.NoneType))
+        return " or ".join(_type_words(one) for one in info.types if not isinstance(one, inspect.NoneType))
     if isinstance(info, inspect.Metadata):
-        return _words(info.type)
+        return _type_words(info.type)
     if isinstance(info, inspect.LiteralType):
         return ", ".join(map(str, info.values))
     if isinstance(info, inspect.EnumType):
@@ -283,7 +286,7 @@ def _words(info: inspect.Type) -> str:
     if isinstance(info, inspect.StrType):
         return "a text"
     if isinstance(info, inspect.VarTupleType | inspect.ListType):
-        return f"a list: each {_words(info.item_type)}"
+        return f"a list: each {_type_words(info.item_type)}"
     return "a table"
 
 

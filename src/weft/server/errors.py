@@ -1,4 +1,4 @@
-"""Errors as clients of the OpenAI API know them: a status, and a body that says what was wrong and in which field."""
+"""Errors in the format of the OpenAI API: a status, and a body with a message, a type, a field and a code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """Ends a request with this status; the message is for whoever sent it."""
+    """Ends a request with this status. The message is sent to the client."""
 
     def __init__(
         self,
@@ -44,15 +44,15 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
         self.retry_after = retry_after
-        """Seconds until asking again is worth it, where whoever raised it knows; the app predicts the others."""
+        """Seconds after which a retry can succeed. Where it is None, the app predicts a value for 429 and 503."""
 
     @classmethod
-    def mistake(cls) -> ApiError:
-        return cls(500, "the server made a mistake; its log says which", code="internal_error")
+    def internal_error(cls) -> ApiError:
+        return cls(500, "internal server error; the log of the server has the details", code="internal_error")
 
     @property
-    def is_askers(self) -> bool:
-        """Whoever asked could have had it otherwise; all others are the server's."""
+    def is_client_fault(self) -> bool:
+        """Whether the request caused the error. All other errors are faults of the server."""
         return self.status < 500 or self.code == "deadline_exceeded"
 
     @property
@@ -73,7 +73,7 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
 
 
 def as_api_error(error: WeftError) -> ApiError:
-    """What an expected error of weft is called over HTTP."""
+    """The status and code over HTTP of an expected error of weft."""
     message = str(error)
     if isinstance(error, InvalidRequestError):
         return ApiError(400, message, param=error.field or None, code=error.code or None)
@@ -91,8 +91,8 @@ def as_api_error(error: WeftError) -> ApiError:
 
 
 @contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """An error inside names the field by the name that the client knows it by."""
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Translates field names in errors that are raised inside: from the engine's name to the client's."""
     try:
         yield
     except WeftError as error:
@@ -105,4 +105,4 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     try:
         raise raised
     finally:
-        del raised  # it knows this frame by its traceback; known here in turn, both would stay as garbage
+        del raised  # its traceback refers to this frame: a local variable would close a reference cycle

@@ -1,4 +1,4 @@
-"""The life of a server: engine and text side up, listening, draining, gone."""
+"""The life cycle of a server: start the engine, load tokenizer and chat template, listen, drain, stop."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ from weft.server.settings import ServerSettings
 from weft.text.model_text import ModelText, open_model_text
 
 _BACKLOG = 1024
-_ACCEPTS_PER_ROUND = 8
-"""Connections taken in one round of the event loop: hundreds at once must not hold up those that are there."""
+_ACCEPTS_PER_ITERATION = 8
+"""Connections accepted in one iteration of the event loop. More would delay the streams that are open."""
 _KEEP_ALIVE_SECONDS = 30
-_LAST_WORDS_SECONDS = 2.0
+_FLUSH_SECONDS = 2.0
 _OWN_DESCRIPTORS = 64
-"""Of the server itself: files, the sockets it listens on, those of its processes and of one that is being restarted."""
+"""Descriptors of the server itself: files, listening sockets, and the pipes and sockets of its processes, one of which
+may be restarting."""
 _DESCRIPTORS_PER_REQUEST = 2
-"""Its connection, and another that is kept alive without a request or gets a refusal meanwhile."""
+"""The connection of the request, and one idle or refused connection for each."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """What there is to tell once requests are taken."""
+    """Describes a server that has started to accept requests."""
 
     host: str
     port: int
@@ -58,48 +59,48 @@ def serve(
     log: ServerLog,
     launched: LaunchedEngine | None = None,
 ) -> None:
-    """Serves until a signal ends it. The log is closed then. `launched` is the engine's process where it was started
-    before all that a server imports."""
+    """Serves until a signal arrives, then closes the log. `launched` is the engine process if the caller started it
+    already, before the imports of the server."""
     logging.basicConfig(handlers=[LibraryHandler(log)], level=logging.WARNING)
     settings = _within_descriptors(settings, log)
     try:
-        asyncio.run(_Life(settings, on_start, log, launched).run())
+        asyncio.run(_ServerRun(settings, on_start, log, launched).run())
     finally:
-        gc.unfreeze()  # so that what is left is given back in order
+        gc.unfreeze()  # lets the interpreter free the remaining objects at exit
         log.close()
 
 
 def _within_descriptors(settings: ServerSettings, log: ServerLog) -> ServerSettings:
-    """Raises the limit of open descriptors as far as the system lets it, and takes no more requests than it allows."""
+    """Raises the descriptor limit to the hard limit, and lowers `max_requests` to what that limit allows."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # on macOS the hard limit may be more than can be had
+    with suppress(ValueError, OSError):  # on macOS the kernel may allow less than the hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = max(1, (limit - _OWN_DESCRIPTORS) // _DESCRIPTORS_PER_REQUEST)
-    if limit == resource.RLIM_INFINITY or settings.max_requests <= most:
+    max_requests = max(1, (limit - _OWN_DESCRIPTORS) // _DESCRIPTORS_PER_REQUEST)
+    if limit == resource.RLIM_INFINITY or settings.max_requests <= max_requests:
         return settings
     log.event(
         "warning",
-        f"max_requests is {most} instead of {settings.max_requests}: this process may have {limit} descriptors open, "
-        f"{_DESCRIPTORS_PER_REQUEST} for each request and {_OWN_DESCRIPTORS} of its own. A higher hard limit "
-        "(ulimit -n, LimitNOFILE) allows more.",
+        f"max_requests is {max_requests} instead of {settings.max_requests}: this process may open {limit} descriptors, "
+        f"and needs {_DESCRIPTORS_PER_REQUEST} for each request and {_OWN_DESCRIPTORS} for itself. "
+        "Raise the hard limit (ulimit -n, LimitNOFILE) to allow more requests.",
         "warning",
     )
-    return dataclasses.replace(settings, max_requests=most)
+    return dataclasses.replace(settings, max_requests=max_requests)
 
 
-def _tame_garbage_collection() -> None:
-    """Everything stands still while garbage is looked for, up to 0.16 s among the objects of five hundred streams. What
-    is loaded by now stays and need not be looked through, not even once: a start leaves a megabyte of garbage, which is
-    not worth waiting for. The young are looked through often and so in milliseconds, and become old at once; the old are
-    gone through once in a long while: requests leave nothing behind that has to be found this way
-    (tests/server/test_garbage.py)."""
+def _tune_garbage_collection() -> None:
+    """Keeps garbage collections short: a full one stops the event loop for up to 0.16 s with five hundred streams.
+
+    Objects that exist now are frozen, so that no collection visits them. Young collections are frequent and take
+    milliseconds. Full collections are rare: requests leave no reference cycles (tests/server/test_garbage.py).
+    """
     gc.freeze()
-    gc.enable()  # `weft serve` starts without
+    gc.enable()  # `weft serve` disables it during the start
     gc.set_threshold(1_000, 1, 1_500)
 
 
-class _Life:
+class _ServerRun:
     def __init__(
         self,
         settings: ServerSettings,
@@ -130,15 +131,15 @@ class _Life:
         text: ModelText | None = None
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
-            server = await self._bind()  # a port that is taken is told before a model is loaded for nothing
+            server = await self._bind()  # first: a port in use is an error before the model is loaded
             starting = asyncio.ensure_future(self._engine.start())
-            await asyncio.sleep(0)  # its process works from here on, while the text side keeps this one busy
-            text, suggestions = self._open_text()
+            await asyncio.sleep(0)  # starts the engine process, in parallel with the work below
+            text, generation_defaults = self._open_text()
             await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
                 return
             starting.result()
-            app = ServerApp(self._settings, text, suggestions, self._engine, self._log)
+            app = ServerApp(self._settings, text, generation_defaults, self._engine, self._log)
             watching = asyncio.create_task(app.watch_loop())
             try:
                 await self._listen(server, app)
@@ -148,34 +149,35 @@ class _Life:
         finally:
             stopping.cancel()
             if starting is None or not starting.done():
-                self._engine.kill()  # it reads no messages before its weights are loaded
+                self._engine.kill()  # it reads no messages until its weights are loaded
             if starting is not None and not starting.cancel():
-                starting.exception()  # told already, or of no interest beside what is raised here
+                starting.exception()  # retrieved so that asyncio does not log it a second time
             await self._engine.stop()
             if text is not None:
                 text.close()
 
     def _open_text(self) -> tuple[ModelText, Mapping[str, Any]]:
-        """And what the model's makers suggest. The files themselves are let go of: a vocabulary takes megabytes."""
+        """Also returns the generation defaults of the model. The checkpoint, megabytes of vocabulary, is not kept."""
         checkpoint = open_checkpoint(self._settings.model)
         text = open_model_text(checkpoint, self._settings.chat_template, self._settings.tool_format)
         return text, checkpoint.generation
 
     async def _bind(self) -> asyncio.Server:
-        """The address is ours; nobody is listened to yet."""
+        """Binds the address without accepting connections."""
         settings = self._settings
         try:
             return await asyncio.get_running_loop().create_server(
                 lambda: self._new_protocol(),
                 settings.host,
                 settings.port,
-                backlog=_ACCEPTS_PER_ROUND,  # asyncio's word for both; the kernel's queue is set when it listens
+                # asyncio uses this as the number of accepts per iteration too. `_listen` sets the kernel's backlog.
+                backlog=_ACCEPTS_PER_ITERATION,
                 start_serving=False,
             )
         except OSError as error:
             raise WeftError(
                 f"cannot listen on {settings.host}, port {settings.port}: {error.strerror or error}; "
-                "name another with --host and --port"
+                "choose another address with --host and --port"
             ) from error
 
     async def _listen(self, server: asyncio.Server, app: ServerApp) -> None:
@@ -200,7 +202,7 @@ class _Life:
             body_seconds=settings.body_seconds,
             stalled_reader_seconds=settings.stalled_reader_seconds,
         )
-        _tame_garbage_collection()
+        _tune_garbage_collection()
         await server.start_serving()
         for listening in server.sockets:
             with socket.fromfd(listening.fileno(), listening.family, listening.type) as same:
@@ -218,30 +220,30 @@ class _Life:
             )
         )
         await self._stop.wait()
-        # Until the last request is over new ones are still answered: with a 503, which says more than a closed door.
+        # While draining, new requests get a 503 with Retry-After, which says more than a refused connection.
         app.is_draining = True
         seconds = settings.drain_seconds
-        said = f"Stopping: what is under way has {seconds:g} s to end. Once more quits at once."
-        self._log.event("draining", said, seconds=seconds)
+        message = f"Stopping: active requests have {seconds:g} s to end. A second signal stops at once."
+        self._log.event("draining", message, seconds=seconds)
         if not await app.wait_until_idle(seconds):
-            self._log.event("cancelling", "Not everything ended in time; the rest is cancelled.", "warning")
+            self._log.event("cancelling", "Some requests did not end in time; they are cancelled.", "warning")
             await self._engine.stop()
-            await app.wait_until_idle(_LAST_WORDS_SECONDS)
+            await app.wait_until_idle(_FLUSH_SECONDS)
         server.close()
         await self._close_connections()
         self._log.event("stopped", "Stopped.")
 
     async def _close_connections(self) -> None:
-        """Each once what was written to it has left; whoever does not read is not waited for long."""
-        give_up_at = time.monotonic() + _LAST_WORDS_SECONDS
+        """Closes each connection after its pending bytes are sent, or after `_FLUSH_SECONDS`."""
+        give_up_at = time.monotonic() + _FLUSH_SECONDS
         if self._state.tasks:
-            await asyncio.wait(self._state.tasks, timeout=_LAST_WORDS_SECONDS)
+            await asyncio.wait(self._state.tasks, timeout=_FLUSH_SECONDS)
         for connection in list(self._state.connections):
             connection.shutdown()
         while self._state.connections and time.monotonic() < give_up_at:
             await asyncio.sleep(0.01)
         for connection in list(self._state.connections):
-            connection.transport.abort()  # an answer that waits for its client to read would keep the process
+            connection.transport.abort()  # unsent bytes would keep the process alive
 
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():

@@ -1,7 +1,7 @@
-"""The server's log: one line for each request that ended and for each turn in the server's life, on standard error.
+"""The server's log on standard error: one line for each request that ended, and one for each event such as a restart.
 
-A prompt, an answer or a key is never in it. Lines are made and written by a thread of their own: whoever reads the log,
-or does not, cannot hold up the event loop; what does not fit the queue is counted and told.
+It never contains a prompt, an answer or an API key. A thread formats and writes the lines, so that a slow reader of the
+log cannot block the event loop. Lines that do not fit the queue are dropped, and a line reports their number.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from weft.request import GenerationResult
 from weft.server.settings import LogFormat
 
 _MAX_LINES = 8192
-_LAST_LINES_SECONDS = 2.0
+_FLUSH_SECONDS = 2.0
 QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""Asked every few seconds by machines: logged only when they fail."""
+"""Routes that probes call every few seconds. They are logged only when they fail."""
 
 
 @dataclass
 class Record:
-    """What is known of one HTTP request by its end. Filled in on the way by whoever knows."""
+    """The log record of one HTTP request. Middleware and route handlers fill it in."""
 
     method: str
     path: str
@@ -47,7 +47,7 @@ class Record:
     num_choices_per_prompt: int = 1
 
     def fields(self, seconds: float) -> dict[str, Any]:
-        """As they are written; what is not known or not the case is left out."""
+        """The fields of the log line. Unknown and false values are left out."""
         known: dict[str, Any] = {
             "request_id": self.request_id,
             "key": self.key_name,
@@ -74,16 +74,16 @@ class Record:
 
 
 record_of_task: ContextVar[Record | None] = ContextVar("record_of_task", default=None)
-"""Every request is answered in a task of its own."""
+"""The record of the request that the current task handles."""
 
 
 def current_record() -> Record:
-    """That of the request that is being answered; outside of any, one that nobody reads."""
+    """The record of the current request. Outside of a request, a new record that is never logged."""
     return record_of_task.get() or Record("", "", "", False)
 
 
 class ServerLog:
-    """Owns the thread that writes. `close` writes what is left."""
+    """Owns the thread that writes the log. `close` writes the remaining lines."""
 
     def __init__(self, log_format: LogFormat, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -97,7 +97,7 @@ class ServerLog:
             self._writer.start()
 
     def event(self, name: str, message: str, level: str = "info", **fields: Any) -> None:
-        """A turn in the server's life: `message` for people, `fields` for programs."""
+        """Logs an event: `message` for people, `fields` for programs."""
         now = time.time()
 
         def line() -> str:
@@ -107,7 +107,7 @@ class ServerLog:
         self._put(line)
 
     def request(self, record: Record) -> None:
-        """A request that ended."""
+        """Logs a request that ended."""
         if record.path in QUIET_PATHS and record.status < 400:
             return
         now, seconds = time.time(), time.monotonic() - record.began
@@ -121,9 +121,9 @@ class ServerLog:
 
     def close(self) -> None:
         if self._writer.is_alive():
-            give_up_at = time.monotonic() + _LAST_LINES_SECONDS
-            with suppress(queue.Full):  # nobody reads what was written
-                self._lines.put(None, timeout=_LAST_LINES_SECONDS)
+            give_up_at = time.monotonic() + _FLUSH_SECONDS
+            with suppress(queue.Full):  # the reader of standard error is stuck
+                self._lines.put(None, timeout=_FLUSH_SECONDS)
                 self._writer.join(max(0.0, give_up_at - time.monotonic()))
 
     def _put(self, line: Callable[[], str]) -> None:
@@ -142,24 +142,25 @@ class ServerLog:
         return msgspec.json.encode({"time": stamp, "level": level, "event": name, **fields}).decode() + "\n"
 
     def _write(self) -> None:
-        """In the writer's thread."""
+        """Runs in the writer thread."""
         while (line := self._lines.get()) is not None:
             try:
                 self._stream.write(line())
                 if self._num_lost:
-                    self._stream.write(self._loss())
+                    self._stream.write(self._lost_line())
                 self._stream.flush()
             except (OSError, ValueError):
-                pass  # closed, or a full disk: the server goes on
+                pass  # closed stream or full disk: the server continues without this line
 
-    def _loss(self) -> str:
+    def _lost_line(self) -> str:
         lost, self._num_lost = self._num_lost, 0
-        said = f"{lost} lines of the log were lost: nobody read them in time"
-        return self._line(time.time(), "warning", "log_lost", {"message": said, "lines": lost}, said)
+        message = f"{lost} log lines were dropped: standard error was not read fast enough"
+        return self._line(time.time(), "warning", "log_lost", {"message": message, "lines": lost}, message)
 
 
 class LibraryHandler(logging.Handler):
-    """What uvicorn or asyncio has to say becomes a line like all others. Tracebacks, which may quote a request, do not."""
+    """Writes log messages of uvicorn and asyncio to the server's log. Tracebacks are dropped: they may quote a
+    request."""
 
     def __init__(self, log: ServerLog) -> None:
         super().__init__(logging.WARNING)
@@ -170,7 +171,7 @@ class LibraryHandler(logging.Handler):
 
 
 def _sentence(fields: Mapping[str, Any]) -> str:
-    """A request for people: status, route, tokens, seconds, how it ended, its id."""
+    """The text form of a request's log line: status, route, tokens, finish reasons, seconds, key, id."""
     parts = [f"{fields.get('status', '---')} {fields['method']} {ascii(fields['route'])[1:-1]}"]
     if "completion_tokens" in fields:
         cached = f" ({fields['cached_tokens']} cached)" if fields["cached_tokens"] else ""

@@ -1,4 +1,4 @@
-"""What an operator's Prometheus reads, under the names that vLLM made known, with `weft:` before them."""
+"""Metrics for Prometheus. They have vLLM's names with the prefix `weft:`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ _LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075
 _REQUEST_SECONDS = (0.005, 0.02, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 
 
-class _Gaps(Collector):
-    """A histogram for what is noted with every event of every stream: the library's own takes a fifth of what an event costs."""
+class _FastHistogram(Collector):
+    """A histogram for values observed with every event of every stream. The Histogram of prometheus_client would take a
+    fifth of the time of an event."""
 
     def __init__(self, name: str, help: str, labels: Mapping[str, str], bounds: Sequence[float]) -> None:
         self._name, self._help, self._labels = name, help, labels
@@ -55,18 +56,18 @@ class _Gaps(Collector):
         self._sum += value
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        told = list(itertools.accumulate(self._counts))
+        cumulative = list(itertools.accumulate(self._counts))
         names = [*map(str, self._bounds), "+Inf"]
         family = HistogramMetricFamily(self._name, self._help, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), list(zip(names, told, strict=True)), self._sum)
+        family.add_metric(list(self._labels.values()), list(zip(names, cumulative, strict=True)), self._sum)
         yield family
 
 
 class ServerMetrics:
-    """Counts what was answered; the engine's own figures are asked for when somebody looks."""
+    """Counts requests and tokens. The engine's own metrics are fetched on each scrape."""
 
     def __init__(self, model: str, *, is_two_tier: bool = False) -> None:
-        """`is_two_tier`: the figures of a two-tier KV cache are told too."""
+        """`is_two_tier`: also export the metrics of a two-tier KV cache."""
         self._registry = registry = CollectorRegistry(auto_describe=True)
         labels = {"model_name": model}
 
@@ -81,72 +82,87 @@ class ServerMetrics:
                 **labels
             )
 
-        self._running = gauge("num_requests_running", "Requests in the batch.")
-        self._waiting = gauge("num_requests_waiting", "Requests that wait for their first or next turn.")
-        self._cache_usage = gauge("kv_cache_usage_perc", "Share of the KV cache's blocks in use, 0 to 1.")
-        self._engine_up = gauge("engine_up", "1 while the engine's process is ready and responds.")
-        self._restarts = _Total(
-            counter("engine_restarts", "How often the engine's process was started again.")
+        self._running = gauge("num_requests_running", "Sequences that take part in steps.")
+        self._waiting = gauge(
+            "num_requests_waiting", "Answers that wait to be admitted, preempted and held ones included."
         )
-        self._stalls = _Total(counter("engine_stalls", "How often it was replaced because it was stuck."))
-        self._preemptions = _Total(
-            counter("num_preemptions", "Requests that gave way to others for a while.")
+        self._cache_usage = gauge("kv_cache_usage_perc", "Fraction of KV blocks in use, 0 to 1.")
+        self._engine_up = gauge("engine_up", "1 while the engine process is ready and responds, else 0.")
+        self._restarts = _MirroredCounter(counter("engine_restarts", "Restarts of the engine process."))
+        self._stalls = _MirroredCounter(
+            counter("engine_stalls", "Restarts of the engine process because it was stuck.")
         )
-        self.open_requests = gauge("http_requests_open", "Requests under way in the server.")
-        self._held = gauge("num_requests_held", "Waiting requests that wait for their key's turn.")
+        self._preemptions = _MirroredCounter(counter("num_preemptions", "Preemptions of running sequences."))
+        self.open_requests = gauge("http_requests_open", "HTTP requests that are not yet ended.")
+        self._held = gauge("num_requests_held", "Answers held back in the server for fairness between keys.")
         self.count_held: Callable[[], int] = lambda: 0
-        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were answered.")
-        self._cached_tokens = counter("prefix_cache_hits", "Those that were found in the cache.")
-        self._generated_tokens = counter("generation_tokens", "Tokens that were generated.")
-        self._drafted = _Total(counter("spec_decode_num_draft_tokens", "Guessed tokens that were checked."))
-        self._accepted = _Total(counter("spec_decode_num_accepted_tokens", "Those that were right."))
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of completed requests.")
+        self._cached_tokens = counter(
+            "prefix_cache_hits", "Prompt tokens of completed requests that were prefix hits."
+        )
+        self._generated_tokens = counter("generation_tokens", "Generated tokens.")
+        self._drafted = _MirroredCounter(
+            counter("spec_decode_num_draft_tokens", "Draft tokens that were checked.")
+        )
+        self._accepted = _MirroredCounter(
+            counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
+        )
         self._first_token = histogram(
-            "time_to_first_token_seconds", "From the whole request to its first token.", _TOKEN_SECONDS
+            "time_to_first_token_seconds",
+            "Seconds from the complete request to its first token.",
+            _TOKEN_SECONDS,
         )
         self._per_token = histogram(
-            "time_per_output_token_seconds", "Mean time between two tokens of an answer.", _TOKEN_SECONDS
+            "time_per_output_token_seconds", "Mean seconds between two tokens of an answer.", _TOKEN_SECONDS
         )
-        self._between = _Gaps(
+        self._between = _FastHistogram(
             "weft:inter_token_latency_seconds",
-            "Time since the last delivery, per token delivered.",
+            "Seconds since the previous event of the stream, per token of this event.",
             labels,
             _TOKEN_SECONDS,
         )
         registry.register(self._between)
-        self.loop_lag = _Gaps(
+        self.loop_lag = _FastHistogram(
             "weft:event_loop_lag_seconds",
-            "How late the server's event loop was, beyond what the kernel's scheduler took.",
+            "Lag of the server's event loop in seconds, without the run delay of its thread.",
             labels,
             _LAG_SECONDS,
         )
         registry.register(self.loop_lag)
-        self._latency = histogram("e2e_request_latency_seconds", "From the whole request to the last token.")
-        self._queue = histogram("request_queue_time_seconds", "Waiting for the first turn.")
-        self._prefill = histogram("request_prefill_time_seconds", "From the first turn to the first token.")
-        self._decode = histogram("request_decode_time_seconds", "From the first token to the last.")
+        self._latency = histogram(
+            "e2e_request_latency_seconds", "Seconds from the complete request to its last token."
+        )
+        self._queue = histogram("request_queue_time_seconds", "Seconds until the request was admitted.")
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "Seconds from admission to the first token."
+        )
+        self._decode = histogram("request_decode_time_seconds", "Seconds from the first token to the last.")
         self._success = Counter(
             "weft:request_success",
-            "Answers that ended as they should.",
+            "Completed answers, by finish reason.",
             [*labels, "finished_reason"],
             registry=registry,
         )
         self._failed = Counter(
-            "weft:request_failure", "Requests that got an error.", [*labels, "status"], registry=registry
+            "weft:request_failure",
+            "Requests that ended with an error, by HTTP status.",
+            [*labels, "status"],
+            registry=registry,
         )
         self._used: dict[str, tuple[int, int]] = {}
-        """Requests and tokens of each key in the operator's file: nothing that a client sends makes another entry."""
+        """Requests and tokens by key name. Only configured keys get an entry, so a client cannot add entries."""
         self._labels = labels
-        self._tiers = _Tiers(gauge, counter) if is_two_tier else None
+        self._tiers = _TierMetrics(gauge, counter) if is_two_tier else None
 
     def first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
 
     def delivery(self, seconds: float, num_tokens: int) -> None:
-        """Some tokens, so long after those before them."""
+        """Records an event with `num_tokens` tokens, `seconds` after the previous event of its stream."""
         self._between.observe(seconds / num_tokens)
 
     def answered(self, results: Sequence[GenerationResult], prompts: int, seconds: float) -> None:
-        """A request whose answers are complete; `prompts` is how many it had."""
+        """Records a completed request; `prompts` is its number of prompts."""
         per_prompt = len(results) // prompts
         for index, result in enumerate(results):
             if index % per_prompt == 0:
@@ -161,19 +177,19 @@ class ServerMetrics:
         self._latency.observe(seconds)
 
     def generated(self, num_tokens: int) -> None:
-        """The tokens of a request that is over, whoever read them."""
+        """Records the generated tokens of a request that ended, sent to the client or not."""
         self._generated_tokens.inc(num_tokens)
 
     def failed(self, status: int) -> None:
         self._failed.labels(**self._labels, status=str(status)).inc()
 
     def used(self, key: str, num_tokens: int) -> None:
-        """A request of a key is over."""
+        """Records a request of a key that ended."""
         requests, tokens = self._used.get(key, (0, 0))
         self._used[key] = (requests + 1, tokens + num_tokens)
 
     async def text(self, engine: EngineClient, key: ApiKey | None = None) -> bytes:
-        """As `key` may see it: what the others used is shown to operators alone."""
+        """The exposition for `key`. Only a key with admin = true sees the usage of other keys."""
         self._restarts.follow(engine.restarts)
         self._stalls.follow(engine.stalls)
         num_held = self.count_held()
@@ -202,15 +218,15 @@ class ServerMetrics:
 
 
 class _KeyUsage(Collector):
-    """The series of some keys, by name: their requests and tokens."""
+    """Exports the requests and tokens of some keys."""
 
     def __init__(self, labels: Mapping[str, str], used: Mapping[str, tuple[int, int]]) -> None:
         self._labels, self._used = labels, used
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         helps = (
-            ("key_requests", "Requests of an API key."),
-            ("key_tokens", "Tokens of its prompts and answers."),
+            ("key_requests", "Requests, by API key."),
+            ("key_tokens", "Prompt and generated tokens, by API key."),
         )
         for index, (name, help) in enumerate(helps):
             family = CounterMetricFamily(f"weft:{name}", help, labels=[*self._labels, "key"])
@@ -219,8 +235,8 @@ class _KeyUsage(Collector):
             yield family
 
 
-class _Total:
-    """A counter that follows a total kept elsewhere, which begins again at nothing when the engine does."""
+class _MirroredCounter:
+    """A counter that follows a total of the engine process. The total starts again at 0 when the process restarts."""
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
@@ -231,29 +247,32 @@ class _Total:
         self._seen = total
 
 
-class _Tiers:
-    """The figures of a two-tier KV cache."""
+class _TierMetrics:
+    """Exports the metrics of a two-tier KV cache."""
 
     def __init__(self, gauge: Callable[[str, str], Gauge], counter: Callable[[str, str], Counter]) -> None:
         self._gauges = {
-            "tail_tokens": gauge("kv_cache_tail_tokens", "Room for tokens in full blocks in use."),
-            "store_tokens": gauge("kv_cache_store_tokens", "Tokens in quantised blocks in use."),
-            "tail_bytes": gauge("kv_cache_tail_bytes", "Bytes of full blocks in use."),
-            "store_bytes": gauge("kv_cache_store_bytes", "Bytes of quantised blocks in use."),
+            "tail_tokens": gauge(
+                "kv_cache_tail_tokens", "Token capacity of the full-precision KV blocks in use."
+            ),
+            "store_tokens": gauge("kv_cache_store_tokens", "Tokens in the quantised KV blocks in use."),
+            "tail_bytes": gauge("kv_cache_tail_bytes", "Bytes of the full-precision KV blocks in use."),
+            "store_bytes": gauge("kv_cache_store_bytes", "Bytes of the quantised KV blocks in use."),
             "compression_ratio": gauge(
                 "kv_cache_compression_ratio",
-                "Bytes that a full cache would use for the same tokens, over those in use.",
+                "Bytes of a full-precision cache for the same tokens, divided by the bytes in use.",
             ),
         }
-        self._migrations = _Total(counter("kv_cache_migrations", "Blocks that moved to the store."))
-        self._shared = _Total(
+        self._migrations = _MirroredCounter(counter("kv_cache_migrations", "KV blocks moved to the store."))
+        self._shared = _MirroredCounter(
             counter(
-                "kv_cache_migrations_shared", "Those whose content the store had already: nothing was copied."
+                "kv_cache_migrations_shared",
+                "KV blocks moved without a copy: the store already had their content.",
             )
         )
 
     def clear(self) -> None:
-        """The engine is down and holds nothing; what it counted stays."""
+        """Shows an empty cache while the engine is down. The counters keep their values."""
         for name, gauge in self._gauges.items():
             gauge.set(1.0 if name == "compression_ratio" else 0)
 

@@ -1,6 +1,6 @@
-"""What an operator may set: frozen, each with a default that suits most.
+"""The settings of a server.
 
-`config_file` makes the keys of the TOML file and the environment's names of these fields, and checks values by their types.
+`config_file` derives TOML keys and environment variables from these fields, and checks values by the field types.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LogFormat = Literal["auto", "text", "json", "off"]
 
 
 def _engine_config() -> ServingEngineConfig:
-    # How long a prompt may hold the others up is measured, not guessed: machines differ a hundredfold.
+    # The adaptive policy measures step times: a fixed chunk size cannot suit machines that differ a hundredfold.
     return ServingEngineConfig(scheduler=SchedulerConfig(policy=PriorityPolicy.ADAPTIVE))
 
 
@@ -30,45 +30,45 @@ class ServerSettings:
 
     model: str
     names: tuple[str, ...]
-    """What requests may call the model; the first is the one that answers carry."""
+    """Names of the model that requests may use. Responses carry the first one."""
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
-    """0: any that is free."""
+    """0: any free port."""
     api_keys: tuple[ApiKey, ...] = ()
-    """None at all: everyone may ask. Made by `keys.all_keys`."""
+    """Made by `keys.all_keys`. Empty: no key is needed."""
     allowed_origins: tuple[str, ...] = ()
-    """Web pages that may call the server from a browser; "*" for all."""
+    """Origins of web pages that may call the server from a browser; "*" for all."""
     chat_template: str | None = None
-    """The path of a Jinja template that is used instead of the model's own."""
+    """Path of a Jinja template that replaces the template of the model."""
     tool_format: str | None = None
-    """How the model writes calls of tools, one of `weft.text.model_text.TOOL_FORMATS`; None: found from its template."""
+    """How the model writes tool calls, one of `weft.text.model_text.TOOL_FORMATS`. None: detected from its template."""
     log_format: LogFormat = "auto"
-    """"auto": text where standard error is a terminal, JSON elsewhere."""
+    """"auto": text if standard error is a terminal, else JSON."""
     backend: str = "auto"
-    """What computes: "cpu", "cuda", or "auto": a card, where there is one."""
+    """One of "cpu", "cuda", and "auto": a GPU if there is one, else the CPU."""
     backend_options: Mapping[str, Any] = field(default_factory=dict)
     engine: ServingEngineConfig = field(default_factory=_engine_config)
     drain_seconds: Seconds = 30.0
-    """What is under way at a SIGTERM has this long to end."""
+    """After a SIGTERM, active requests may run this long."""
     stall_seconds: Annotated[float, Meta(ge=1, le=1_000_000)] = 120.0
-    """An engine that shows no sign of life for this long is replaced, and its requests get an error."""
+    """An engine process without progress for this long is restarted. Its requests get an error."""
     max_body_bytes: AtLeastOne = 16 << 20
     max_buffered_bytes: AtLeastOne = 256 << 20
-    """Bodies of all requests together, until they are tokens."""
+    """Limit for the bodies of all requests together. A body counts until its prompt is tokenised."""
     max_answer_bytes: AtLeastOne = 64 << 20
-    """What one request may have of its answers in memory: all of them, or of a stream what is not sent yet."""
+    """Limit for the answers of one request in memory. For a stream only unsent bytes count."""
     max_buffered_answer_bytes: AtLeastOne = 256 << 20
-    """The same for all requests together."""
+    """The same limit for all requests together."""
     max_header_bytes: AtLeastOne = 64 << 10
     header_seconds: Seconds = 10.0
     body_seconds: Seconds = 120.0
-    """A request has this long to arrive, from its first byte."""
+    """Time limit for the body of a request, counted from the end of its headers."""
     stalled_reader_seconds: Seconds = 60.0
-    """A connection is closed when its client accepts none of the bytes that wait for it for so long."""
+    """A connection is closed if bytes wait to be sent and its client accepts none for this long."""
     max_answers: AtLeastOne = 1024
-    """Prompts times `n` of one request."""
+    """Limit for prompts times `n` of one request."""
     max_requests: AtLeastOne = 4096
-    """Requests that may be under way at once, waiting ones too."""
+    """Limit for active requests, waiting ones included."""
 
     def __post_init__(self) -> None:
-        KeyRing(self.api_keys)  # refuses those that cannot be told apart
+        KeyRing(self.api_keys)  # raises for duplicate keys

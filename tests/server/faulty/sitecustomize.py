@@ -1,7 +1,7 @@
-"""Faults at the border to the system, for a server that a fault run starts with this folder on its path.
+"""System faults for a server that a fault run starts with this folder on its path.
 
-Each file in the folder that WEFT_FAULTS names is a fault that lasts while the file is there: `fork` holds an error number, which
-every start of a process then fails with; `clock` holds the seconds by which the wall clock is wrong.
+Each file in the folder WEFT_FAULTS is a fault that lasts while the file exists. `fork` contains an error number, with
+which every start of a process fails. `clock` contains the error of the wall clock in seconds.
 """
 
 import _posixsubprocess

@@ -12,7 +12,11 @@ from weft.backends.step_arrays import Rows, SampledEntries
 from weft.request import SamplingParams, TokenLogprobs
 from weft.sampling.reference import FORBIDDEN, NOT_A_NUMBER, OVERFLOW, Sampled
 
-_REASONS = {1: NOT_A_NUMBER, 2: FORBIDDEN, 3: OVERFLOW}  # the numbers of enum Verdict in csrc/kernels/sampler.h
+_REASONS = {
+    1: NOT_A_NUMBER,
+    2: FORBIDDEN,
+    3: OVERFLOW,
+}  # the numbers of enum Verdict in csrc/kernels/sampler.h
 
 
 class NativeSampler:

@@ -1,4 +1,4 @@
-"""The requests under way: who sent each, what it may use, where it is, and what it gives back when it ends."""
+"""The active requests: the key, limits, deadline and progress of each, and the accounting when it ends."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 from weft.clock import Clock
 from weft.engine.ipc.client import EngineClient, EngineState
 from weft.request import GenerationResult, InferenceRequest
-from weft.server.admission.fairness import AnswerJob, FairGate, Turn
+from weft.server.admission.fairness import AnswerJob, FairGate, GateTicket
 from weft.server.admission.keys import ApiKey
 from weft.server.admission.limits import KeyLimits
-from weft.server.admission.pace import Pace
+from weft.server.admission.pace import CompletionRate
 from weft.server.errors import ApiError
 from weft.server.metrics import ServerMetrics
 from weft.server.settings import ServerSettings
@@ -23,23 +23,25 @@ from weft.server.stream.choices import Choices
 from weft.text.answer_reader import AnswerSyntax
 
 Outcome = list[GenerationResult] | ApiError | None
-"""How a request ended; None: nobody was there any more."""
+"""How a request ended; None: the client disconnected."""
 
-_FIRST_GUESS = 512
-"""Tokens that an answer without max_tokens reserves of its key's minute, until it is known how many it had."""
-_GREED = 4
-"""With several keys none may have more than so many times as many requests open as there are places free: a flood of one
-leaves the others a fifth of the places."""
+_DEFAULT_ANSWER_TOKENS = 512
+"""Tokens that an answer without max_tokens reserves from the rate limit of its key. The end of the request corrects
+it."""
+_MAX_OPEN_PER_FREE = 4
+"""With several keys, a key may have at most this many active requests per free one. A flood of one key thus leaves a
+fifth of `max_requests` to the others."""
 _GRACE_SECONDS = 1.0
-"""The engine keeps deadlines; so much later the server does, whether the engine answers or not."""
+"""The engine enforces deadlines. The server ends a request this much later if the engine did not."""
 _WAKE_EVERY = 64
 _WAKE_EVERY_FOR_STOPS = 8
-"""Tokens after which an answer that nobody streams is looked at. A stop string, or the last call of a tool, is found in
-the text, so that an answer runs on for up to so many tokens behind it."""
+"""Tokens after which the server reads an answer that is not streamed. It finds stop strings and the last tool call in
+the text. An answer may run past its end by up to this many tokens."""
 
 
 class ActiveRequest:
-    """One request from the moment its body is read until its answer is out. Whoever entered it calls `leave`."""
+    """One request from the end of its body to the end of its response. The caller of `ActiveRequests.begin` calls
+    `end`."""
 
     def __init__(
         self,
@@ -51,24 +53,25 @@ class ActiveRequest:
     ) -> None:
         self.id = uuid.uuid4().hex
         self.given_id = given_id
-        """What its client calls it."""
+        """The id in the client's X-Request-Id header."""
         self.key = key
         self.limits = limits
         self.choices = choices
         self.began = began
         self.requests: Sequence[InferenceRequest] = ()
-        """Once they are known."""
+        """Set when the request is prepared."""
         self.text_tokens = 0
-        """Of a request that asks for tokens or text alone."""
+        """Tokens of a /tokenize or /detokenize request."""
         self.reserved = 0
-        self.turn: Turn | None = None
+        """Tokens reserved from the rate limit of the key."""
+        self.ticket: GateTicket | None = None
         self.deadline: float | None = None
         self.expiry: asyncio.TimerHandle | None = None
-        """Ends the answer once the deadline has passed."""
+        """Timer that ends the request after its deadline."""
 
     @asynccontextmanager
     async def until_deadline(self) -> AsyncIterator[None]:
-        """Raises a 504 where what is done inside lasts beyond the deadline."""
+        """Raises a 504 if the code inside runs past the deadline."""
         expires_at = None if self.expiry is None else self.expiry.when()
         try:
             async with asyncio.timeout_at(expires_at) as limit:
@@ -76,9 +79,9 @@ class ActiveRequest:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise self.late_error() from None
+            raise self.deadline_error() from None
 
-    def late_error(self) -> ApiError:
+    def deadline_error(self) -> ApiError:
         return ApiError(504, f"deadline of {self.deadline:g} s passed", code="deadline_exceeded")
 
     @property
@@ -90,7 +93,7 @@ class ActiveRequest:
         return self.limits.headers() if self.limits else {}
 
     def described(self, now: float) -> dict[str, Any]:
-        """For operators."""
+        """The entry of the request in /admin/requests."""
         num_tokens = self.choices.num_tokens
         state = "running" if num_tokens else "waiting" if self.requests else "preparing"
         return {
@@ -106,13 +109,13 @@ class ActiveRequest:
 
 
 class ActiveRequests:
-    """Owns what is open. Belongs to one event loop."""
+    """Owns the active requests. Belongs to one event loop."""
 
     def __init__(
         self, settings: ServerSettings, engine: EngineClient, metrics: ServerMetrics, clock: Clock
     ) -> None:
-        assert engine.info is not None, "it has started"
-        self.pace = Pace(clock)
+        assert engine.info is not None, "the engine must be started"
+        self.completion_rate = CompletionRate(clock)
         self._settings = settings
         self._engine = engine
         self._metrics = metrics
@@ -124,7 +127,7 @@ class ActiveRequests:
             max_tokens=engine.info.num_blocks * engine.info.block_size,
             count_answers=self._count_answers,
         )
-        engine.on_progress = self._gate.let_through
+        engine.on_progress = self._gate.release_answers
         self._open: dict[str, ActiveRequest] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -135,173 +138,182 @@ class ActiveRequests:
         return len(self._open)
 
     async def wait_until_idle(self, seconds: float) -> bool:
-        """Whether all ended in time."""
+        """Returns whether all requests ended within `seconds`."""
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
             return False
         return True
 
-    def check_room(self, key: ApiKey | None) -> None:
-        """Refuses what there is no place for; asked before a body is read."""
-        most = self._settings.max_requests
-        free = most - len(self._open)
+    def check_capacity(self, key: ApiKey | None) -> None:
+        """Raises a 429 if one more request of `key` does not fit. Called before a body is read."""
+        max_requests = self._settings.max_requests
+        free = max_requests - len(self._open)
         num_own = self._limits[key.name].num_open if key else 0
-        if free > 0 and (len(self._limits) < 2 or num_own < _GREED * free):
+        if free > 0 and (len(self._limits) < 2 or num_own < _MAX_OPEN_PER_FREE * free):
             return
-        whose = f", {num_own} of them of the key {key.name!r}" if key else ""
+        of_key = f", {num_own} of them with the key {key.name!r}" if key else ""
         raise ApiError(
             429,
-            f"{len(self._open)} requests are under way{whose}; allowed: {most}; try again later",
+            f"the server has {len(self._open)} active requests{of_key}; allowed: {max_requests} "
+            "for all keys together (max_requests); try again later",
             code="queue_full",
         )
 
-    def enter(self, key: ApiKey | None, choices: Choices, given_id: str | None = None) -> ActiveRequest:
-        """One more request. Raises a 429 where there is no place, or its key has no more to ask."""
-        self.check_room(key)  # others may have come in while the body did
+    def begin(self, key: ApiKey | None, choices: Choices, given_id: str | None = None) -> ActiveRequest:
+        """Adds a request. Raises a 429 if it does not fit, or if its key has reached a limit."""
+        self.check_capacity(key)  # again: other requests may have arrived while the body was read
         limits = self._limits[key.name] if key else None
         if limits is not None:
             limits.take_request()
             limits.num_open += 1
-        visit = ActiveRequest(key, limits, choices, self._clock(), given_id)
-        self._open[visit.id] = visit
+        active = ActiveRequest(key, limits, choices, self._clock(), given_id)
+        self._open[active.id] = active
         self._idle.clear()
-        return visit
+        return active
 
-    def set_deadline(self, visit: ActiveRequest, seconds: float | None) -> None:
-        """The request ends so long after it came in, and the grace, whatever the engine does."""
-        visit.deadline = self._settings.engine.request_timeout if seconds is None else seconds
-        if visit.deadline is not None:
-            left = visit.began + max(0.0, visit.deadline) + _GRACE_SECONDS - self._clock()
-            visit.expiry = asyncio.get_running_loop().call_later(left, visit.choices.fail, visit.late_error())
+    def set_deadline(self, active: ActiveRequest, seconds: float | None) -> None:
+        """Ends the request `seconds` after its arrival, plus the grace, even if the engine does not respond."""
+        active.deadline = self._settings.engine.request_timeout if seconds is None else seconds
+        if active.deadline is not None:
+            left = active.began + max(0.0, active.deadline) + _GRACE_SECONDS - self._clock()
+            active.expiry = asyncio.get_running_loop().call_later(
+                left, active.choices.fail, active.deadline_error()
+            )
 
     async def submit(
         self,
-        visit: ActiveRequest,
+        active: ActiveRequest,
         requests: Sequence[InferenceRequest],
         form: AnswerSyntax | None = None,
         *,
         is_streamed: bool,
     ) -> None:
-        """Hands the request to the engine: at once, or, when others are before it, in its turn, which is not waited
-        for. `form` is that of its answers."""
-        visit.choices.check()
-        visit.requests = requests
-        if visit.limits is not None:
-            wishes = sum(request.params.n * self._max_tokens(request, _FIRST_GUESS) for request in requests)
-            visit.reserved = visit.limits.reserve(visit.prompt_tokens + wishes)
+        """Submits the request to the engine. If the gate holds it back, a background task submits its answers when they
+        are released. `form` is the form of its answers."""
+        active.choices.check()
+        active.requests = requests
+        if active.limits is not None:
+            answer_tokens = sum(
+                request.params.n * self._max_tokens(request, _DEFAULT_ANSWER_TOKENS) for request in requests
+            )
+            active.reserved = active.limits.reserve(active.prompt_tokens + answer_tokens)
         first = requests[0]
         job = AnswerJob(
             first.priority,
-            visit.prompt_tokens,
+            active.prompt_tokens,
             sum(request.params.n for request in requests),
             max(self._max_tokens(request, self._engine.max_sequence_length) for request in requests),
         )
-        visit.turn = turn = self._gate.ask(visit.key, job)
-        if turn is not None:
-            visit.choices.on_answer_end = partial(self._gate.ended, turn)
+        active.ticket = ticket = self._gate.enter(active.key, job)
+        if ticket is not None:
+            active.choices.on_answer_end = partial(self._gate.ended, ticket)
         is_cut = bool(first.params.stop) or (form is not None and form.max_calls is not None)
         wake_every = _WAKE_EVERY_FOR_STOPS if is_cut else _WAKE_EVERY
-        work = partial(self._submit_in_turn, visit, form, is_streamed, 1 if is_streamed else wake_every)
-        if turn is None or not turn.num_waiting:
+        work = partial(
+            self._submit_when_released, active, form, is_streamed, 1 if is_streamed else wake_every
+        )
+        if ticket is None or not ticket.num_waiting:
             await work()
         else:
-            visit.choices.submit_later(work)
+            active.choices.submit_later(work)
 
-    def reserve(self, visit: ActiveRequest, num_tokens: int) -> None:
-        """Takes so many tokens of the key's minute for text work, or raises a 429. In the end the request costs its
-        `text_tokens`."""
-        visit.text_tokens = num_tokens
-        if visit.limits is not None:
-            visit.reserved = visit.limits.reserve(num_tokens)
+    def reserve(self, active: ActiveRequest, num_tokens: int) -> None:
+        """Reserves tokens from the rate limit of the key for text work, or raises a 429. At its end the request is
+        charged its `text_tokens`."""
+        active.text_tokens = num_tokens
+        if active.limits is not None:
+            active.reserved = active.limits.reserve(num_tokens)
 
-    def leave(self, visit: ActiveRequest, outcome: Outcome) -> None:
-        """It is over. Who got an error of the server's pays nothing, and who was refused; everyone else what was computed
-        until then, however it ended: a deadline would otherwise make everything free."""
-        if self._open.pop(visit.id, None) is None:
+    def end(self, active: ActiveRequest, outcome: Outcome) -> None:
+        """Removes a request. One that was refused or failed by a fault of the server is charged nothing. Any other is
+        charged what was computed, even if it ended by its deadline: otherwise a short deadline would make it free."""
+        if self._open.pop(active.id, None) is None:
             return
-        if visit.expiry is not None:
-            visit.expiry.cancel()
-        num_generated = visit.choices.num_tokens
+        if active.expiry is not None:
+            active.expiry.cancel()
+        num_generated = active.choices.num_tokens
         self._metrics.generated(num_generated)
         used = None
-        if not isinstance(outcome, ApiError) or (num_generated and outcome.is_askers):
+        if not isinstance(outcome, ApiError) or (num_generated and outcome.is_client_fault):
             used = num_generated
-            self.pace.ended()
-        if visit.turn is not None:
-            self._gate.leave(visit.turn, used)
-        if visit.limits is not None and visit.key is not None:
-            num_tokens = 0 if used is None else visit.prompt_tokens + used
-            visit.limits.num_open -= 1
-            visit.limits.correct(visit.reserved, num_tokens)
-            self._metrics.used(visit.key.name, num_tokens)
+            self.completion_rate.record_end()
+        if active.ticket is not None:
+            self._gate.leave(active.ticket, used)
+        if active.limits is not None and active.key is not None:
+            num_tokens = 0 if used is None else active.prompt_tokens + used
+            active.limits.num_open -= 1
+            active.limits.correct(active.reserved, num_tokens)
+            self._metrics.used(active.key.name, num_tokens)
         if not self._open:
             self._idle.set()
 
     def described(self) -> list[dict[str, Any]]:
         now = self._clock()
-        return [visit.described(now) for visit in self._open.values()]
+        return [active.described(now) for active in self._open.values()]
 
-    def cancel(self, visit_id: str) -> bool:
-        """Ends a request on behalf of an operator; False where there is none with this id."""
-        visit = self._open.get(visit_id)
-        if visit is None:
+    def cancel(self, request_id: str) -> bool:
+        """Cancels a request for an operator. Returns False if there is none with this id."""
+        active = self._open.get(request_id)
+        if active is None:
             return False
-        visit.choices.fail(
+        active.choices.fail(
             ApiError(403, "an operator of this server cancelled the request", code="cancelled")
         )
         return True
 
-    async def _submit_in_turn(
-        self, visit: ActiveRequest, form: AnswerSyntax | None, is_streamed: bool, wake_every: int
+    async def _submit_when_released(
+        self, active: ActiveRequest, form: AnswerSyntax | None, is_streamed: bool, wake_every: int
     ) -> None:
-        """All answers, in their order, each as soon as its turn comes. What may go at the same time and has the same
-        prompt goes in one message."""
-        requests, turn = visit.requests, visit.turn
+        """Submits all answers in order, each when the gate releases it. Answers to the same prompt that are released
+        together are submitted in one message."""
+        requests, ticket = active.requests, active.ticket
         num_each = requests[0].params.n
-        num_answers, num_sent = num_each * len(requests), 0
-        asked_at, waited = self._clock(), 0.0
-        while num_sent < num_answers:
-            if num_sent:
-                await asyncio.sleep(0)  # a thousand answers at once would hold up the event loop
-            num_going = num_answers - num_sent
-            if turn is not None:
-                if not turn.may_go.is_set():
-                    await self._wait_for_turn(turn, asked_at, requests[0].deadline)
-                    waited = self._clock() - asked_at
-                if turn.is_over:
-                    return  # its turn came at the moment of its cancellation
-                num_going = turn.num_going
-            prompt, first = divmod(num_sent, num_each)
-            count = min(num_going, num_each - first)
-            num_sent += count
-            await visit.choices.submit(
+        num_answers, num_submitted = num_each * len(requests), 0
+        queued_at, waited = self._clock(), 0.0
+        while num_submitted < num_answers:
+            if num_submitted:
+                await asyncio.sleep(0)  # a thousand answers without a pause would block the event loop
+            num_to_submit = num_answers - num_submitted
+            if ticket is not None:
+                if not ticket.can_submit.is_set():
+                    await self._wait_for_release(ticket, queued_at, requests[0].deadline)
+                    waited = self._clock() - queued_at
+                if ticket.is_over:
+                    return  # cancelled while it waited
+                num_to_submit = ticket.num_to_submit
+            prompt, first = divmod(num_submitted, num_each)
+            count = min(num_to_submit, num_each - first)
+            num_submitted += count
+            await active.choices.submit(
                 [requests[prompt]],
                 form,
                 indices=range(first, first + count),
-                is_last=num_sent == num_answers,
+                is_last=num_submitted == num_answers,
                 is_streamed=is_streamed,
                 wake_every=wake_every,
                 waited=waited,
             )
-            if turn is not None:
-                self._gate.submitted(turn, count)
+            if ticket is not None:
+                self._gate.submitted(ticket, count)
 
-    async def _wait_for_turn(self, turn: Turn, asked_at: float, deadline: float | None) -> None:
-        left = None if deadline is None else max(0.0, asked_at + deadline - self._clock())
+    async def _wait_for_release(self, ticket: GateTicket, queued_at: float, deadline: float | None) -> None:
+        left = None if deadline is None else max(0.0, queued_at + deadline - self._clock())
         try:
-            await asyncio.wait_for(turn.may_go.wait(), left)
+            await asyncio.wait_for(ticket.can_submit.wait(), left)
         except TimeoutError:
             raise ApiError(
-                504, f"deadline of {deadline} s passed while waiting for a turn", code="deadline_exceeded"
+                504,
+                f"deadline of {deadline} s passed while the request waited for the engine",
+                code="deadline_exceeded",
             ) from None
 
     def _count_answers(self) -> tuple[int, int] | None:
         if self._engine.state is EngineState.STARTING:
-            return None  # whoever waits may wait a little longer
+            return None  # waiting answers stay at the gate until the engine is ready
         return self._engine.num_unfinished, self._engine.num_without_tokens
 
     def _max_tokens(self, request: InferenceRequest, default: int) -> int:
         room = max(1, self._engine.max_sequence_length - len(request.prompt))
-        wish = request.params.max_tokens
-        return min(room, default if wish is None else wish)
+        requested = request.params.max_tokens
+        return min(room, default if requested is None else requested)

@@ -1,11 +1,11 @@
-"""Which key's answer goes to the engine next, where several keys ask for more than it takes at once.
+"""Fair sharing of the engine between API keys: decides which answer is released to the engine next.
 
-Each key has a virtual time: the tokens it was given, over its weight. Among those that wait the one that is furthest
-behind goes next (start-time fair queueing; for tokens of language models, Sheng et al., "Fairness in Serving Large
-Language Models"). A key that asks for nothing saves nothing up: when it comes back it begins where the others are. What
-an answer will cost is guessed from the key's last ones, and corrected when it is over.
+Each key has a virtual time: the tokens that its answers used, divided by its weight. The next answer is one of the key
+with the lowest virtual time (start-time fair queueing; for language models see Sheng et al., "Fairness in Serving Large
+Language Models"). An idle key saves up nothing: when it returns, its virtual time is raised to the current one. The
+cost of an answer is estimated from earlier answers of the key, and corrected when the answer ends.
 
-Answers go one by one, whatever request they belong to: a request for a thousand answers takes a thousand turns.
+The unit is one answer, not one request: a request for a thousand answers is released in a thousand pieces.
 """
 
 from __future__ import annotations
@@ -19,95 +19,96 @@ from dataclasses import dataclass
 from weft.request import Priority
 from weft.server.admission.keys import ApiKey
 
-_FIRST_GUESS = 128
-"""Tokens of an answer, before a key has had one."""
-_LEARNING = 0.1
-_PLACES_PER_RESERVE = 16
+_DEFAULT_ANSWER_TOKENS = 128
+"""Expected tokens of an answer, before the first answer of a key has ended."""
+_SMOOTHING = 0.1
+"""Weight of the newest answer in the moving average of answer lengths."""
+_SLOTS_PER_RESERVED_SLOT = 16
 _MAX_NOT_STARTED = 8
-"""Answers that may wait in the engine where it is not certain that it has memory for them: enough to fill its next
-steps, and few enough not to be in the way of another key's."""
+"""Answers that may wait in the engine when the KV cache may be too small for them. They fill its next steps, and are
+few enough not to delay another key."""
 
 
 @dataclass(frozen=True)
 class AnswerJob:
-    """What one request asks of the engine."""
+    """The work of one request for the engine."""
 
     priority: Priority
     prompt_tokens: int
-    """Of all its prompts."""
+    """All prompts together."""
     num_answers: int
     max_tokens: int
-    """Of one answer."""
+    """Limit for one answer."""
 
 
-class Turn:
-    """One request from its arrival at the gate until it is over. Its answers pass one by one. Every
-    turn ends with a call of `FairGate.leave`."""
+class GateTicket:
+    """The state of one request at the gate. The gate releases its answers one by one. The owner of the request calls
+    `FairGate.leave` in the end."""
 
     def __init__(self, account: _Account, job: AnswerJob, number: int) -> None:
         self.account = account
         self.job = job
         self.order = (-job.priority, number)
-        """Within its key."""
+        """Sort key among the requests of the same API key."""
         self.num_waiting = job.num_answers
-        """Answers that were not let through yet."""
-        self.num_going = 0
-        """Those that were let through and that the engine does not have yet."""
+        """Answers that are not released."""
+        self.num_to_submit = 0
+        """Answers that are released but not yet submitted to the engine."""
         self.num_open = 0
-        """Those that were let through and are not over."""
+        """Answers that are released and not ended."""
         self.cost = 0
-        """What the open answers were let through for."""
+        """Expected tokens of the open answers, as charged at their release."""
         self.charged = 0
-        """What the account was charged for all of them so far."""
+        """Tokens charged to the account so far, for all answers."""
         self.num_tokens = 0
-        """Of the answers that are over."""
+        """Generated tokens of the answers that ended."""
         self.is_over = False
-        self.may_go = asyncio.Event()
-        """Set while there are answers to submit, and when the turn is over."""
+        self.can_submit = asyncio.Event()
+        """Set while there are answers to submit, and when the request is over."""
 
     @property
     def expected_cost(self) -> int:
-        """Of one answer, in tokens, estimated from the key's answers so far. Each answer bears its share of the
-        prompts."""
-        return self._prompt_share + self.account.guess(self.job.max_tokens)
+        """Expected tokens of one answer: its part of the prompt tokens, and the average answer length of the key."""
+        return self._prompt_tokens_each + self.account.expected_tokens(self.job.max_tokens)
 
     @property
-    def _prompt_share(self) -> int:
+    def _prompt_tokens_each(self) -> int:
         return self.job.prompt_tokens // self.job.num_answers
 
     @property
     def rank(self) -> int:
-        """HIGH and CRITICAL pass everyone, as far as keys may ask for them; others only pass those of their own key."""
+        """Priority between keys. HIGH and CRITICAL overtake all keys; LOW and NORMAL differ only within their own
+        key."""
         return max(self.job.priority, Priority.NORMAL)
 
-    def open_one(self) -> int:
-        """One more answer is let through; what it is expected to cost."""
+    def release_one(self) -> int:
+        """Releases one answer and returns its expected cost."""
         cost = self.expected_cost
         self.num_waiting -= 1
-        self.num_going += 1
+        self.num_to_submit += 1
         self.num_open += 1
         self.cost += cost
         self._charge(cost)
-        self.may_go.set()
+        self.can_submit.set()
         return cost
 
-    def close_one(self, num_tokens: int) -> int:
-        """An open answer is over, with so many tokens; what it was let through for."""
+    def end_one(self, num_tokens: int) -> int:
+        """Records the end of an answer with `num_tokens` tokens. Returns the cost that was charged at its release."""
         cost = self.cost // self.num_open
         self.num_open -= 1
         self.cost -= cost
         self.num_tokens += num_tokens
-        self.account.learn(num_tokens)
-        self._charge(self._prompt_share + num_tokens - cost)
+        self.account.record_length(num_tokens)
+        self._charge(self._prompt_tokens_each + num_tokens - cost)
         return cost
 
     def settle(self, answer_tokens: int | None) -> None:
-        """All of it is over: see `FairGate.leave`."""
+        """Corrects the charge to the tokens that were used; see `FairGate.leave`."""
         if answer_tokens is not None and self.num_open:
-            self.account.learn((answer_tokens - self.num_tokens) / self.num_open)
+            self.account.record_length((answer_tokens - self.num_tokens) / self.num_open)
         self._charge((0 if answer_tokens is None else self.job.prompt_tokens + answer_tokens) - self.charged)
         self.is_over = True
-        self.may_go.set()
+        self.can_submit.set()
 
     def _charge(self, num_tokens: int) -> None:
         self.charged += num_tokens
@@ -115,27 +116,27 @@ class Turn:
 
 
 class _Account:
-    """What one key was given, and what of it waits."""
+    """The virtual time of one API key, and its waiting requests."""
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
         self.virtual_time = 0.0
-        self.waiting: list[Turn] = []
+        self.waiting: list[GateTicket] = []
         self.num_open = 0
-        """Answers that were let through and are not over."""
-        self._answer_tokens = float(_FIRST_GUESS)
+        """Answers that are released and not ended."""
+        self._answer_tokens = float(_DEFAULT_ANSWER_TOKENS)
 
-    def guess(self, max_tokens: int) -> int:
+    def expected_tokens(self, max_tokens: int) -> int:
         return min(max_tokens, round(self._answer_tokens) or 1)
 
-    def learn(self, answer_tokens: float) -> None:
-        self._answer_tokens += _LEARNING * (answer_tokens - self._answer_tokens)
+    def record_length(self, answer_tokens: float) -> None:
+        self._answer_tokens += _SMOOTHING * (answer_tokens - self._answer_tokens)
 
 
 class FairGate:
-    """Lets answers through at once while the engine has room, and in turn where it has not. Belongs to one event loop.
+    """Releases answers at once while the engine has capacity, else in fair order. Belongs to one event loop.
 
-    Without keys, and with one, there is nobody to be fair to: all pass, and the engine's own policy orders them.
+    With fewer than two keys the gate is off: the scheduling policy of the engine orders all answers.
     """
 
     def __init__(
@@ -146,113 +147,116 @@ class FairGate:
         max_tokens: int,
         count_answers: Callable[[], tuple[int, int] | None],
     ) -> None:
-        """`count_answers` says how many the engine has, and how many of those have no token yet; None while it takes
-        none. `max_tokens` fit its cache."""
+        """`count_answers` returns the answers in the engine and those of them without a token; None while the engine
+        starts. `max_tokens` is the capacity of the KV cache."""
         accounts = {key.name: _Account(key.weight) for key in keys}
         self._accounts = accounts if len(accounts) > 1 else {}
-        # Answers that began together end together: without places in reserve another key would wait for all of them.
+        # Answers that began together end together. Without a reserve, another key would wait for all of them.
         self._max_running = max_running
-        self._max_crowded = max_running - (max_running + _PLACES_PER_RESERVE // 2) // _PLACES_PER_RESERVE
-        """For keys that have answers in the engine. The last places are for those that have none, and for HIGH."""
+        self._max_unreserved = (
+            max_running - (max_running + _SLOTS_PER_RESERVED_SLOT // 2) // _SLOTS_PER_RESERVED_SLOT
+        )
+        """Limit for keys that have answers in the engine. The reserve above it is for keys without any, and for
+        HIGH."""
         self._max_tokens = max_tokens
         self._count_answers = count_answers
         self._now = 0.0
-        """Virtual time: where the answer began that went last."""
+        """The current virtual time: that of the key of the answer that was released last."""
         self._num_tokens = 0
-        """Those that answers in the engine are expected to need."""
-        self._num_coming = 0
-        """Answers that were let through and that the engine does not have yet."""
+        """Expected tokens of all open answers."""
+        self._num_to_submit = 0
+        """Answers that are released but not yet submitted, of all requests."""
         self._numbers = itertools.count()
 
     @property
     def num_waiting(self) -> int:
-        """Answers."""
-        return sum(turn.num_waiting for account in self._accounts.values() for turn in account.waiting)
+        """Answers that are not released, of all requests."""
+        return sum(ticket.num_waiting for account in self._accounts.values() for ticket in account.waiting)
 
-    def ask(self, key: ApiKey | None, job: AnswerJob) -> Turn | None:
-        """A turn, whose `may_go` is to be waited for; None where nobody takes turns."""
+    def enter(self, key: ApiKey | None, job: AnswerJob) -> GateTicket | None:
+        """Queues a request. The caller waits for `can_submit` of the ticket. Returns None if the gate is off."""
         account = self._accounts.get(key.name) if key is not None else None
         if account is None:
             return None
         if not account.waiting:
             account.virtual_time = max(account.virtual_time, self._now)
-        turn = Turn(account, job, next(self._numbers))
-        self._enqueue(turn)
-        self.let_through()
-        return turn
+        ticket = GateTicket(account, job, next(self._numbers))
+        self._enqueue(ticket)
+        self.release_answers()
+        return ticket
 
-    def submitted(self, turn: Turn, num_answers: int) -> None:
-        """The engine counts so many more of its answers from now on."""
-        if not turn.is_over:
-            turn.num_going -= num_answers
-            self._num_coming -= num_answers
-            if not turn.num_going:
-                turn.may_go.clear()
+    def submitted(self, ticket: GateTicket, num_answers: int) -> None:
+        """Records that `num_answers` released answers are in the engine now."""
+        if not ticket.is_over:
+            ticket.num_to_submit -= num_answers
+            self._num_to_submit -= num_answers
+            if not ticket.num_to_submit:
+                ticket.can_submit.clear()
 
-    def ended(self, turn: Turn, num_tokens: int) -> None:
-        """One of its answers is over, with so many tokens; others may not be."""
-        if not turn.is_over:
-            self._num_tokens -= turn.close_one(num_tokens)
-            turn.account.num_open -= 1
-            self.let_through()
+    def ended(self, ticket: GateTicket, num_tokens: int) -> None:
+        """Records the end of one answer with `num_tokens` tokens."""
+        if not ticket.is_over:
+            self._num_tokens -= ticket.end_one(num_tokens)
+            ticket.account.num_open -= 1
+            self.release_answers()
 
-    def leave(self, turn: Turn, answer_tokens: int | None) -> None:
-        """It is over, wherever it was. All its answers together had so many tokens; None: it came to nothing, and costs
-        nothing."""
-        if turn.is_over:
+    def leave(self, ticket: GateTicket, answer_tokens: int | None) -> None:
+        """Removes a request in any state. `answer_tokens` are the tokens of all its answers. None: it is charged
+        nothing, because it failed."""
+        if ticket.is_over:
             return
-        account = turn.account
-        if turn.num_waiting:
-            account.waiting.remove(turn)
-        self._num_tokens -= turn.cost
-        self._num_coming -= turn.num_going
-        account.num_open -= turn.num_open
-        # One that was never let through cost nothing.
-        turn.settle(answer_tokens if turn.charged else None)
-        self.let_through()
+        account = ticket.account
+        if ticket.num_waiting:
+            account.waiting.remove(ticket)
+        self._num_tokens -= ticket.cost
+        self._num_to_submit -= ticket.num_to_submit
+        account.num_open -= ticket.num_open
+        # A request without a released answer used nothing.
+        ticket.settle(answer_tokens if ticket.charged else None)
+        self.release_answers()
 
-    def let_through(self) -> None:
-        """As many answers as there is room for; to be called whenever the engine may have more."""
+    def release_answers(self) -> None:
+        """Releases as many answers as fit. Called whenever the capacity of the engine may have grown."""
         counts: tuple[int, int] | None = None
         while heads := [account.waiting[0] for account in self._accounts.values() if account.waiting]:
             counts = counts or self._count_answers()
-            turn = None if counts is None else self._next(heads, *counts)
-            if turn is None:
+            ticket = None if counts is None else self._next(heads, *counts)
+            if ticket is None:
                 return
-            account = turn.account
-            account.waiting.remove(turn)
+            account = ticket.account
+            account.waiting.remove(ticket)
             self._now = max(self._now, account.virtual_time)
-            self._num_tokens += turn.open_one()
-            self._num_coming += 1
+            self._num_tokens += ticket.release_one()
+            self._num_to_submit += 1
             account.num_open += 1
-            if turn.num_waiting:
-                # Behind the other requests of its key: a large one does not keep them waiting.
-                turn.order = (turn.order[0], next(self._numbers))
-                self._enqueue(turn)
+            if ticket.num_waiting:
+                # Requeued after the other requests of its key, so that a large request does not delay them.
+                ticket.order = (ticket.order[0], next(self._numbers))
+                self._enqueue(ticket)
 
-    def _enqueue(self, turn: Turn) -> None:
-        bisect.insort(turn.account.waiting, turn, key=lambda other: other.order)
+    def _enqueue(self, ticket: GateTicket) -> None:
+        bisect.insort(ticket.account.waiting, ticket, key=lambda other: other.order)
 
-    def _next(self, heads: list[Turn], num_answers: int, num_not_started: int) -> Turn | None:
-        """The first of those that there is a place for; None where it has no room."""
-        num_answers += self._num_coming
-        num_not_started += self._num_coming
+    def _next(self, heads: list[GateTicket], num_answers: int, num_not_started: int) -> GateTicket | None:
+        """The request whose answer is released next; None if the engine has no capacity for it."""
+        num_answers += self._num_to_submit
+        num_not_started += self._num_to_submit
         if num_answers:
-            crowded = num_answers >= self._max_crowded
+            only_reserve_left = num_answers >= self._max_unreserved
             heads = [
                 head
                 for head in heads
-                if num_answers < self._max_running and (not crowded or _is_favoured(head))
+                if num_answers < self._max_running and (not only_reserve_left or _may_use_reserve(head))
             ]
-        turn = min(
+        ticket = min(
             heads, key=lambda head: (-head.rank, head.account.virtual_time, head.order[1]), default=None
         )
-        if turn is None or not num_answers or not turn.account.num_open:
-            return turn
-        # Memory is only guessed at. Where it may be short, the engine gets a few to choose from, and no heap.
-        has_memory = self._num_tokens + turn.expected_cost <= self._max_tokens
-        return turn if has_memory or num_not_started < _MAX_NOT_STARTED else None
+        if ticket is None or not num_answers or not ticket.account.num_open:
+            return ticket
+        # The memory need is an estimate. If it exceeds the cache, release only a few answers for the engine to try.
+        has_memory = self._num_tokens + ticket.expected_cost <= self._max_tokens
+        return ticket if has_memory or num_not_started < _MAX_NOT_STARTED else None
 
 
-def _is_favoured(turn: Turn) -> bool:
-    return not turn.account.num_open or turn.rank > Priority.NORMAL
+def _may_use_reserve(ticket: GateTicket) -> bool:
+    return not ticket.account.num_open or ticket.rank > Priority.NORMAL

@@ -1,4 +1,4 @@
-"""API keys: what each may do, where they are written down, and how one is found without telling which came close."""
+"""API keys: their permissions and limits, the key file, and the constant-time lookup."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _FIELDS = (
 
 @dataclass(frozen=True)
 class ApiKey:
-    """One key and what it may do. The key itself is not kept, only what it is recognised by."""
+    """One API key with its permissions and limits. Only the SHA-256 digest of the secret is kept."""
 
     name: str
-    """What logs, metrics and operators call it."""
+    """The name in logs, metrics and admin routes."""
     key_sha256: str
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    """Of prompts and answers together."""
+    """Prompt and generated tokens together."""
     concurrent: int | None = None
-    """Requests under way at once."""
+    """Limit for the active requests of the key."""
     max_priority: Priority = Priority.NORMAL
-    """No key outranks the others unless its table grants that."""
+    """The highest priority that requests of the key may have."""
     cache_salt: str | None = None
-    """Keys with the same one share cached prefixes; None: this key shares with no other."""
+    """Keys with the same salt share cached prefixes. None: the key shares with no other key."""
     weight: float = 1.0
-    """Its share under load, beside the weights of the others."""
+    """Under load, each key gets tokens in proportion to its weight."""
     admin: bool = False
     is_plain: bool = False
-    """Only its secret was given, and no table."""
+    """Only the secret was given, without a [[key]] table."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
@@ -60,24 +60,24 @@ class ApiKey:
         salt = self.cache_salt
         if salt is not None and (not isinstance(salt, str) or not 1 <= len(salt) <= MAX_NAME_LENGTH):
             found = f"{len(salt)} characters" if isinstance(salt, str) and salt else salt
-            _refuse("cache_salt", found, f"text of 1 to {MAX_NAME_LENGTH} characters, or nothing at all")
+            _refuse("cache_salt", found, f"text of 1 to {MAX_NAME_LENGTH} characters, or leave it out")
         if not (_is_number(self.weight, int | float) and 1 / _MAX_WEIGHT <= self.weight <= _MAX_WEIGHT):
             _refuse("weight", self.weight, f"a number from {1 / _MAX_WEIGHT:g} to {_MAX_WEIGHT:g}")
         if not isinstance(self.admin, bool):
             _refuse("admin", self.admin, "true, false")
 
-    def salt_for(self, asked: str) -> str:
-        """The salt of a request that asked for one of its own, or for "". Hashed over its kind and both parts, so that
-        no wish leads into the cache of another key."""
+    def salt_for(self, requested: str) -> str:
+        """The cache salt of a request that sent the salt `requested`, or "". The hash covers the salt of the key too,
+        so that no request can reach the cached prefixes of another key."""
         if self.cache_salt is None:
-            parts = ("own", self.key_sha256, asked)
+            parts = ("own", self.key_sha256, requested)
         else:
-            parts = ("shared", self.cache_salt, asked)
+            parts = ("shared", self.cache_salt, requested)
         return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class KeyRing:
-    """Finds the key that a request was sent with. Raises InvalidRequestError for keys that cannot be told apart."""
+    """Finds the key of a request. Raises InvalidRequestError for keys with the same name or the same secret."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self.keys = tuple(keys)
@@ -93,17 +93,17 @@ class KeyRing:
                     )
 
     def find(self, authorization: bytes) -> ApiKey | None:
-        """The key in an Authorization header; None where it is missing or wrong."""
+        """The key of an Authorization header; None if it is missing or wrong."""
         scheme, _, secret = authorization.partition(b" ")
         given = hashlib.sha256(secret.strip()).digest()
-        # Every key is compared, each in constant time: how long it takes says nothing about any of them.
+        # Every key is compared in constant time, so that the time reveals nothing about any key.
         matches = [key for known, key in self._digests if hmac.compare_digest(given, known)]
         return matches[0] if matches and scheme.lower() == b"bearer" else None
 
 
 def all_keys(secrets: Iterable[str], path: str | Path | None) -> tuple[ApiKey, ...]:
-    """Those that were given as they are, and those of a file. A single key of which only the secret is known may ask for
-    HIGH: there is no other key that it would pass. CRITICAL, which preempts what runs, is granted in a table alone."""
+    """The keys given as plain secrets, and those of a file. A single plain key may use HIGH: there is no other key that
+    it could overtake. CRITICAL, which preempts running sequences, must be granted in a [[key]] table."""
     keys = (*plain_keys(secrets), *(() if path is None else read_key_file(path)))
     if len(keys) == 1 and keys[0].is_plain:
         return (replace(keys[0], max_priority=Priority.HIGH),)
@@ -111,18 +111,20 @@ def all_keys(secrets: Iterable[str], path: str | Path | None) -> tuple[ApiKey, .
 
 
 def plain_keys(secrets: Iterable[str]) -> tuple[ApiKey, ...]:
-    """Keys of which only the secret was given, as by --api-key."""
+    """Keys given as plain secrets, as with --api-key."""
     found = []
     for number, secret in enumerate(secrets, 1):
         if not secret.strip():
-            raise InvalidRequestError(f"API key {number} is empty; give it some text", field="api_key")
+            raise InvalidRequestError(
+                f"API key {number} is empty; remove it or give it text", field="api_key"
+            )
         found.append(ApiKey(f"key-{number}", _digest(secret), is_plain=True))
     return tuple(found)
 
 
 def read_key_file(path: str | Path) -> tuple[ApiKey, ...]:
-    """The keys of a file: one in a line, or a TOML file with a [[key]] table for each. Raises InvalidRequestError that
-    names the line."""
+    """Reads a key file: one secret per line, or TOML with a [[key]] table per key. Raises InvalidRequestError with the
+    line number."""
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -133,8 +135,8 @@ def read_key_file(path: str | Path) -> tuple[ApiKey, ...]:
     try:
         keys = _read_tables(text, lines) if is_toml else _read_lines(lines)
         if not keys:
-            # An empty file must not open the server to everyone.
-            raise InvalidRequestError("there is no key in it; write one in a line, or a [[key]] table")
+            # An empty file must not make a server without access control.
+            raise InvalidRequestError("it contains no key; write one per line, or [[key]] tables")
         KeyRing(keys)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"key file {path}: {error}", field="api_key_file") from error
@@ -150,13 +152,13 @@ def _read_tables(text: str, lines: list[str]) -> tuple[ApiKey, ...]:
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise InvalidRequestError(f"it is no TOML: {error}") from error
+        raise InvalidRequestError(f"it is not TOML: {error}") from error
     tables = content.pop("key", [])
     if content:
         raise InvalidRequestError(f"{min(content)!r} is unknown; allowed: [[key]] tables")
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise InvalidRequestError("'key' is not a list of tables; write [[key]] before each")
-    # The parser does not say where a value stands; the headers do, unless somebody writes them in an odd way.
+    # The parser reports no line numbers. The lines of the headers are used, if all are written as [[key]].
     headers = [number for number, line in enumerate(lines, 1) if line.startswith("[[key]]")]
     keys = []
     for index, table in enumerate(tables):
@@ -176,14 +178,14 @@ def _read_table(table: Mapping[str, Any]) -> ApiKey:
         raise InvalidRequestError(f"{min(unknown)!r} is unknown; allowed: {', '.join(_FIELDS)}")
     given = dict(table)
     if "name" not in given:
-        raise InvalidRequestError("name is missing; give the key one")
+        raise InvalidRequestError("name is missing; give the key a name")
     if ("key" in given) == ("key_sha256" in given):
         raise InvalidRequestError("write either key or key_sha256, the hexadecimal digest of the key")
     if "key" in given:
         secret = given.pop("key")
         if not isinstance(secret, str) or not secret or secret != secret.strip():
-            # Not shown: whoever reads the log is not who the key is for.
-            raise InvalidRequestError("key is not text, empty, or has spaces around it")
+            # The message does not quote the key: the log must not contain secrets.
+            raise InvalidRequestError("key must be text in quotes, not empty, without spaces around it")
         given["key_sha256"] = _digest(secret)
     if "max_priority" in given:
         given["max_priority"] = _priority(given["max_priority"])

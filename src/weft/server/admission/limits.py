@@ -1,4 +1,4 @@
-"""What one key may ask in a minute: buckets that refill, how full they are in headers, and when to come back."""
+"""Rate limits of one API key: token buckets, the x-ratelimit headers, and the time until a retry can succeed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _SECONDS = 60.0
 
 
 class Bucket:
-    """So many a minute, at once or spread; it refills steadily. What turned out dearer than it was taken for leaves it
-    below zero, and the next one waits for that too."""
+    """A token bucket: holds at most `per_minute`, and refills at that rate. Its level can fall below zero, when a
+    request used more than it reserved. Later requests wait until that is refilled too."""
 
     def __init__(self, per_minute: int, clock: Clock) -> None:
         self.per_minute = per_minute
@@ -27,16 +27,16 @@ class Bucket:
         return self._level
 
     def take(self, amount: float) -> None:
-        """Also gives back, where `amount` is below zero."""
+        """Removes `amount`; a negative amount is returned to the bucket."""
         self._level = min(self.per_minute, self.level - amount)
 
     def seconds_until(self, amount: float) -> float:
-        """Until it holds so much; 0 where it does."""
+        """Seconds until the level reaches `amount`; 0 if it does now."""
         return max(0.0, (amount - self.level) * _SECONDS / self.per_minute)
 
 
 class KeyLimits:
-    """How much of its limits a key has used. Belongs to one event loop."""
+    """The current usage of one key against its limits. Belongs to one event loop."""
 
     def __init__(self, key: ApiKey, clock: Clock) -> None:
         self.key = key
@@ -45,13 +45,13 @@ class KeyLimits:
         self._tokens = _bucket(key.tokens_per_minute, clock)
 
     def take_request(self) -> None:
-        """One more request, or a 429."""
+        """Counts a request, or raises a 429."""
         key = self.key
         if key.concurrent is not None and self.num_open >= key.concurrent:
-            # When one of them ends nobody can say; the app predicts it from the pace of the server.
+            # It is unknown when one of them ends; the app predicts Retry-After from the completion rate.
             raise self._refused(
-                f"the key {key.name!r} has {self.num_open} requests under way; allowed: {key.concurrent} at once; "
-                "wait for one to end",
+                f"the key {key.name!r} has {self.num_open} active requests; allowed: {key.concurrent} at once; "
+                "wait until one ends",
                 None,
             )
         if self._requests is not None:
@@ -59,8 +59,8 @@ class KeyLimits:
             self._requests.take(1)
 
     def reserve(self, num_tokens: int) -> int:
-        """Takes the tokens that a request may need, or raises a 429; returns how many were taken, for `correct`. One
-        that needs more than a whole minute's is let in when the bucket is full: otherwise it never would be."""
+        """Takes the tokens that a request may need, or raises a 429. Returns the number taken, for `correct`. A request
+        for more than the bucket can hold takes a full bucket; otherwise it could never run."""
         if self._tokens is None:
             return 0
         num_tokens = min(num_tokens, self._tokens.per_minute)
@@ -69,11 +69,12 @@ class KeyLimits:
         return num_tokens
 
     def correct(self, reserved: int, used: int) -> None:
+        """Replaces a reservation by the tokens that were used."""
         if self._tokens is not None:
             self._tokens.take(used - reserved)
 
     def headers(self) -> dict[str, str]:
-        """How much is left, as OpenAI's clients read it; nothing for a key without limits."""
+        """The x-ratelimit headers of the OpenAI API; none for a key without limits."""
         found = {}
         for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is not None:
@@ -86,8 +87,8 @@ class KeyLimits:
         seconds = bucket.seconds_until(amount)
         if seconds > 0:
             raise self._refused(
-                f"the key {self.key.name!r} has {max(0, int(bucket.level))} of its {bucket.per_minute} {name} a minute "
-                f"left and this request needs {amount}; try again in {_duration(seconds)}",
+                f"the key {self.key.name!r} has {max(0, int(bucket.level))} of its {bucket.per_minute} {name} per minute "
+                f"left, and this request needs {amount}; try again in {_duration(seconds)}",
                 seconds,
             )
 
@@ -100,7 +101,7 @@ def _bucket(per_minute: int | None, clock: Clock) -> Bucket | None:
 
 
 def _duration(seconds: float) -> str:
-    """As OpenAI writes it: 250ms, 6.5s, 1m3s."""
+    """A duration in OpenAI's format: 250ms, 6.5s, 1m3s."""
     if seconds < 1:
         return f"{round(seconds * 1000)}ms"
     if seconds < 60:

@@ -1,4 +1,4 @@
-"""How fast requests end, and from that when it is worth coming back."""
+"""Measures how many requests end per second, to predict when a refused client should retry."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ import math
 from weft.clock import Clock
 
 _MEMORY_SECONDS = 30.0
-"""What ended longer ago than this hardly counts."""
+"""Time constant of the moving average."""
 _SHORTEST, _LONGEST = 1, 600
 
 
-class Pace:
-    """A moving rate of ends. A server that has ended nothing lately, or nothing yet, is taken for one that ends one
-    request in `_MEMORY_SECONDS`: otherwise the first rush after a quiet night would be told to come back in a week."""
+class CompletionRate:
+    """A moving average of the requests that end per second. It is never below one request per `_MEMORY_SECONDS`:
+    otherwise Retry-After would be days for the first refused clients after an idle night."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._weight = 1.0
         self._seen = clock()
 
-    def ended(self) -> None:
-        """A request ended."""
+    def record_end(self) -> None:
+        """Records that a request ended."""
         self._fade()
         self._weight += 1.0
 
     @property
     def rate(self) -> float:
-        """Ends per second, lately."""
+        """Requests that end per second."""
         self._fade()
         return self._weight / _MEMORY_SECONDS
 
     def seconds_for(self, num_ahead: int) -> float:
-        """How long until so many have ended."""
+        """Expected seconds until `num_ahead` requests have ended."""
         return num_ahead / self.rate
 
     def _fade(self) -> None:
@@ -42,5 +42,5 @@ class Pace:
 
 
 def retry_after(seconds: float) -> str:
-    """A Retry-After header: whole seconds, at least one, at most ten minutes."""
+    """The value of a Retry-After header: whole seconds, from one to ten minutes."""
     return str(min(_LONGEST, max(_SHORTEST, math.ceil(seconds))))

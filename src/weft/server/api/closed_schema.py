@@ -1,7 +1,7 @@
-"""What a JSON schema leaves unsaid: an object that names its properties has those and no others.
+"""Closes the objects of a JSON schema: an object that names its properties gets `"additionalProperties": false`.
 
-To JSON Schema all others are welcome, and few clients say otherwise. A model that may add properties does not always find
-an end, and what it adds is thrown away. llama.cpp and xgrammar close such objects too; `"additionalProperties": true` opens one.
+JSON Schema allows additional properties by default. A model that may add some does not always stop, and clients discard
+them. llama.cpp and xgrammar close objects too. `"additionalProperties": true` in the schema keeps an object open.
 """
 
 from __future__ import annotations
@@ -13,29 +13,31 @@ import msgspec
 
 from weft.request import MAX_GRAMMAR_LENGTH
 
-_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_SINGLE = ("items", "additionalProperties", "contains", "not", "if", "then", "else")
-_SAYS = frozenset(("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames"))
-_MERGES = frozenset(
+_MAPPING_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SINGLE_KEYWORDS = ("items", "additionalProperties", "contains", "not", "if", "then", "else")
+_OPENING_KEYWORDS = frozenset(
+    ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames")
+)
+_COMBINING_KEYWORDS = frozenset(
     ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas")
 )
-_MOST_LEVELS = 400
-"""What reads and writes JSON here gives up at about a thousand, less what called it."""
-_TOO_DEEP = f"is nested more than {_MOST_LEVELS} levels deep; make it flatter"
+_MAX_LEVELS = 400
+"""The JSON encoder and decoder fail at about a thousand levels of the call stack."""
+_TOO_DEEP = f"is nested more than {_MAX_LEVELS} levels deep; use fewer levels"
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which objects are closed. Raises ValueError for one that is nested too deeply to be written, or too long.
+    """A copy of the schema with closed objects. Raises ValueError if the schema is nested too deeply or too long.
 
-    Where the parts of one object stand in several places (as with an allOf of two) each would shut the other's out: such
-    a schema stays as it is.
+    A schema that describes one object in several places (an allOf of two) stays unchanged: each place would forbid the
+    properties of the other.
     """
     try:
         written = msgspec.json.encode(schema)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    # Its length bounds the cost of all that follows.
+    # The length limits the cost of the following steps.
     if len(written) > MAX_GRAMMAR_LENGTH and (length := len(written.decode())) > MAX_GRAMMAR_LENGTH:
         raise ValueError(f"has {length} characters as JSON; allowed: at most {MAX_GRAMMAR_LENGTH}")
     _check_depth(schema)
@@ -44,47 +46,51 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     if any(map(_is_merged, parts)):
         return copy
     for part in parts:
-        if isinstance(part.get("properties"), dict) and _SAYS.isdisjoint(part) and _is_satisfiable(part):
+        if (
+            isinstance(part.get("properties"), dict)
+            and _OPENING_KEYWORDS.isdisjoint(part)
+            and _is_satisfiable(part)
+        ):
             part["additionalProperties"] = False
     return copy
 
 
 def _check_depth(schema: dict[str, Any]) -> None:
     level: list[Any] = [schema]
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_LEVELS):
         inner = [part.values() if isinstance(part, dict) else part for part in level]
-        level = [one for several in inner for one in several if isinstance(one, dict | list)]
+        level = [one for branches in inner for one in branches if isinstance(one, dict | list)]
         if not level:
             return
     raise ValueError(_TOO_DEEP)
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The schema and all in it. Not by recursion, since a client says how deep it is."""
-    waiting: list[Any] = [schema]
-    while waiting:
-        part = waiting.pop()
+    """The schema and all its subschemas, without recursion: the client chooses the depth."""
+    stack: list[Any] = [schema]
+    while stack:
+        part = stack.pop()
         if not isinstance(part, dict):
             continue
         yield part
-        for name in _OF_SCHEMAS:
+        for name in _MAPPING_KEYWORDS:
             if isinstance(part.get(name), dict):
-                waiting += part[name].values()
-        for name in _LISTS:
+                stack += part[name].values()
+        for name in _LIST_KEYWORDS:
             if isinstance(part.get(name), list):
-                waiting += part[name]
-        waiting += [part[name] for name in _SINGLE if name in part]
+                stack += part[name]
+        stack += [part[name] for name in _SINGLE_KEYWORDS if name in part]
 
 
 def _is_merged(part: dict[str, Any]) -> bool:
-    several = part.get("allOf")
-    if isinstance(several, list) and len(several) > 1:
+    branches = part.get("allOf")
+    if isinstance(branches, list) and len(branches) > 1:
         return True
-    return ("properties" in part or "required" in part) and not _MERGES.isdisjoint(part)
+    return ("properties" in part or "required" in part) and not _COMBINING_KEYWORDS.isdisjoint(part)
 
 
 def _is_satisfiable(part: dict[str, Any]) -> bool:
-    """With its properties alone. What is malformed is for others to refuse."""
+    """Whether an object with only the named properties can be valid. Malformed schemas are refused by the compiler."""
     required, least = part.get("required", []), part.get("minProperties", 0)
     return (
         isinstance(required, list)

@@ -1,4 +1,4 @@
-"""The page at /docs: one file that shows the OpenAPI document and sends requests. Nothing comes from elsewhere."""
+"""The page at /docs: one file that shows the OpenAPI document and sends requests. It loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PAGE = Path(__file__).with_name("docs_page.html")
 
 @cache
 def _content() -> tuple[str, str]:
-    """The page, and the policy that lets run what it holds and nothing else."""
+    """The page, and a Content-Security-Policy that allows only its own script and style, by their hashes."""
     page = _PAGE.read_text("utf-8")
     rules = ["default-src 'none'", "connect-src 'self'", "base-uri 'none'", "form-action 'none'"]
     rules += ["frame-ancestors 'none'", "img-src data:"]

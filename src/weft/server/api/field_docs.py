@@ -1,7 +1,7 @@
-"""What each field of a request means and which numbers it takes, in words for the OpenAPI document.
+"""Descriptions and ranges of the fields of requests, for the OpenAPI document.
 
-Types are in `schema`, and values are checked in `weft.request`, where the engine needs them right; a test holds that
-the ranges told here are those. A field that is not described here is a failing test.
+`schema` has the types, and `weft.request` checks the values. Tests fail if a range here differs from the checked one,
+or if a field has no description.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.server.api.schema import MAX_ENTRIES
 
 @dataclass(frozen=True)
 class Field:
-    """`above` is a minimum that is itself too low."""
+    """`above` is an exclusive minimum."""
 
     description: str
     minimum: float | None = None
@@ -36,115 +36,131 @@ class Field:
 
 FIELDS: Mapping[str, Field] = {
     # generating
-    "model": Field(
-        "The model that shall answer, by a name that /v1/models tells; left out: the one there is."
-    ),
-    "messages": Field(
-        f"The conversation so far, the oldest first; at most {MAX_ENTRIES['messages']} messages."
-    ),
+    "model": Field("Name of the model, as listed by /v1/models. Default: the model of the server."),
+    "messages": Field(f"The messages of the conversation, oldest first; at most {MAX_ENTRIES['messages']}."),
     "prompt": Field(
-        "Text to continue, or its token ids; a list of either is several prompts. To /tokenize: the text to split."
+        "Text to continue, or a list of token ids. A list of texts or of such lists is several prompts. "
+        "For /tokenize: the text to tokenise."
     ),
-    "stream": Field("Send the answer as server-sent events while it is made, ended by `data: [DONE]`."),
-    "stream_options": Field("What a stream tells besides the answer."),
-    "include_usage": Field("One more event, before the end, with the tokens that were used."),
-    "n": Field("Answers to each prompt, each with a seed of its own.", 1, MAX_N),
+    "stream": Field(
+        "Send the answer as server-sent events while it is generated. The last event is `data: [DONE]`."
+    ),
+    "stream_options": Field("Options for streams."),
+    "include_usage": Field("Send an event with the token usage before the end of the stream."),
+    "n": Field("Number of answers to each prompt. Each answer has its own seed.", 1, MAX_N),
     "max_tokens": Field(
-        "Most new tokens. A chat's default is what the context has room for, a completion's 16.",
+        "Maximum number of generated tokens. Default: for a chat, the rest of the context; for a completion, 16.",
         1,
         MAX_TOKENS,
     ),
     "max_completion_tokens": Field("The newer name of max_tokens.", 1, MAX_TOKENS),
     "min_tokens": Field(
-        "No end before so many new tokens, unless the form of the answer leaves nothing else.", 0, MAX_TOKENS
+        "Minimum number of generated tokens. A grammar can end the answer earlier.", 0, MAX_TOKENS
     ),
     "temperature": Field(
-        "Randomness of the choice of tokens; 0 always takes the best. Default: what the model's makers suggest, else 1.",
+        "Sampling temperature; 0 is greedy. Default: the value in the files of the model, else 1.",
         0,
         100,
     ),
     "top_p": Field(
-        "Choose among the likeliest tokens that together have this probability.", None, 1, above=0
+        "Sample from the most likely tokens that together have this probability.", None, 1, above=0
     ),
-    "top_k": Field("Choose among so many of the likeliest tokens; 0 or -1: all.", -1, 2**31 - 1),
-    "min_p": Field("Leave out tokens less likely than this share of the likeliest one.", 0, 1),
+    "top_k": Field("Sample from this many of the most likely tokens; 0 or -1: all.", -1, 2**31 - 1),
+    "min_p": Field(
+        "Exclude tokens with less than this fraction of the probability of the most likely token.", 0, 1
+    ),
     "typical_p": Field(
-        "Choose among the most typical tokens that together have this probability.", None, 1, above=0
+        "Locally typical sampling: sample from the most typical tokens that together have this probability.",
+        None,
+        1,
+        above=0,
     ),
     "repetition_penalty": Field(
-        "Above 1: tokens of prompt and answer become less likely.", None, 100, above=0
+        "Above 1: tokens that occur in the prompt or the answer become less likely.", None, 100, above=0
     ),
-    "frequency_penalty": Field("Taken off a token's logit for each time it was generated.", -2, 2),
-    "presence_penalty": Field("Taken off the logit of each token that was generated.", -2, 2),
+    "frequency_penalty": Field(
+        "Subtracted from the logit of a token once for each time that it was generated.", -2, 2
+    ),
+    "presence_penalty": Field("Subtracted once from the logit of each token that was generated.", -2, 2),
     "logit_bias": Field(
-        f"Token ids, each with what is added to its logit, -100 to 100; at most {MAX_LOGIT_BIAS} of them."
+        f"A map from token ids to values that are added to their logits, -100 to 100; at most {MAX_LOGIT_BIAS} entries."
     ),
-    "seed": Field("The same seed gives the same answer.", -(2**63), MAX_SEED),
+    "seed": Field(
+        "Seed for sampling. The same request with the same seed gets the same answer.", -(2**63), MAX_SEED
+    ),
     "stop": Field(
-        f"End the answer before this text, or one of these: at most {MAX_STOP_STRINGS}, of 1 to {MAX_STOP_LENGTH} characters."
+        f"One or more stop strings. The answer ends before the first one. At most {MAX_STOP_STRINGS}, of 1 to "
+        f"{MAX_STOP_LENGTH} characters each."
     ),
-    "stop_token_ids": Field(f"End the answer at one of these tokens: at most {MAX_STOP_TOKENS}."),
-    "ignore_eos": Field("Go on past the token with which the model ends an answer."),
+    "stop_token_ids": Field(f"Token ids that end the answer; at most {MAX_STOP_TOKENS}."),
+    "ignore_eos": Field("Continue after the end-of-sequence token of the model."),
     "logprobs": Field(
-        f"In a chat, whether to tell the logprob of each token of the answer; in a completion, how many of the likeliest "
-        f"tokens to tell beside it, 0 to {MAX_LOGPROBS}."
+        f"Chat: true returns the logprob of each generated token. Completion: a number, 0 to {MAX_LOGPROBS}; returns also "
+        "the logprobs of this many most likely tokens."
     ),
     "top_logprobs": Field(
-        "How many of the likeliest tokens to tell beside each; needs logprobs.", 0, MAX_LOGPROBS
+        "For each token, also return the logprobs of this many most likely tokens. Needs logprobs.",
+        0,
+        MAX_LOGPROBS,
     ),
     "echo": Field("Repeat the prompt before its answer."),
-    "suffix": Field("Not supported: weft continues a prompt only."),
-    "best_of": Field("Taken where it is the same as n; every answer is given."),
-    # weft's own
+    "suffix": Field("Not supported: weft only continues a prompt."),
+    "best_of": Field("Accepted only if equal to n: all answers are returned."),
+    # extensions of weft
     "priority": Field(
-        "low, normal, high or critical, or its number: who goes first where not all can.", 0, 3
+        "low, normal, high or critical, or its number, 0 to 3. Higher priorities are scheduled first.", 0, 3
     ),
-    "deadline": Field("Seconds after which the request ends with an error, wherever it is.", 0, MAX_SECONDS),
+    "deadline": Field(
+        "Seconds after which the request ends with an error, queued or running.", 0, MAX_SECONDS
+    ),
     "ttft_target": Field(
-        "Seconds to the first token that are hoped for; orders the queue and prompts under way.",
+        "Target for the time to the first token, in seconds. It affects the order of the queue and of prefills.",
         0,
         MAX_SECONDS,
     ),
     "cache_salt": Field(
-        f"Requests with different salts never share cached prompts; at most {MAX_NAME_LENGTH} characters."
+        f"Requests with different salts never share cached prefixes; at most {MAX_NAME_LENGTH} characters."
     ),
     "session_id": Field(
-        "A conversation's name: between its turns its cached prompt is kept longer; "
+        "Id of a conversation. Its cached prefixes are evicted last, so that its next request finds them; "
         f"at most {MAX_NAME_LENGTH} characters."
     ),
-    # what an answer has to look like
+    # structured output
     "response_format": Field(
-        "The form that the answer has to have, by its `type`: text, json_object, json_schema, and weft's regex, choice and grammar. "
-        'Objects have the properties that their schema names and no others, unless it says `"additionalProperties": true`.'
+        "The format of the answer, by its `type`: text, json_object, json_schema, and as extensions of weft regex, choice "
+        "and grammar. Objects have only the properties that their schema names, unless it contains "
+        '`"additionalProperties": true`.'
     ),
-    "guided_json": Field("vLLM's name for a JSON schema that the answer has to fit."),
-    "guided_regex": Field("vLLM's name for a regular expression that the answer has to fit."),
-    "guided_choice": Field("vLLM's name for the texts of which the answer is one."),
-    "guided_grammar": Field("vLLM's name for a grammar that the answer has to fit."),
-    "structured_outputs": Field("vLLM's newer form of the same: json, regex, choice or grammar."),
-    "grammar": Field("llama.cpp's name for a grammar that the answer has to fit."),
-    "json_schema": Field("llama.cpp's name for a JSON schema that the answer has to fit."),
+    "guided_json": Field("A JSON schema that the answer must follow (vLLM)."),
+    "guided_regex": Field("A regular expression that the answer must match (vLLM)."),
+    "guided_choice": Field("A list of texts, one of which is the answer (vLLM)."),
+    "guided_grammar": Field("A grammar that the answer must follow (vLLM)."),
+    "structured_outputs": Field(
+        "One of json, json_object, regex, choice and grammar (newer versions of vLLM)."
+    ),
+    "grammar": Field("A grammar that the answer must follow (llama.cpp)."),
+    "json_schema": Field("A JSON schema that the answer must follow (llama.cpp)."),
     # tools and templates
     "tools": Field(
-        "Functions that the model may call, each with a name, a description and a schema of its parameters; "
+        "Functions that the model may call, each with a name, a description and a JSON schema of its parameters; "
         f"at most {MAX_ENTRIES['tools']}."
     ),
-    "tool_choice": Field("auto, none, required, or the one function that has to be called."),
-    "parallel_tool_calls": Field("Whether one answer may hold several calls."),
-    "documents": Field(f"Documents for templates that take some; at most {MAX_ENTRIES['documents']}."),
+    "tool_choice": Field("auto, none, required, or an object that names the function to call."),
+    "parallel_tool_calls": Field("Whether an answer may have several tool calls."),
+    "documents": Field(f"Documents for chat templates that use them; at most {MAX_ENTRIES['documents']}."),
     "chat_template_kwargs": Field(
-        f"The template's own options, such as enable_thinking; at most {MAX_ENTRIES['chat_template_kwargs']}."
+        f"Options of the chat template, such as enable_thinking; at most {MAX_ENTRIES['chat_template_kwargs']}."
     ),
-    "add_special_tokens": Field("Whether the tokenizer adds its own, such as one for the beginning."),
-    "add_generation_prompt": Field("Whether the template opens the assistant's turn."),
-    "continue_final_message": Field("Continue the last message instead of beginning a new one."),
+    "add_special_tokens": Field("Whether to add the special tokens of the tokenizer, such as BOS."),
+    "add_generation_prompt": Field("Whether the prompt ends with the start of an assistant message."),
+    "continue_final_message": Field("Continue the last message instead of starting a new one."),
     # without effect
-    "user": Field("Who asks; taken, without effect."),
-    "metadata": Field(f"Taken, without effect; at most {MAX_ENTRIES['metadata']} entries."),
-    "store": Field("Taken, without effect: nothing is stored."),
-    "service_tier": Field("Taken, without effect."),
-    "safety_identifier": Field("Taken, without effect."),
-    "prompt_cache_key": Field("Taken, without effect: prefixes are found by themselves."),
+    "user": Field("Accepted, without effect."),
+    "metadata": Field(f"Accepted, without effect; at most {MAX_ENTRIES['metadata']} entries."),
+    "store": Field("Accepted, without effect: nothing is stored."),
+    "service_tier": Field("Accepted, without effect."),
+    "safety_identifier": Field("Accepted, without effect."),
+    "prompt_cache_key": Field("Accepted, without effect: cached prefixes are found automatically."),
     # text
     "tokens": Field("Token ids."),
 }

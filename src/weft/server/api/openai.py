@@ -1,4 +1,4 @@
-"""The objects of the OpenAI API that go out: whole answers, chunks of streams, usage, logprobs."""
+"""Builds the response objects of the OpenAI API: whole responses, chunks of streams, usage, logprobs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from weft.text.answer_parts import AnswerParts, Content, Delta, ParsedCall, Reas
 from weft.text.detokenizer import Detokenizer
 from weft.text.tokenizer import Tokenizer
 
-Form = Literal["chat", "completion"]
+ApiFormat = Literal["chat", "completion"]
 
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt that is repeated before its answers."""
+    """A prompt that is repeated before its answers (`echo`)."""
 
     text: str = ""
     tokens: Sequence[int] = ()
@@ -29,7 +29,7 @@ _NO_ECHO = Echo()
 
 
 class TokenOffsets:
-    """Where in the text of one answer each token begins, also while some of the text is held back."""
+    """The offset of each token in the text of one answer. Correct also while the end of the text is held back."""
 
     def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
         self._text = Detokenizer(tokenizer, skip_control=False)
@@ -42,42 +42,42 @@ class TokenOffsets:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What all that is said about one request has in common."""
+class ResponseBuilder:
+    """Builds the response objects of one request."""
 
-    form: Form
+    api_format: ApiFormat
     model: str
     tokenizer: Tokenizer
     wants_logprobs: bool = False
     num_choices_per_prompt: int = 1
     echoes: Sequence[Echo] = ()
-    """For each prompt, where it is to be repeated before its answers."""
+    """One entry per prompt if prompts are echoed, else empty."""
     has_parts: bool = False
-    """An answer may be more than text: thoughts, calls."""
+    """Answers may have thoughts or tool calls besides content."""
     is_named_call: bool = False
-    """The request named the tool to call. OpenAI calls the end of that a stop, and clients expect it."""
+    """tool_choice names a function. The finish reason is then "stop", as in the OpenAI API."""
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def id(self) -> str:
-        return f"{'chatcmpl' if self.form == 'chat' else 'cmpl'}-{self.request_id}"
+        return f"{'chatcmpl' if self.api_format == 'chat' else 'cmpl'}-{self.request_id}"
 
-    def answer(self, said: list[dict[str, Any]], choices: Choices) -> dict[str, Any]:
-        """The whole answer of a request that was not streamed; `said` is what `choice` makes of each of its answers."""
+    def response(self, choice_objects: list[dict[str, Any]], choices: Choices) -> dict[str, Any]:
+        """The response of a request that is not streamed; `choice` makes each of `choice_objects`."""
         return {
             "id": self.id,
-            "object": "chat.completion" if self.form == "chat" else "text_completion",
+            "object": "chat.completion" if self.api_format == "chat" else "text_completion",
             "created": self.created,
             "model": self.model,
-            "choices": said,
+            "choices": choice_objects,
             "usage": self.usage(choices),
         }
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {
             "id": self.id,
-            "object": "chat.completion.chunk" if self.form == "chat" else "text_completion",
+            "object": "chat.completion.chunk" if self.api_format == "chat" else "text_completion",
             "created": self.created,
             "model": self.model,
             "choices": choices,
@@ -85,22 +85,22 @@ class Shape:
         }
 
     def opening(self, index: int) -> dict[str, Any]:
-        """The first chunk of a chat's answer, which says who speaks."""
-        # Clients add contents up, and there is none beside a call.
+        """The first chunk of a chat answer, with the role."""
+        # Clients concatenate contents. None, since an answer with tool calls may have no content.
         delta = {"role": "assistant", "content": None if self.has_parts else ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def pieces(self, piece: Piece, offsets: TokenOffsets) -> list[dict[str, Any]]:
-        """What was added; `offsets` are those of its answer."""
+        """The choice objects for a piece; `offsets` are those of its answer."""
         if piece.deltas is None:
-            is_worth_it = piece.text or (self.wants_logprobs and piece.tokens)
-            return [self._piece(piece, offsets)] if is_worth_it else []
+            has_content = piece.text or (self.wants_logprobs and piece.tokens)
+            return [self._piece(piece, offsets)] if has_content else []
         events: list[dict[str, Any]] = [
             {"index": piece.choice.index, "delta": _delta(delta), "logprobs": None, "finish_reason": None}
             for delta in piece.deltas
         ]
         if self.wants_logprobs and piece.tokens:
-            # Of all tokens, those of thoughts and calls too; the first event of several takes them along.
+            # The logprobs of all tokens, also of thoughts and tool calls, are in the first event.
             if not events:
                 events = [{"index": piece.choice.index, "delta": {}, "logprobs": None, "finish_reason": None}]
             events[0]["logprobs"] = self.logprobs(piece.tokens, piece.logprobs, offsets)
@@ -113,22 +113,24 @@ class Shape:
         return self.text(piece.choice.index, piece.text, logprobs)
 
     def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
-        """A chunk of an answer that is all text."""
-        content: dict[str, Any] = {"delta": {"content": text}} if self.form == "chat" else {"text": text}
+        """The choice object of a chunk with text only."""
+        content: dict[str, Any] = (
+            {"delta": {"content": text}} if self.api_format == "chat" else {"text": text}
+        )
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
 
     def closing(self, choice: Choice, result: GenerationResult) -> dict[str, Any]:
-        """The last chunk of an answer, which says why it ended."""
+        """The last chunk of an answer, with the finish reason."""
         return {
             "index": choice.index,
-            **({"delta": {}} if self.form == "chat" else {"text": ""}),
+            **({"delta": {}} if self.api_format == "chat" else {"text": ""}),
             "logprobs": None,
             "finish_reason": self._finish_reason(result, choice.has_calls),
             "timings": _timings(result),
         }
 
     def usage(self, choices: Choices) -> dict[str, Any]:
-        """Over all answers; a prompt counts once, however many answers it has."""
+        """The usage of all answers. A prompt counts once for all its answers."""
         results = choices.results
         details: dict[str, Any] = {}
         if self.has_parts:
@@ -145,7 +147,7 @@ class Shape:
         }
 
     def echo(self, index: int) -> Echo:
-        """What stands before an answer."""
+        """The prompt that is repeated before an answer."""
         return self.echoes[index // self.num_choices_per_prompt] if self.echoes else _NO_ECHO
 
     def _finish_reason(self, result: GenerationResult, has_calls: bool) -> str:
@@ -153,59 +155,60 @@ class Shape:
         is_call = has_calls and not self.is_named_call
         return "tool_calls" if is_call and reason == "stop" else reason
 
-    def choice(self, index: int, result: GenerationResult, said: str | AnswerParts) -> dict[str, Any]:
-        """One answer of several, but for its logprobs."""
-        content: dict[str, Any] = {"message": _message(said)}
-        if isinstance(said, str) and self.form == "completion":
-            content = {"text": self.echo(index).text + said}
+    def choice(self, index: int, result: GenerationResult, answer: str | AnswerParts) -> dict[str, Any]:
+        """The choice object of one answer, without its logprobs."""
+        content: dict[str, Any] = {"message": _message(answer)}
+        if isinstance(answer, str) and self.api_format == "completion":
+            content = {"text": self.echo(index).text + answer}
         return {
             "index": index,
             **content,
             "logprobs": None,
-            "finish_reason": self._finish_reason(result, not isinstance(said, str) and bool(said.calls)),
+            "finish_reason": self._finish_reason(result, not isinstance(answer, str) and bool(answer.calls)),
             "timings": _timings(result),
         }
 
     def logprobs(
-        self, tokens: Sequence[int], each: Sequence[TokenLogprobs | None], offsets: TokenOffsets
+        self, tokens: Sequence[int], token_logprobs: Sequence[TokenLogprobs | None], offsets: TokenOffsets
     ) -> dict[str, list[Any]]:
-        if self.form == "chat":
-            return {"content": [self._entry(*pair) for pair in zip(tokens, each, strict=True)]}
-        return self._completion_logprobs(tokens, each, offsets)
+        if self.api_format == "chat":
+            return {"content": [self._entry(*pair) for pair in zip(tokens, token_logprobs, strict=True)]}
+        return self._completion_logprobs(tokens, token_logprobs, offsets)
 
     def _entry(self, token: int, logprobs: TokenLogprobs | None) -> dict[str, Any]:
         assert logprobs is not None, (
-            "only a prompt begins with a token without logprobs, and no chat repeats it"
+            "only the first token of an echoed prompt has no logprobs, and chats have no echo"
         )
         return {
-            **self._named(token, logprobs.logprob),
-            "top_logprobs": [self._named(*other) for other in logprobs.top],
+            **self._token_entry(token, logprobs.logprob),
+            "top_logprobs": [self._token_entry(*other) for other in logprobs.top],
         }
 
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+    def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
         content = self.tokenizer.token_bytes(token)
         return {"token": content.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(content)}
 
     def _completion_logprobs(
-        self, tokens: Sequence[int], each: Sequence[TokenLogprobs | None], offsets: TokenOffsets
+        self, tokens: Sequence[int], token_logprobs: Sequence[TokenLogprobs | None], offsets: TokenOffsets
     ) -> dict[str, list[Any]]:
-        """The older form: parallel lists, and where in the text each token begins."""
+        """The format of completions: parallel lists, with the text offset of each token."""
         names = [self._name(token) for token in tokens]
         return {
             "tokens": names,
-            "token_logprobs": [None if one is None else one.logprob for one in each],
+            "token_logprobs": [None if one is None else one.logprob for one in token_logprobs],
             "top_logprobs": [
                 None
                 if one is None
-                # The token that was chosen is always among them.
+                # The sampled token is always included.
                 else {**{self._name(other): value for other, value in one.top}, name: one.logprob}
-                for name, one in zip(names, each, strict=True)
+                for name, one in zip(names, token_logprobs, strict=True)
             ],
             "text_offset": [offsets.add(token) for token in tokens],
         }
 
     def _name(self, token: int) -> str:
-        """A token as a key: half a character is written as its bytes, since all halves would look alike."""
+        """A token as a dictionary key. Incomplete UTF-8 is written as bytes: decoded, all such tokens would be
+        equal."""
         content = self.tokenizer.token_bytes(token)
         try:
             return content.decode()
@@ -213,15 +216,15 @@ class Shape:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 
-def _message(said: str | AnswerParts) -> dict[str, Any]:
-    if isinstance(said, str):
-        return {"role": "assistant", "content": said, "refusal": None}
-    message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
-    if said.reasoning:
-        message["reasoning_content"] = said.reasoning
-    if said.calls:
-        message["content"] = said.content or None
-        message["tool_calls"] = [_call(call) for call in said.calls]
+def _message(answer: str | AnswerParts) -> dict[str, Any]:
+    if isinstance(answer, str):
+        return {"role": "assistant", "content": answer, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["content"] = answer.content or None
+        message["tool_calls"] = [_call(call) for call in answer.calls]
     return message
 
 
@@ -244,7 +247,7 @@ def _delta(delta: Delta) -> dict[str, Any]:
 
 
 def _timings(result: GenerationResult) -> dict[str, Any]:
-    """Seconds in each phase; weft's own addition to the API."""
+    """Seconds in each phase; an extension of weft."""
     return {
         "queue": result.waiting_time,
         "prefill": result.prefill_time,

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what each route takes and answers, from the types that requests are read into."""
+"""Builds the OpenAPI document from the request and response types of each route."""
 
 from __future__ import annotations
 
@@ -17,25 +17,29 @@ from weft.server.api.schema import ChatRequest, CompletionRequest, DetokenizeReq
 
 _REFERENCE = "#/components/schemas/{name}"
 _DESCRIPTION = """\
-The OpenAI API, served by weft. Fields that weft does not know are ignored, and named in a `Warning` header; a
-`null` stands for the default. Every answer carries `x-request-id`: the one that was sent, or a new one."""
+The OpenAI API, served by weft. Unknown fields are ignored and listed in a `Warning` header. A `null` means the
+default. Every response has an `x-request-id` header: the id that the client sent, or a new one."""
 
 _MESSAGE: dict[str, Any] = {
     "type": "object",
     "title": "Message",
-    "description": "One turn of a conversation.",
+    "description": "One message of a conversation.",
     "properties": {
         "role": {
             "type": "string",
-            "description": "Who speaks: system, user, assistant or tool.",
+            "description": "The author of the message: system, user, assistant or tool.",
             "examples": ["user"],
         },
         "content": {
-            "description": "Text, or a list of parts of the type text.",
+            "description": "Text, or a list of parts with the type text.",
             "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}],
         },
-        "tool_calls": {"type": "array", "items": {"type": "object"}, "description": "Calls the model made."},
-        "tool_call_id": {"type": "string", "description": "In a turn of a tool: which call it answers."},
+        "tool_calls": {
+            "type": "array",
+            "items": {"type": "object"},
+            "description": "Tool calls of the model.",
+        },
+        "tool_call_id": {"type": "string", "description": "In a message of a tool: the id of the call."},
     },
     "required": ["role"],
 }
@@ -43,7 +47,7 @@ _MESSAGE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Operation:
-    """One route: what goes in, what comes out. `answer` None: plain text."""
+    """One route: its request and response types. `answer` None: plain text."""
 
     summary: str
     description: str
@@ -51,12 +55,12 @@ class Operation:
     answer: type | None
     request: type | None = None
     event: type | None = None
-    """Of a stream."""
+    """Type of the events, if the route can stream."""
     examples: Mapping[str, Any] = field(default_factory=dict)
     errors: tuple[int, ...] = ()
     media_type: str = "application/json"
     is_open: bool = False
-    """No key is asked for."""
+    """The route never needs a key."""
 
 
 _GENERATING = (400, 404, 408, 413, 429, 500, 503, 504)
@@ -70,42 +74,42 @@ _CITY = {
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("post", "/v1/chat/completions"): Operation(
-        "Answer a conversation",
-        "The model's own chat template makes a prompt of the messages. Control tokens in them are plain text.",
+        "Chat completion",
+        "The chat template turns the messages into a prompt. Control tokens inside messages are plain text.",
         "Generating",
         shapes.ChatCompletion,
         ChatRequest,
         shapes.ChatCompletionChunk,
         {
-            "A question": {"messages": _HELLO, "temperature": 0, "max_tokens": 64},
-            "As a stream": {
+            "Question": {"messages": _HELLO, "temperature": 0, "max_tokens": 64},
+            "Stream": {
                 "messages": _HELLO,
                 "stream": True,
                 "stream_options": {"include_usage": True},
                 "temperature": 0,
                 "max_tokens": 64,
             },
-            "Repeatable": {"messages": _HELLO, "temperature": 0.7, "seed": 7, "max_tokens": 64},
-            "By a schema": {
+            "With a seed": {"messages": _HELLO, "temperature": 0.7, "seed": 7, "max_tokens": 64},
+            "JSON schema": {
                 "messages": [{"role": "user", "content": "Name a city."}],
                 "response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": _CITY}},
                 "temperature": 0,
                 "max_tokens": 64,
             },
-            "With a tool": {
+            "Tool call": {
                 "messages": [{"role": "user", "content": "What is the weather in Rome?"}],
                 "tools": [{"type": "function", "function": {"name": "weather", "parameters": _CITY}}],
                 "tool_choice": "required",
                 "temperature": 0,
                 "max_tokens": 64,
             },
-            "With logprobs": {"messages": _HELLO, "logprobs": True, "top_logprobs": 3, "max_tokens": 4},
+            "Logprobs": {"messages": _HELLO, "logprobs": True, "top_logprobs": 3, "max_tokens": 4},
         },
         _GENERATING,
     ),
     ("post", "/v1/completions"): Operation(
-        "Continue a text",
-        "The prompt is continued as it is, without a template.",
+        "Text completion",
+        "The model continues the prompt. No chat template is applied.",
         "Generating",
         shapes.Completion,
         CompletionRequest,
@@ -113,18 +117,18 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         {
             "Text": {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
             "Token ids": {"prompt": [504, 3575, 282], "max_tokens": 8},
-            "Several": {"prompt": ["One, two,", "Red, green,"], "n": 2, "max_tokens": 8},
+            "Several prompts": {"prompt": ["One, two,", "Red, green,"], "n": 2, "max_tokens": 8},
             "Score a text": {"prompt": "Hello", "max_tokens": 1, "echo": True, "logprobs": 1},
         },
         _GENERATING,
     ),
-    ("get", "/v1/models"): Operation("List the models", "There is one.", "Models", shapes.ModelList),
+    ("get", "/v1/models"): Operation("List models", "A server has one model.", "Models", shapes.ModelList),
     ("get", "/v1/models/{name}"): Operation(
-        "Describe a model", "By any of its names.", "Models", shapes.Model, errors=(404,)
+        "Describe a model", "Accepts any name of the model.", "Models", shapes.Model, errors=(404,)
     ),
     ("post", "/tokenize"): Operation(
-        "Make tokens of text or messages",
-        "As a completion or a chat would. Send either prompt or messages.",
+        "Tokenise text or messages",
+        "Returns the prompt tokens of a completion (prompt) or a chat (messages). Send one of them.",
         "Text",
         shapes.Tokens,
         TokenizeRequest,
@@ -132,8 +136,8 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         errors=(400, 404, 408, 413, 429, 500, 503),
     ),
     ("post", "/detokenize"): Operation(
-        "Make text of tokens",
-        "Control tokens are spelled out.",
+        "Detokenise",
+        "The text includes control tokens.",
         "Text",
         shapes.Detokenized,
         DetokenizeRequest,
@@ -141,37 +145,42 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         errors=(400, 404, 408, 413, 429, 500, 503),
     ),
     ("get", "/tokenizer_info"): Operation(
-        "Describe the tokenizer", "Its special tokens, null where it has none.", "Text", shapes.TokenizerInfo
+        "Describe the tokenizer", "Its special tokens; null for missing ones.", "Text", shapes.TokenizerInfo
     ),
     ("get", "/health"): Operation(
-        "Whether it lives",
-        "503 while the engine is down.",
+        "Health check",
+        "200 while the engine runs; 503 while it is down.",
         "Operating",
         shapes.Status,
         errors=(503,),
         is_open=True,
     ),
     ("get", "/ready"): Operation(
-        "Whether it takes requests",
-        "503 while the engine starts or does not respond, or the server drains; 429 while it is full.",
+        "Readiness check",
+        "503 while the engine starts or does not respond, or while the server shuts down; 429 while it is full.",
         "Operating",
         shapes.Status,
         errors=(429, 503),
     ),
     ("get", "/metrics"): Operation(
-        "Figures for Prometheus",
-        "Under vLLM's names, with weft: before them.",
+        "Metrics for Prometheus",
+        "The names are those of vLLM with the prefix weft:.",
         "Operating",
         None,
         media_type="text/plain",
     ),
-    ("get", "/version"): Operation("Which weft it is", "", "Operating", shapes.Version),
+    ("get", "/version"): Operation("Version of weft", "", "Operating", shapes.Version),
     ("get", "/openapi.json"): Operation("This document", "", "Operating", dict, is_open=True),
     ("get", "/docs"): Operation(
-        "This document, to read and to try", "", "Operating", None, media_type="text/html", is_open=True
+        "This document as a web page that can send requests",
+        "",
+        "Operating",
+        None,
+        media_type="text/html",
+        is_open=True,
     ),
     ("get", "/admin/requests"): Operation(
-        "What is under way", "Needs an admin key.", "Administration", dict, errors=(403,)
+        "List active requests", "Needs an admin key.", "Administration", dict, errors=(403,)
     ),
     ("delete", "/admin/requests/{id}"): Operation(
         "Cancel a request", "Needs an admin key.", "Administration", dict, errors=(403, 404)
@@ -179,27 +188,27 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
 }
 
 _STATUSES = {
-    400: "The request is wrong; `param` names the field.",
-    401: "The key is missing or wrong.",
-    403: "This host, page or key may not ask.",
-    404: "There is no such model.",
-    405: "The route has another method.",
-    408: "The request did not arrive in time, or its reader fell too far behind.",
-    413: "The body is too large, or the answer that it asks for.",
-    429: "Too many requests; `Retry-After` says when to come back.",
-    500: "The server made a mistake.",
-    503: "The engine is starting, or the server shuts down; `Retry-After` says when to come back.",
+    400: "The request is invalid; `param` names the field.",
+    401: "The API key is missing or wrong.",
+    403: "This host, web page or API key is not allowed.",
+    404: "The model or the request does not exist.",
+    405: "The route does not support this method.",
+    408: "The request did not arrive in time, or the client read its stream too slowly.",
+    413: "The body or the requested answer is too large.",
+    429: "Too many requests; retry after the seconds in `Retry-After`.",
+    500: "Internal server error.",
+    503: "The engine is starting, or the server is shutting down; retry after the seconds in `Retry-After`.",
     504: "The deadline passed.",
 }
 
 
-def document(routes: Iterable[BaseRoute], *, asks_for_key: bool) -> dict[str, Any]:
-    """Of the routes that there are."""
+def document(routes: Iterable[BaseRoute], *, needs_key: bool) -> dict[str, Any]:
+    """The document for these routes."""
     paths: dict[str, Any] = {}
-    there = set(_methods(routes))
+    existing = set(_methods(routes))
     for (method, path), operation in OPERATIONS.items():
-        if (method, path) in there:
-            paths.setdefault(path, {})[method] = _described(method, path, operation, asks_for_key)
+        if (method, path) in existing:
+            paths.setdefault(path, {})[method] = _described(method, path, operation, needs_key)
     tags = dict.fromkeys(one["tags"][0] for each in paths.values() for one in each.values())
     return {
         "openapi": "3.1.0",
@@ -212,7 +221,7 @@ def document(routes: Iterable[BaseRoute], *, asks_for_key: bool) -> dict[str, An
                 "key": {
                     "type": "http",
                     "scheme": "bearer",
-                    "description": "An API key, where the server asks for one.",
+                    "description": "An API key, if the server needs one.",
                 }
             },
         },
@@ -226,12 +235,12 @@ def _methods(routes: Iterable[BaseRoute]) -> Iterable[tuple[str, str]]:
                 yield method.lower(), re.sub(r":\w+}", "}", route.path)
 
 
-def _described(method: str, path: str, operation: Operation, asks_for_key: bool) -> dict[str, Any]:
+def _described(method: str, path: str, operation: Operation, needs_key: bool) -> dict[str, Any]:
     described: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{method}{path}").strip("_"),
         "summary": operation.summary,
         "tags": [operation.tag],
-        "security": [] if operation.is_open else [{"key": []}] if asks_for_key else [{}, {"key": []}],
+        "security": [] if operation.is_open else [{"key": []}] if needs_key else [{}, {"key": []}],
         "responses": _responses(operation),
     }
     if operation.description:
@@ -256,15 +265,15 @@ def _responses(operation: Operation) -> dict[str, Any]:
     else:
         good = {"application/json": {"schema": _reference(operation.answer)}}
     if operation.event is not None:
-        note = "Each `data:` line is one event, JSON of this form; the last one is `[DONE]`, or an error."
+        note = "Each `data:` line is one event with a JSON object of this type. The last one is `[DONE]` or an error."
         good["text/event-stream"] = {"schema": {"description": note}, "x-event": _reference(operation.event)}
-    answers: dict[str, Any] = {"200": {"description": "The answer.", "content": good}}
+    answers: dict[str, Any] = {"200": {"description": "Success.", "content": good}}
     shown = sorted({*operation.errors, *((401, 403) if not operation.is_open else ())})
     for status in shown:
         answers[str(status)] = _error(_STATUSES[status])
-    if operation.is_open and 503 in operation.errors:  # /health tells its status either way
+    if operation.is_open and 503 in operation.errors:  # the 503 of /health has a status, not an error
         answers["503"] = {"description": "The engine is down.", "content": good}
-    answers["default"] = _error("Whatever else goes wrong.")
+    answers["default"] = _error("Any other error.")
     return answers
 
 
@@ -283,15 +292,15 @@ def _schemas() -> dict[str, Any]:
     events = {one.event for one in OPERATIONS.values() if one.event is not None}
     kinds = sorted(requests | answers | events | {shapes.Error}, key=lambda kind: kind.__name__)
     _, found = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
-    _, asked = msgspec.json.schema_components(list(requests), ref_template=_REFERENCE)
-    whole = {kind.__name__ for kind in requests}
-    for name in asked:
-        found[name] = _with_words(found[name], may_be_null=name in whole)
+    _, request_schemas = msgspec.json.schema_components(list(requests), ref_template=_REFERENCE)
+    body_types = {kind.__name__ for kind in requests}
+    for name in request_schemas:
+        found[name] = _with_field_docs(found[name], may_be_null=name in body_types)
     return {"Message": _MESSAGE, **found}
 
 
-def _with_words(schema: dict[str, Any], may_be_null: bool) -> dict[str, Any]:
-    """A request's type with descriptions and ranges. What may be left out of a body may also be null."""
+def _with_field_docs(schema: dict[str, Any], may_be_null: bool) -> dict[str, Any]:
+    """Adds descriptions and ranges to a request type. Optional fields of a body may also be null."""
     required = set(schema.get("required", ()))
     properties = {}
     for name, given in schema["properties"].items():
@@ -303,9 +312,9 @@ def _with_words(schema: dict[str, Any], may_be_null: bool) -> dict[str, Any]:
             content = {"anyOf": [content, {"type": "null"}]}
         if default is not None:
             content["default"] = default
-        if (words := FIELDS.get(name)) is not None:
-            content["description"] = words.description
-            limits = {"minimum": words.minimum, "maximum": words.maximum, "exclusiveMinimum": words.above}
+        if (docs := FIELDS.get(name)) is not None:
+            content["description"] = docs.description
+            limits = {"minimum": docs.minimum, "maximum": docs.maximum, "exclusiveMinimum": docs.above}
             content |= {limit: value for limit, value in limits.items() if value is not None}
         properties[name] = content
     return {**schema, "properties": properties}

@@ -1,4 +1,4 @@
-"""From a checked body to what the engine takes: sampling parameters, prompts, priorities."""
+"""Converts a parsed body into the input of the engine: sampling parameters, prompts, priority."""
 
 from __future__ import annotations
 
@@ -19,41 +19,47 @@ _SAMPLING = (
 Prompt = str | list[int]
 
 
-def sampling_params(asked: GenerationRequest, suggestions: Mapping[str, Any]) -> SamplingParams:
-    """What is asked for, before what the model's makers suggest, before the defaults of the API."""
-    values = ((name, getattr(asked, name)) for name in _SAMPLING)
+def sampling_params(api_request: GenerationRequest, generation_defaults: Mapping[str, Any]) -> SamplingParams:
+    """The sampling parameters: values of the request, else the generation defaults of the model, else of the API."""
+    values = ((name, getattr(api_request, name)) for name in _SAMPLING)
     given = {name: value for name, value in values if value is not None}
-    if asked.logit_bias is not None:
-        if len(asked.logit_bias) > MAX_LOGIT_BIAS:  # before anything is done with each
-            message = f"logit_bias has {len(asked.logit_bias)} entries; allowed: at most {MAX_LOGIT_BIAS}"
+    if api_request.logit_bias is not None:
+        if len(api_request.logit_bias) > MAX_LOGIT_BIAS:  # before each entry is converted
+            message = (
+                f"logit_bias has {len(api_request.logit_bias)} entries; allowed: at most {MAX_LOGIT_BIAS}"
+            )
             raise ApiError(400, message, param="logit_bias", code="invalid_value")
-        given["logit_bias"] = {_token_id(token): bias for token, bias in asked.logit_bias.items()}
+        given["logit_bias"] = {_token_id(token): bias for token, bias in api_request.logit_bias.items()}
     max_tokens = None
-    if isinstance(asked, ChatRequest):
-        given |= _chat_parameters(asked)
-    elif isinstance(asked, CompletionRequest):
+    if isinstance(api_request, ChatRequest):
+        given |= _chat_parameters(api_request)
+    elif isinstance(api_request, CompletionRequest):
         max_tokens = 16
-        given["logprobs"] = asked.logprobs
-        given["prompt_logprobs"] = asked.logprobs if asked.echo else None
-    return SamplingParams(**{"max_tokens": max_tokens, **suggestions, **given})
+        given["logprobs"] = api_request.logprobs
+        given["prompt_logprobs"] = api_request.logprobs if api_request.echo else None
+    return SamplingParams(**{"max_tokens": max_tokens, **generation_defaults, **given})
 
 
-def _chat_parameters(asked: ChatRequest) -> dict[str, Any]:
+def _chat_parameters(api_request: ChatRequest) -> dict[str, Any]:
     given: dict[str, Any] = {}
-    if asked.max_completion_tokens is not None:
-        if asked.max_tokens not in (None, asked.max_completion_tokens):
+    if api_request.max_completion_tokens is not None:
+        if api_request.max_tokens not in (None, api_request.max_completion_tokens):
             raise ApiError(
                 400,
-                f"max_tokens is {asked.max_tokens} and max_completion_tokens {asked.max_completion_tokens}; send one",
+                f"max_tokens is {api_request.max_tokens} and max_completion_tokens is "
+                f"{api_request.max_completion_tokens}; send one of them",
                 param="max_completion_tokens",
                 code="invalid_value",
             )
-        given["max_tokens"] = asked.max_completion_tokens
-    if asked.logprobs:
-        given["logprobs"] = asked.top_logprobs or 0
-    elif asked.top_logprobs:
+        given["max_tokens"] = api_request.max_completion_tokens
+    if api_request.logprobs:
+        given["logprobs"] = api_request.top_logprobs or 0
+    elif api_request.top_logprobs:
         raise ApiError(
-            400, "top_logprobs needs logprobs: true beside it", param="top_logprobs", code="invalid_value"
+            400,
+            "top_logprobs needs logprobs; send logprobs: true too",
+            param="top_logprobs",
+            code="invalid_value",
         )
     return given
 
@@ -69,25 +75,25 @@ def _token_id(text: str) -> int:
     return int(text)
 
 
-def priority_of(asked: GenerationRequest) -> Priority | int:
-    """A name becomes its priority; numbers are checked by the request itself."""
-    if isinstance(asked.priority, int):
-        return asked.priority
+def priority_of(api_request: GenerationRequest) -> Priority | int:
+    """Converts the name of a priority. `InferenceRequest` checks numbers."""
+    if isinstance(api_request.priority, int):
+        return api_request.priority
     try:
-        return Priority[asked.priority.upper()]
+        return Priority[api_request.priority.upper()]
     except KeyError:
         names = ", ".join(priority.name.lower() for priority in Priority)
         raise ApiError(
             400,
-            f"priority is {asked.priority!r:.80}; allowed: {names}",
+            f"priority is {api_request.priority!r:.80}; allowed: {names}",
             param="priority",
             code="invalid_value",
         ) from None
 
 
-def prompts_of(asked: CompletionRequest, max_answers: int) -> list[Prompt]:
-    """One prompt is text or token ids; a list of either is several."""
-    prompt = asked.prompt
+def prompts_of(api_request: CompletionRequest, max_answers: int) -> list[Prompt]:
+    """The prompts of a completion. A prompt is text or a list of token ids; the field may be a list of prompts."""
+    prompt = api_request.prompt
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -97,10 +103,11 @@ def prompts_of(asked: CompletionRequest, max_answers: int) -> list[Prompt]:
     if _are_tokens(prompt):
         _check_ids(prompt, "prompt")
         return [prompt]
-    if len(prompt) * (asked.n or 1) > max_answers:
+    if len(prompt) * (api_request.n or 1) > max_answers:
         raise ApiError(
             400,
-            f"prompt has {len(prompt)} entries and n is {asked.n or 1}; allowed: {max_answers} answers in one request",
+            f"prompt has {len(prompt)} entries and n is {api_request.n or 1}; "
+            f"allowed: {max_answers} answers in one request",
             param="prompt",
             code="invalid_value",
         )
@@ -118,11 +125,11 @@ def prompts_of(asked: CompletionRequest, max_answers: int) -> list[Prompt]:
 
 
 def _are_tokens(prompt: list[Any]) -> bool:
-    return set(map(type, prompt)) <= {int}  # a loop over a quarter of a million would hold up every stream
+    return set(map(type, prompt)) <= {int}  # a Python loop over 250,000 ids would block the event loop
 
 
 def _check_ids(tokens: Sequence[int], param: str) -> None:
-    """The engine knows which ids there are; these are none anywhere, and fit no message to it."""
+    """Refuses ids that do not fit a message to the engine. The engine checks ids against the vocabulary."""
     for token in (min(tokens), max(tokens)) if tokens else ():
         if not 0 <= token < 2**31:
             raise ApiError(
@@ -130,40 +137,44 @@ def _check_ids(tokens: Sequence[int], param: str) -> None:
             )
 
 
-def check_completion(asked: CompletionRequest) -> None:
-    """Refuses what completions of other servers do and these do not."""
-    if asked.suffix:
-        raise ApiError(
-            400, "suffix is not supported: weft continues a prompt only", param="suffix", code="unsupported"
-        )
-    if asked.best_of not in (None, asked.n or 1):
+def check_completion(api_request: CompletionRequest) -> None:
+    """Refuses fields of completions that weft does not support."""
+    if api_request.suffix:
         raise ApiError(
             400,
-            f"best_of is {asked.best_of} and n {asked.n or 1}; allowed: the same. Every answer is given",
+            "suffix is not supported: weft only continues a prompt; leave it out",
+            param="suffix",
+            code="unsupported",
+        )
+    if api_request.best_of not in (None, api_request.n or 1):
+        raise ApiError(
+            400,
+            f"best_of is {api_request.best_of} and n is {api_request.n or 1}; "
+            "allowed: the same value, since all answers are returned",
             param="best_of",
             code="unsupported",
         )
-    if asked.echo and asked.stream and asked.logprobs is not None:
+    if api_request.echo and api_request.stream and api_request.logprobs is not None:
         raise ApiError(
             400,
-            "echo with logprobs cannot be streamed: a prompt's logprobs come at the end; leave out stream",
+            "echo with logprobs cannot be streamed: the logprobs of the prompt are known at the end; leave out stream",
             param="echo",
             code="unsupported",
         )
 
 
 def inference_request(
-    asked: GenerationRequest, prompt: Sequence[int], params: SamplingParams, key: ApiKey | None = None
+    api_request: GenerationRequest, prompt: Sequence[int], params: SamplingParams, key: ApiKey | None = None
 ) -> InferenceRequest:
-    """What `key` may ask of the engine."""
+    """The request for the engine. Raises a 403 if `key` may not use its priority."""
     request = InferenceRequest(
         tuple(prompt),
         params,
-        priority=priority_of(asked),  # type: ignore[arg-type]
-        session_id=asked.session_id,
-        ttft_target=asked.ttft_target,
-        deadline=asked.deadline,
-        cache_salt=key.salt_for(asked.cache_salt) if key else asked.cache_salt,
+        priority=priority_of(api_request),  # type: ignore[arg-type]
+        session_id=api_request.session_id,
+        ttft_target=api_request.ttft_target,
+        deadline=api_request.deadline,
+        cache_salt=key.salt_for(api_request.cache_salt) if key else api_request.cache_salt,
     )
     if key is not None and request.priority > key.max_priority:
         raise ApiError(

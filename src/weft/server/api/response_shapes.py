@@ -1,6 +1,6 @@
-"""The shapes of what the server answers, for the OpenAPI document and for the tests that hold answers to them.
+"""The types of responses, for the OpenAPI document and for tests that compare responses with it.
 
-Answers themselves are built as plain dicts, in `openai`: these types are never made on the way to a client.
+`openai` builds responses as plain dicts: the server never creates instances of these types.
 """
 
 from __future__ import annotations
@@ -14,24 +14,26 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Shape(msgspec.Struct, forbid_unknown_fields=True):
-    """What all have in common: a field that is not described is a mistake."""
+    """Base of all response types. Tests fail on a field that is not described."""
 
 
 class ErrorDetail(Shape):
-    message: Annotated[str, Meta(description="What was wrong, with the numbers, and what to do.")]
-    type: Annotated[str, Meta(description="The kind of error, such as invalid_request_error.")]
-    param: Annotated[str | None, Meta(description="The field that is wrong.")]
-    code: Annotated[str | None, Meta(description="For programs, such as context_length_exceeded.")]
+    message: Annotated[str, Meta(description="What is wrong, the value and the limit, and what to do.")]
+    type: Annotated[str, Meta(description="The class of the error, such as invalid_request_error.")]
+    param: Annotated[str | None, Meta(description="The field of the request that caused the error.")]
+    code: Annotated[
+        str | None, Meta(description="A stable code for programs, such as context_length_exceeded.")
+    ]
 
 
 class Error(Shape):
-    """What every request that fails gets; in a stream as its last event."""
+    """The body of every failed request; in a stream, the last event."""
 
     error: ErrorDetail
 
 
 class TokenDetails(Shape):
-    cached_tokens: Annotated[int, Meta(description="Of the prompt, found in the cache.")]
+    cached_tokens: Annotated[int, Meta(description="Prompt tokens that were found in the prefix cache.")]
 
 
 class CompletionDetails(Shape):
@@ -47,7 +49,7 @@ class Usage(Shape):
 
 
 class Timings(Shape):
-    """Seconds in each phase, and how often it gave way; weft's own."""
+    """Seconds in each phase, and the number of preemptions. An extension of weft."""
 
     queue: float
     prefill: float
@@ -57,7 +59,9 @@ class Timings(Shape):
 
 class FunctionCall(Shape):
     name: str | UnsetType = UNSET
-    arguments: Annotated[str | UnsetType, Meta(description="JSON, as the model wrote it.")] = UNSET
+    arguments: Annotated[
+        str | UnsetType, Meta(description="The arguments as JSON text, as the model wrote them.")
+    ] = UNSET
 
 
 class ToolCall(Shape):
@@ -125,7 +129,7 @@ class ChunkChoice(Shape):
 
 
 class ChatCompletionChunk(Shape):
-    """One event of a streamed chat."""
+    """One event of a chat stream."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -151,7 +155,7 @@ class CompletionChoice(Shape):
 
 
 class Completion(Shape):
-    """A completion, whole or one event of it."""
+    """A completion, or one event of a completion stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -166,7 +170,9 @@ class Model(Shape):
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: Annotated[int, Meta(description="Longest context in tokens, prompt and answer.")]
+    max_model_len: Annotated[
+        int, Meta(description="Maximum context length in tokens, prompt and answer together.")
+    ]
 
 
 class ModelList(Shape):

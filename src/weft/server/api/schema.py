@@ -1,7 +1,6 @@
-"""What a request may hold: the fields of the OpenAI API and weft's own, their types, and how a body is read into them.
+"""The request types: fields of the OpenAI API and extensions of weft, and the parsing of a body.
 
-Types and lengths are checked here; ranges are checked where the values belong, in `SamplingParams` and
-`InferenceRequest`.
+Types and lengths are checked here; `SamplingParams` and `InferenceRequest` check ranges.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ MAX_ENTRIES = {
     "stop_token_ids": MAX_STOP_TOKENS,
     "logit_bias": MAX_LOGIT_BIAS,
 }
-"""Of lists and mappings, checked before the server looks at each entry; `content` is that of a message. Other lists have
-bounds of their own: prompts (`max_answers`), token ids (the context), schemas and choices (`MAX_GRAMMAR_LENGTH`)."""
+"""Limits for lists and mappings, checked before their entries are processed; `content` is that of a message. Other
+lists have limits of their own: prompts (`max_answers`), token ids (the context), schemas and choices
+(`MAX_GRAMMAR_LENGTH`)."""
 MAX_CHARACTERS = {"session_id": MAX_NAME_LENGTH, "cache_salt": MAX_NAME_LENGTH}
 
 
@@ -35,7 +35,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What chats and completions share. A null in a request stands for the default, and never arrives here."""
+    """Fields of both chats and completions. A null means the default, and is removed before the conversion."""
 
     model: str | None = None
     stream: bool = False
@@ -57,12 +57,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     priority: int | str = 1
-    """A number as in `Priority`, or its name."""
+    """The number or the name of a `Priority`."""
     deadline: float | None = None
     ttft_target: float | None = None
     cache_salt: str = ""
     session_id: str | None = None
-    # What the answer must look like: OpenAI's field, then what clients of vLLM and of llama.cpp send.
+    # Structured output: the field of OpenAI, then those of vLLM and llama.cpp.
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -71,7 +71,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     guided_grammar: str | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
-    # Who asks, and what OpenAI does with it: taken, and without effect here.
+    # Accepted without effect.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -120,12 +120,12 @@ class DetokenizeRequest(msgspec.Struct, frozen=True):
     model: str | None = None
 
 
-# Fields that would change the answer if weft knew them: better refused than left out in silence.
+# Fields that would change the answer if weft supported them: an error is better than ignoring them.
 _REFUSED = {
-    "chat_template": "weft takes a model's own template only",
+    "chat_template": "the operator sets the template of the server",
     "functions": "it was replaced by tools",
     "function_call": "it was replaced by tool_choice",
-    "audio": "weft answers in text only",
+    "audio": "weft generates text only",
     "adapter": "weft has no adapters",
     "adapter_id": "weft has no adapters",
     "lora": "weft has no adapters",
@@ -139,7 +139,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def read(kind: type[T], body: bytes) -> tuple[T, list[str]]:
-    """The request in `body`, and the names of fields that nobody knows. Raises ApiError for what cannot be read."""
+    """Parses a body. Returns the request and the names of unknown fields. Raises ApiError if it is invalid."""
     content = _parse(body)
     if not isinstance(content, dict):
         raise ApiError(400, "the body is not a JSON object; send one", code="invalid_json")
@@ -150,7 +150,7 @@ def read(kind: type[T], body: bytes) -> tuple[T, list[str]]:
         )
     unknown = sorted(given.keys() - set(kind.__struct_fields__))
     try:
-        asked = msgspec.convert(given, kind)
+        api_request = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         message, param = str(error), None
         if found := _PATH.search(message):
@@ -159,18 +159,18 @@ def read(kind: type[T], body: bytes) -> tuple[T, list[str]]:
             param = missing[1]
         named = f"{param}: {message}" if param else message
         raise ApiError(400, named, param=param, code="invalid_type") from None
-    _check_lengths(asked)
-    return asked, [_shown(name) for name in unknown[:_MAX_NAMED]]
+    _check_lengths(api_request)
+    return api_request, [_shown(name) for name in unknown[:_MAX_NAMED]]
 
 
-def _check_lengths(asked: msgspec.Struct) -> None:
-    for name in asked.__struct_fields__:
-        value = getattr(asked, name)
+def _check_lengths(api_request: msgspec.Struct) -> None:
+    for name in api_request.__struct_fields__:
+        value = getattr(api_request, name)
         if isinstance(value, list | dict):
             _check_length(name, len(value), MAX_ENTRIES.get(name), "entries")
         elif isinstance(value, str):
             _check_length(name, len(value), MAX_CHARACTERS.get(name), "characters")
-    for index, message in enumerate(getattr(asked, "messages", None) or ()):
+    for index, message in enumerate(getattr(api_request, "messages", None) or ()):
         if isinstance(content := message.get("content"), list):
             _check_length(f"messages[{index}].content", len(content), MAX_ENTRIES["content"], "entries")
 
@@ -185,10 +185,10 @@ def _parse(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body)
     except RecursionError:
-        raise ApiError(400, "the body is nested too deeply; send it flatter", code="invalid_json") from None
-    except ValueError as error:  # bad UTF-8 too
+        raise ApiError(400, "the body is nested too deeply; use fewer levels", code="invalid_json") from None
+    except ValueError as error:  # also invalid UTF-8
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
 
 
 def _shown(name: str) -> str:
-    return re.sub(r"[^\w.-]", "?", name[:40], flags=re.ASCII)  # it goes into a header
+    return re.sub(r"[^\w.-]", "?", name[:40], flags=re.ASCII)  # safe for a header

@@ -1,4 +1,4 @@
-"""What a request says about tools: checked, and as the grammar its answers must follow."""
+"""Validates the tools and tool_choice of a request, and builds the grammar that its answers must follow."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _CHOICES = 'auto, none, required, {"type": "function", "function": {"name": ...}
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools of one request, and how free the model is."""
+    """The tools of one request, and whether the model must call them."""
 
     tools: tuple[Tool, ...] = ()
-    """Those it may call: none, all, or the one that was named."""
-    told: list[dict[str, Any]] | None = None
-    """What the model is told of: all that were sent, in the client's own words."""
+    """The tools that the model may call: none, all, or the one that tool_choice names."""
+    template_tools: list[dict[str, Any]] | None = None
+    """The tools for the chat template: all tools of the request, unchanged."""
     is_forced: bool = False
     is_named: bool = False
     max_calls: int | None = None
 
     def answer_form(self, text: ModelText, prompt: Sequence[int]) -> AnswerSyntax | None:
-        """How answers to this prompt are read; None for plain text."""
+        """The form of answers to this prompt; None for plain text."""
         reasoning = text.reasoning
         if reasoning is None and not self.tools:
             return None
@@ -46,23 +46,23 @@ class ToolUse:
         )
 
     def grammar(self, answer: Grammar | None, form: AnswerSyntax | None, text: ModelText) -> Grammar | None:
-        """What answers must follow, where content that is no call must follow `answer`.
+        """The grammar of whole answers. `answer` is the grammar of content.
 
-        A call that is forced leaves no room for content. One that is not may come instead of it.
+        If a call is forced, an answer has no content. Otherwise it has either calls or content.
         """
         if form is None or (not self.tools and answer is None):
             return answer
         if not self.tools:
             assert answer is not None
             return after_reasoning(answer, form, text.tokenizer)
-        # A model that learned nothing of tools and has to call one goes on calling it.
+        # A model that was not trained with tools repeats forced calls without end: allow it one call.
         is_single = text.uses_weft_tool_prompt
         if self.is_forced:
             return forced_calls(self.tools, form, text.tokenizer, is_single_call=is_single)
         if answer is not None and text.tool_format.has_unmarked_calls:
             raise ApiError(
                 400,
-                "response_format and tools exclude each other with this model, whose calls look like any JSON; "
+                "response_format and tools cannot be combined with this model: its tool calls look like any JSON; "
                 "set tool_choice to none or required",
                 param="response_format",
                 code="unsupported",
@@ -73,27 +73,32 @@ class ToolUse:
 NO_TOOLS = ToolUse()
 
 
-def tool_use(asked: ChatRequest) -> ToolUse:
-    """What the request says. Raises ApiError for tools that are none, and for choices that cannot be."""
-    tools = _checked_tools(asked.tools or [])
-    choice = asked.tool_choice
+def tool_use(api_request: ChatRequest) -> ToolUse:
+    """The tools of a request. Raises ApiError if tools or tool_choice are invalid."""
+    tools = _checked_tools(api_request.tools or [])
+    choice = api_request.tool_choice
     name = _named(choice) if isinstance(choice, Mapping) else None
     if name is None and choice not in (None, "auto", "none", "required"):
         shown = str(choice) if isinstance(choice, str) else "an object without the name of a function"
         raise _refusal(f"tool_choice is {shown!r:.80}; allowed: {_CHOICES}", "tool_choice")
     if not tools:
         if name is not None or choice == "required":
-            raise _refusal("tool_choice asks for a call, and there are no tools; send some", "tool_choice")
+            raise _refusal(
+                "tool_choice requires a call, but the request has no tools; send tools", "tool_choice"
+            )
         return NO_TOOLS
     if choice == "none":
         return NO_TOOLS
     if name is not None:
         tools = tuple(tool for tool in tools if tool.name == name)
         if not tools:
-            raise _refusal(f"tool_choice names {name!r:.80}, which is none of the tools", "tool_choice")
+            raise _refusal(
+                f"tool_choice names {name!r:.80}, which is not in tools; send the name of a tool",
+                "tool_choice",
+            )
     is_forced = name is not None or choice == "required"
-    is_single = name is not None or asked.parallel_tool_calls is False
-    return ToolUse(tools, asked.tools, is_forced, name is not None, 1 if is_single else None)
+    is_single = name is not None or api_request.parallel_tool_calls is False
+    return ToolUse(tools, api_request.tools, is_forced, name is not None, 1 if is_single else None)
 
 
 def _named(choice: Mapping[str, Any]) -> str | None:
@@ -110,7 +115,7 @@ def _checked_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
     for index, tool in enumerate(checked):
         if tool.name in names:
             raise _refusal(
-                f"tools[{index}] has the name of another, {tool.name!r}; every tool has its own",
+                f"tools[{index}] has the name {tool.name!r}, as an earlier tool has; names must be unique",
                 f"tools[{index}].function.name",
             )
         names.add(tool.name)

@@ -1,4 +1,4 @@
-"""Stands before everything else: gives each request its id, and writes its line into the log when it is over."""
+"""The outermost middleware: gives each request its id, and logs the request when it ends."""
 
 from __future__ import annotations
 
@@ -18,53 +18,53 @@ _GIVEN_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _LONGEST_PATH = 200
 
 
-class Logged:
-    """Nothing that goes wrong behind it goes further: it becomes a 500, and a line that says where."""
+class AccessLog:
+    """Also catches unexpected exceptions of the application: sends a 500 and logs where the error happened."""
 
     def __init__(
         self, app: ASGIApp, log: ServerLog, on_error: Callable[[int], object] = lambda status: None
     ) -> None:
-        """`on_error` hears the status of every request that was answered with one of an error."""
+        """`on_error` is called with the status of each request that ended with an error status."""
         self._app = app
         self._log = log
         self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # neither lifespan nor websockets
+            return  # there are no lifespan events and no websockets
         record = _record(scope)
         token = record_of_task.set(record)
 
-        # Not a coroutine of its own: a stream sends thousands of messages, and only the first is of interest.
-        def noting(message: Message) -> Any:
+        # Not a coroutine: a stream sends thousands of messages, and only the first one matters here.
+        def send_recorded(message: Message) -> Any:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = record.request_id
             return send(message)
 
         try:
-            await self._app(scope, receive, noting)
+            await self._app(scope, receive, send_recorded)
         except Exception as error:
-            self._tell(error, record)
+            self._log_exception(error, record)
             if not record.status:
-                await ApiError.mistake().response()(scope, receive, noting)
+                await ApiError.internal_error().response()(scope, receive, send_recorded)
         finally:
             record_of_task.reset(token)
-            key = scope.get("weft.key")  # that the guard found the request to be sent with
+            key = scope.get("weft.key")  # set by the guard
             record.key_name = None if key is None else key.name
             self._log.request(record)
             if record.status >= 400 and not record.is_client_gone and record.path not in QUIET_PATHS:
                 self._on_error(record.status)
 
-    def _tell(self, error: Exception, record: Record) -> None:
-        """Where it happened. Not the error's message, which may quote the request."""
+    def _log_exception(self, error: Exception, record: Record) -> None:
+        """Logs the frames, not the message of the exception: that may quote the request."""
         frames = "".join(traceback.format_tb(error.__traceback__))
         message = f"{type(error).__name__} while answering {record.request_id}"
         self._log.event("mistake", message, "error", request_id=record.request_id, traceback=frames)
 
 
 def _record(scope: Scope) -> Record:
-    """With the id that the client gave, where it is one; else a new one."""
+    """A record with the id that the client sent, if it is valid, else with a new id."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     is_given = _GIVEN_ID.fullmatch(given) is not None
     request_id = given.decode() if is_given else uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Bytes that requests may have in memory: each alone, and all together."""
+"""Limits the bytes that requests hold in memory: each request, and all together."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _TRIM_SECONDS = 1.0
 
 
 class ByteBudget:
-    """Owns how many bytes of one kind all requests have in memory."""
+    """Counts the bytes of one kind (bodies or answers) that all requests hold in memory."""
 
     def __init__(self, max_each: int, max_bytes: int, refusal: Callable[[int, ByteBudget], ApiError]) -> None:
-        """`refusal` makes the error for a request that would have so many bytes."""
+        """`refusal` makes the error for a request that would hold this many bytes."""
         self.max_each = max_each
         self.max_bytes = max_bytes
         self.num_bytes = 0
@@ -25,22 +25,22 @@ class ByteBudget:
         self._will_trim = False
 
     def trim_later(self) -> None:
-        """Gives freed memory back to the system: the C library keeps free memory that lies below memory in use. That takes
-        some 10 ms for 100 MB, so it runs in a thread, and once for all requests that end within a second."""
+        """Returns freed memory to the system: malloc keeps free memory that lies below memory in use. That takes about
+        10 ms for 100 MB, so it runs in a thread, and once for all requests that end within a second."""
         if not self._will_trim:
             self._will_trim = True
             asyncio.get_running_loop().call_later(_TRIM_SECONDS, self._trim)
 
     def _trim(self) -> None:
         self._will_trim = False
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
         if trim is not None:
             asyncio.get_running_loop().run_in_executor(None, trim, 0)
 
 
-class Share:
-    """What one request uses of a budget. Its first bytes are free, so that large requests never keep small ones out;
-    connections hold as much anyway."""
+class RequestBytes:
+    """The bytes of one request that count against a `ByteBudget`. The first `_FREE_BYTES` are free, so that small
+    requests always fit. A connection buffers as much anyway."""
 
     def __init__(self, budget: ByteBudget) -> None:
         self._budget = budget
@@ -50,14 +50,15 @@ class Share:
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """So many more, or fewer. Raises the budget's refusal where that is too many, for one request or for all."""
+        """Adds bytes, or releases them if negative. Raises an ApiError if a limit is exceeded: of the request or of
+        all."""
         if (refusal := self.try_add(num_bytes)) is not None:
             raise refusal
 
     def try_add(self, num_bytes: int) -> ApiError | None:
-        """As `add`, with the refusal returned."""
+        """Does the same as `add`, but returns the error."""
         if self._is_released:
-            return None  # the last outputs of a cancelled answer arrive after its request has ended
+            return None  # the last outputs of a cancelled answer arrive after the end of its request
         budget, own = self._budget, self.num_bytes + num_bytes
         charge = max(0, own - _FREE_BYTES) - self._num_charged
         if charge > 0 and (own > budget.max_each or budget.num_bytes + charge > budget.max_bytes):
@@ -69,12 +70,12 @@ class Share:
         return None
 
     def check(self, num_bytes: int) -> None:
-        """Raises the refusal for a request that would have so many bytes, though it had the budget to itself."""
+        """Raises an ApiError if this many bytes exceed the limit of a single request."""
         if num_bytes > self._budget.max_each:
             raise self._budget.refusal(num_bytes, self._budget)
 
     def release(self) -> None:
-        """Nothing of it is needed any more."""
+        """Releases all bytes of the request. Later calls of `add` have no effect."""
         self.add(-self.num_bytes)
         self._is_released = True
         if self._is_large:
@@ -82,26 +83,26 @@ class Share:
             self._budget.trim_later()
 
 
-def too_much_body(num_bytes: int, budget: ByteBudget) -> ApiError:
+def body_budget_error(num_bytes: int, budget: ByteBudget) -> ApiError:
     return ApiError(
         503,
-        f"the bodies of requests under way have {budget.num_bytes} bytes; allowed: {budget.max_bytes} "
-        "in all; send this one again later",
+        f"the bodies of all active requests have {budget.num_bytes} bytes; allowed: {budget.max_bytes} together "
+        "(max_buffered_bytes); send this request again later",
         code="server_busy",
     )
 
 
-def too_much_answer(num_bytes: int, budget: ByteBudget) -> ApiError:
+def answer_budget_error(num_bytes: int, budget: ByteBudget) -> ApiError:
     if num_bytes > budget.max_each:
         return ApiError(
             413,
             f"the answer would have {num_bytes} bytes or more in memory; allowed: {budget.max_each} (max_answer_bytes). "
-            "Stream it and read it as it comes, or ask for fewer logprobs, tokens or answers",
+            "Use stream=true and read the events as they arrive, or request fewer logprobs, tokens or answers",
             code="answer_too_large",
         )
     return ApiError(
         429,
-        f"the answers under way have {budget.num_bytes} bytes; allowed: {budget.max_bytes} in all "
-        "(max_buffered_answer_bytes); ask again later",
+        f"the answers of all active requests have {budget.num_bytes} bytes; allowed: {budget.max_bytes} together "
+        "(max_buffered_answer_bytes); send this request again later",
         code="server_busy",
     )

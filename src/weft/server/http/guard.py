@@ -1,4 +1,4 @@
-"""Who may ask, and how much: Host and Origin, API keys, the size of bodies. Decided before anything is read or run."""
+"""Access control: checks Host, Origin, API key and body size before a body is read or a route runs."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.server.admission.keys import ApiKey, KeyRing
 from weft.server.errors import ApiError
-from weft.server.http.byte_budget import ByteBudget, Share, too_much_answer, too_much_body
+from weft.server.http.byte_budget import ByteBudget, RequestBytes, answer_budget_error, body_budget_error
 from weft.server.settings import ServerSettings
 
 _HOST = re.compile(r"(?P<name>[A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 _OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
-"""Asked by who has no key yet, or cannot send one: a probe, and a browser. They tell what the manual tells, and no more."""
+"""Routes without a key, for probes and browsers that cannot send one. They reveal only what the manual says."""
 _ADMIN_PATHS = "/admin"
 
 KEY = "weft.key"
-"""Where in the scope of a request its key is; None where none is asked for."""
+"""Scope entry with the `ApiKey` of a request; None if the server needs no key."""
 BODY = "weft.body"
-"""Where its part of the budget for bodies is."""
+"""Scope entry with the `RequestBytes` of its body."""
 ANSWER = "weft.answer"
-"""Where its part of the budget for answers is."""
+"""Scope entry with the `RequestBytes` of its answers."""
 
 
 class Guard:
-    """Stands before every route."""
+    """Middleware before every route."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
         self._max_body_bytes = settings.max_body_bytes
-        self._bodies = ByteBudget(settings.max_body_bytes, settings.max_buffered_bytes, too_much_body)
+        self._bodies = ByteBudget(settings.max_body_bytes, settings.max_buffered_bytes, body_budget_error)
         self._answers = ByteBudget(
-            settings.max_answer_bytes, settings.max_buffered_answer_bytes, too_much_answer
+            settings.max_answer_bytes, settings.max_buffered_answer_bytes, answer_budget_error
         )
         self._keys = KeyRing(settings.api_keys)
         self._has_admin = any(key.admin for key in settings.api_keys)
@@ -44,17 +44,17 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # neither lifespan nor websockets
+            return  # there are no lifespan events and no websockets
         try:
             self._check(scope)
         except ApiError as error:
-            error.headers |= self._for_pages(scope)
+            error.headers |= self._cors_headers(scope)
             await error.response()(scope, receive, send)
             return
-        body = scope[BODY] = Share(self._bodies)
-        answer = scope[ANSWER] = Share(self._answers)
+        body = scope[BODY] = RequestBytes(self._bodies)
+        answer = scope[ANSWER] = RequestBytes(self._answers)
         try:
-            await self._app(scope, self._limited(scope, receive), send)
+            await self._app(scope, self._limited_receive(scope, receive), send)
         finally:
             body.release()
             answer.release()
@@ -82,7 +82,7 @@ class Guard:
             raise self._too_large(f"{int(length)} bytes")
 
     def _check_host(self, host: bytes | None) -> None:
-        """A page that lets its name point at this machine has the browser's leave to call it; not ours."""
+        """Prevents DNS rebinding: a web page whose host name resolves to this machine must not reach the server."""
         if host is None:
             return  # HTTP/1.0
         found = _HOST.fullmatch(host.decode("latin-1"))
@@ -92,13 +92,14 @@ class Guard:
         if self._is_loopback and not (name == self._own_name or is_loopback(name)):
             raise ApiError(
                 403,
-                f"the Host header names {name!r:.80}; this server answers to this machine alone, as localhost. "
-                "Start it with --host to serve others",
+                f"the Host header names {name!r:.80}; this server accepts only requests to localhost. "
+                "Start it with --host to serve other machines",
                 code="forbidden_host",
             )
 
     def _check_origin(self, origin: bytes | None, host: bytes | None) -> None:
-        """A browser says which page a request is from; a page of somebody else has no business on a loopback server."""
+        """Browsers send the origin of the page that makes a request. Only allowed origins may call a loopback
+        server."""
         if origin is None or not self._is_loopback or "*" in self._origins:
             return
         name = origin.decode("latin-1")
@@ -106,12 +107,13 @@ class Guard:
             return
         raise ApiError(
             403,
-            f"the page {name!r:.80} may not call this server; allowed_origins in its settings would let it",
+            f"the page {name!r:.80} may not call this server; add it to allowed_origins in the settings of the server",
             code="forbidden_origin",
         )
 
-    def _for_pages(self, scope: Scope) -> dict[str, str]:
-        """What lets a page that may call the server read why it may not now; answers have it from the middleware."""
+    def _cors_headers(self, scope: Scope) -> dict[str, str]:
+        """CORS headers for errors of the guard, so that an allowed page can read them. Other responses get theirs from
+        the CORS middleware."""
         origin = dict(scope["headers"]).get(b"origin", b"").decode("latin-1")
         is_allowed = bool(origin) and (origin in self._origins or "*" in self._origins)
         return {"access-control-allow-origin": origin, "vary": "Origin"} if is_allowed else {}
@@ -120,26 +122,28 @@ class Guard:
         if key is not None and key.admin:
             return
         if self._has_admin:
-            message = "this needs the key of an operator; send it as 'Authorization: Bearer KEY'"
+            message = "this route needs an admin key; send it as 'Authorization: Bearer KEY'"
         else:
-            message = (
-                "admin routes are off; a key with admin = true in the file of --api-key-file turns them on"
-            )
+            message = "admin routes are off; add a key with admin = true to the file of --api-key-file to turn them on"
         raise ApiError(403, message, code="admin_key_required")
 
     def _check_encoding(self, encoding: bytes) -> None:
-        """A body that grows when it is unpacked is unpacked by nobody."""
+        """Refuses compressed bodies: a small one could expand to any size."""
         if encoding.strip().lower() not in (b"", b"identity"):
             raise ApiError(
                 400,
-                f"the body is encoded as {encoding.decode('latin-1')!r:.80}; send it as it is, without Content-Encoding",
+                f"the body is encoded as {encoding.decode('latin-1')!r:.80}; "
+                "send it uncompressed, without Content-Encoding",
                 code="unsupported_encoding",
             )
 
-    def _limited(self, scope: Scope, receive: Receive) -> Receive:
-        """As `receive`, for a body whose length nobody announced, and for all bodies together. One that was announced
-        has its place from the beginning: many at once would otherwise all come half way and be refused there."""
-        body: Share = scope[BODY]
+    def _limited_receive(self, scope: Scope, receive: Receive) -> Receive:
+        """Wraps `receive`: counts the bytes of the body and raises if it or all bodies together are too large.
+
+        A body with a Content-Length is counted in full at its first byte. Otherwise many concurrent bodies would all be
+        received in part and then refused.
+        """
+        body: RequestBytes = scope[BODY]
         announced = int(dict(scope["headers"]).get(b"content-length", b"0"))
         size = 0
 
@@ -156,7 +160,7 @@ class Guard:
                     body.add(announced or num_bytes)
             except ApiError:
                 del message["body"]
-                # To the end: a client that is still sending would find the connection closed, and not this answer.
+                # Read the rest: a client that is still sending would see a reset connection instead of this error.
                 while message.get("more_body", False) and size <= self._max_body_bytes:
                     message = await receive()
                     size += len(message.get("body", b""))
@@ -174,7 +178,7 @@ class Guard:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Whether only this machine can reach the host."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

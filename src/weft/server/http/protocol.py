@@ -1,5 +1,4 @@
-"""HTTP/1.1 on one connection, as uvicorn and h11 speak it, with an end to waiting for a request that trickles in and for a
-client that does not read its answer."""
+"""HTTP/1.1 on one connection, based on uvicorn and h11, with timeouts for slow requests and stalled readers."""
 
 from __future__ import annotations
 
@@ -20,13 +19,13 @@ from uvicorn.server import ServerState
 
 from weft.server.errors import ApiError
 
-# uvicorn warns of every request that is no HTTP; whoever sends junk must not fill the log.
+# uvicorn logs a warning for each request that is not HTTP; a client must not be able to fill the log.
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
 WRITER = "weft.writer"
-"""Where in the state of a request's scope its connection's `BodyWriter` is."""
+"""Entry of the scope's state with the `BodyWriter` of the connection."""
 _STALL_CHECKS = 4
-"""A stalled reader is noticed after `stalled_reader_seconds`, and a quarter of them later at most."""
+"""Checks per `stalled_reader_seconds`. A stalled reader is found at most a quarter of that time late."""
 
 
 def _chunk(piece: bytes) -> bytes:
@@ -34,17 +33,17 @@ def _chunk(piece: bytes) -> bytes:
 
 
 class _Connection(h11.Connection):
-    """As h11's own; but a piece of a stream, of which there may be one for every token, goes through no state machine."""
+    """An h11 connection that writes chunks without the h11 state machine, which is too slow for one chunk per token."""
 
     _is_chunked = False
 
     @property
-    def takes_chunks(self) -> bool:
-        """Whether an answer is under way whose pieces are chunks of its body."""
+    def accepts_chunks(self) -> bool:
+        """Whether a response with chunked encoding is being sent."""
         return self._is_chunked and self.our_state is h11.SEND_BODY
 
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
-        if type(event) is h11.Data and self.takes_chunks:
+        if type(event) is h11.Data and self.accepts_chunks:
             return [_chunk(event.data)] if event.data else []
         sent = super().send_with_data_passthrough(event)
         if type(event) is h11.Response and sent is not None:
@@ -53,9 +52,9 @@ class _Connection(h11.Connection):
 
 
 class BodyWriter:
-    """Writes pieces of the answer under way straight to the connection. ASGI's `send`, through all that stands around the
-    application, costs more than a piece itself, and nobody there looks at more than the head of an answer. It knows
-    nothing that knows it in the end, so that both leave no garbage."""
+    """Writes chunks of the current response directly to the transport. ASGI's `send` passes all middleware and costs
+    more than the chunk itself, and no middleware inspects a body. It holds no reference to its protocol, which would be
+    a reference cycle."""
 
     def __init__(self, connection: _Connection, transport: asyncio.Transport, flow: FlowControl) -> None:
         self._connection = connection
@@ -63,12 +62,13 @@ class BodyWriter:
         self._flow = flow
 
     @property
-    def takes_chunks(self) -> bool:
-        """Whether an answer is under way whose pieces are chunks: to be asked once its head is sent, before `write`."""
-        return self._connection.takes_chunks
+    def accepts_chunks(self) -> bool:
+        """Whether `write` can be used. Check it once, after the head of the response is sent."""
+        return self._connection.accepts_chunks
 
     def write(self, piece: bytes) -> bool:
-        """Nothing, where the client is gone. False: it has to go by `send`, which waits until the client has read more."""
+        """Writes the piece, or drops it if the client is gone. Returns False if the transport is full: then use `send`,
+        which waits until the client has read more."""
         if self._flow.write_paused:
             return False
         if not self._transport.is_closing():
@@ -77,9 +77,9 @@ class BodyWriter:
 
 
 class TimedProtocol(H11Protocol):
-    """A request has `header_seconds` for its headers and `body_seconds` for all of it, counted from its first byte. A
-    connection is aborted when bytes wait to be sent and the client accepts none for `stalled_reader_seconds`: whatever
-    the answer is, and whether it is complete or not."""
+    """A request must send its headers within `header_seconds` and its body within `body_seconds`. A connection is
+    aborted if bytes wait to be sent and the client accepts none for `stalled_reader_seconds`, whatever the response
+    is."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class TimedProtocol(H11Protocol):
         stalled_reader_seconds: float,
     ) -> None:
         super().__init__(config, state, app_state={})
-        assert config.h11_max_incomplete_event_size is not None, "the server bounds headers"
+        assert config.h11_max_incomplete_event_size is not None, "the server sets a limit for headers"
         self.conn: _Connection = _Connection(h11.SERVER, config.h11_max_incomplete_event_size)
         self._header_seconds = header_seconds
         self._body_seconds = body_seconds
@@ -102,19 +102,19 @@ class TimedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # With no room of its own the transport calls `pause_writing` as soon as bytes wait that the socket did not accept,
-        # and `resume_writing` when none does. Nothing is written in between.
+        # With high=0 the transport calls `pause_writing` as soon as the socket does not accept all bytes, and
+        # `resume_writing` when all are sent. Nothing is written in between.
         transport.set_write_buffer_limits(high=0)
         self.app_state[WRITER] = BodyWriter(self.conn, transport, self.flow)
-        self._watch()
+        self._update_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch()
+        self._update_timer()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._watch()
+        self._update_timer()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -128,24 +128,25 @@ class TimedProtocol(H11Protocol):
         self._stop_timer()
         self._stop_watching_reader()
         super().connection_lost(exc)
-        # asyncio's transport keeps a method of its own, and so itself, until somebody looks for garbage.
+        # asyncio's transport stores one of its own bound methods: a reference cycle, broken here.
         if hasattr(self.transport, "_read_ready_cb"):
             self.transport._read_ready_cb = None
 
-    def _watch(self) -> None:
-        """One timer for each state in which the client has something left to send; more bytes do not wind it up again."""
+    def _update_timer(self) -> None:
+        """Runs one timer per state in which the client still has to send bytes. New bytes do not restart it."""
         state = self.conn.their_state
-        waits = (state is h11.IDLE and self._has_begun) or state is h11.SEND_BODY
+        waits = (state is h11.IDLE and self._must_send_request) or state is h11.SEND_BODY
         if not waits:
             self._stop_timer()
         elif state is not self._timed_state:
             self._stop_timer()
             seconds = self._header_seconds if state is h11.IDLE else self._body_seconds
-            self._timer, self._timed_state = self.loop.call_later(seconds, self._give_up), state
+            self._timer, self._timed_state = self.loop.call_later(seconds, self._time_out), state
 
     @property
-    def _has_begun(self) -> bool:
-        """Between two requests a connection may rest as long as keep-alive lets it, but not before the first."""
+    def _must_send_request(self) -> bool:
+        """Whether the client must send a request now: on a new connection, or after the first bytes of the next
+        request. Between two requests only the keep-alive timeout applies."""
         return self.cycle is None or bool(self.conn.trailing_data[0])
 
     def _stop_timer(self) -> None:
@@ -153,16 +154,18 @@ class TimedProtocol(H11Protocol):
             self._timer.cancel()
         self._timer, self._timed_state = None, None
 
-    def _give_up(self) -> None:
+    def _time_out(self) -> None:
         if self.transport.is_closing():
             return
-        # A body that is still coming may have been answered already, by an error.
+        # A request may have got an error response before its body was complete.
         if self._timed_state is h11.IDLE or not self.cycle.response_started:
-            self._answer(ApiError(408, "the request did not arrive in time; send it again", code="timeout"))
+            self._send_error(
+                ApiError(408, "the request did not arrive in time; send it again", code="timeout")
+            )
         self.transport.close()
 
     def _watch_reader(self, num_unread: int, num_checks: int) -> None:
-        """The client has left `num_unread` bytes unread, the same number in `num_checks` checks."""
+        """Schedules the next check. `num_unread` bytes were unread in each of the last `num_checks` checks."""
         self._stall_timer = self.loop.call_later(
             self._stall_check_seconds, self._check_reader, num_unread, num_checks
         )
@@ -176,8 +179,9 @@ class TimedProtocol(H11Protocol):
             self._watch_reader(num_left, num_checks)
 
     def _num_unread(self) -> int:
-        """Bytes that the client's side has not accepted. Those in the kernel count too: a socket accepts nothing until a
-        third of its megabytes is free again, which takes a client on a slow line longer than a stalled one is given."""
+        """Bytes that the client has not acknowledged, in the transport and in the kernel. The kernel's bytes must
+        count: a socket accepts no bytes until a third of its send buffer is free. On a slow line that exceeds the
+        timeout."""
         in_kernel = fcntl.ioctl(self.transport.get_extra_info("socket"), termios.TIOCOUTQ, bytes(4))
         return self.transport.get_write_buffer_size() + int.from_bytes(in_kernel, sys.byteorder)
 
@@ -187,15 +191,15 @@ class TimedProtocol(H11Protocol):
         self._stall_timer = None
 
     def send_400_response(self, msg: str) -> None:
-        """What came cannot be read; told in the API's own form, unless an answer is half out already."""
+        """Answers bytes that are not HTTP with an error in the API's format, unless a response is partly sent."""
         is_answering = self.cycle is not None and self.cycle.response_started
         if not is_answering or self.cycle.response_complete:
-            message = "this is not a request of HTTP/1.1, or its headers are too large"
-            self._answer(ApiError(400, message, code="invalid_http"))
+            message = "this is not an HTTP/1.1 request, or its headers are too large; send a valid request"
+            self._send_error(ApiError(400, message, code="invalid_http"))
         self.transport.close()
 
-    def _answer(self, error: ApiError) -> None:
-        """Where there is no request that the application could answer."""
+    def _send_error(self, error: ApiError) -> None:
+        """Sends an error without the application: there is no complete request."""
         body = msgspec.json.encode(error.body)
         head = (
             f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nconnection: close\r\n"

@@ -1,1 +1,1 @@
-"""Answers on their way to the client: choices, server-sent events, whole answers, and turns of the event loop."""
+"""Sends answers to the client, as server-sent events or as one body, and shares the event loop between requests."""

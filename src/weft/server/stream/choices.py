@@ -1,4 +1,4 @@
-"""The answers to one HTTP request while they come: outputs of the engine become text, and text its parts."""
+"""The answers of one HTTP request while they are generated: turns outputs of the engine into text and its parts."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from weft.engine.ipc.remote_answer import RemoteAnswer, Unread
 from weft.errors import WeftError
 from weft.request import GenerationResult, InferenceRequest, RequestState, TokenLogprobs, TokenOutput
 from weft.server.errors import ApiError
-from weft.server.http.byte_budget import Share
+from weft.server.http.byte_budget import RequestBytes
 from weft.text.answer_parts import Delta, ToolCallStart
 from weft.text.answer_reader import AnswerReader, AnswerSyntax
 from weft.text.answer_text import AnswerText
 from weft.text.tokenizer import Tokenizer
 
-_OWN_FAULTS = ("every token is forbidden", "the grammar cannot be followed")
-"""What backends say of a request that leaves itself no token to go on with: asking again would not help."""
-_EFFORT = 512
-"""What is done at a time for one request, in tokens without logprobs: 2 ms or so. A thousand answers, or a burst of
-tokens with twenty logprobs each, would otherwise hold everyone else up for a second."""
+_REQUEST_FAULTS = ("every token is forbidden", "the grammar cannot be followed")
+"""Beginnings of backend errors that the request caused: it allows no next token, so a retry cannot help."""
+_MAX_EFFORT = 512
+"""Work per call of `Choices.take`, in tokens without logprobs; about 2 ms. Without a limit, a thousand answers or a
+burst of tokens with twenty logprobs each would block the event loop for a second."""
 _EFFORT_PER_PIECE = 16
 
 
 class Piece(NamedTuple):
-    """What was added to one answer."""
+    """New tokens of one answer, with their text."""
 
     choice: Choice
     text: str
     tokens: Sequence[int]
     logprobs: Sequence[TokenLogprobs]
     deltas: Sequence[Delta] | None = None
-    """The same as parts of the answer; None for one that has none but its text."""
+    """The text as parts of the answer (thought, content, tool calls); None if the answer is plain text."""
     is_last: bool = False
 
 
 class Choice:
-    """One answer while it comes, and in the end its result. Its text is in the pieces and not kept here."""
+    """One answer while it is generated, and then its result. Its text is in the pieces, and is not kept here."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Choice:
     ) -> None:
         self.index = index
         self.result: GenerationResult | None = None
-        """Without tokens and text, once the answer is over."""
+        """Set when the answer has ended; without tokens and text."""
         self.num_reasoning_tokens = 0
         self.has_calls = False
         self._answer = answer
@@ -62,15 +62,15 @@ class Choice:
         self._reader = reader
         self._is_plain = reader is None and not text.may_stop
         self._waited = waited
-        """Seconds before the engine had it."""
+        """Seconds for which the server held the answer back before it submitted it."""
 
     def prompt_logprobs(self) -> Iterator[Sequence[TokenLogprobs | None]]:
-        """Those of all tokens of the prompt, some tokens at a time, once the answer is over."""
+        """The logprobs of the prompt tokens, in batches. Available when the answer has ended."""
         return self._answer.prompt_logprobs()
 
     def take(self, effort: int) -> Piece | None:
-        """What arrived since the last call, as much as `effort` allows; None for nothing. Raises what keeps the answer
-        from being one."""
+        """The tokens that arrived since the last call, limited by `effort`; None if there are none. Raises if the
+        answer failed."""
         most = effort // self.effort_per_token or 1
         if self._is_plain:
             piece = self._read_all(self._answer.take_raw(most))
@@ -82,13 +82,13 @@ class Choice:
         return piece
 
     def _read(self, outputs: Sequence[TokenOutput]) -> Piece:
-        """Token by token: the one that completes a stop string, or the last call, is the last."""
+        """Reads token by token, and stops at the one that completes a stop string or the last tool call."""
         answer, reader = self._text, self._reader
         text, tokens, logprobs = "", [], []
         deltas: list[Delta] | None = None if reader is None else []
         for output in outputs:
             if answer.is_cut:
-                break  # sent before the engine heard that the answer is complete
+                break  # generated before the engine received the end of the answer
             new = answer.add(output)
             text += new
             if output.token_id is not None:
@@ -102,11 +102,11 @@ class Choice:
         return Piece(self, text, tokens, logprobs, deltas, outputs[-1].is_final)
 
     def _read_all(self, outputs: Sequence[Unread]) -> Piece | None:
-        """The same where nothing but the engine ends an answer, all at once."""
+        """Reads all tokens at once, for answers without stop strings and tool calls."""
         if not outputs:
             return None
         last = outputs[-1]
-        if len(outputs) == 1 and isinstance(last, int):  # most pieces of a stream that is not paced
+        if len(outputs) == 1 and isinstance(last, int):  # the common case of a stream under low load
             return Piece(self, self._text.add_one(last), (last,), ())
         tokens: list[int] = []
         logprobs: list[TokenLogprobs] = []
@@ -122,7 +122,7 @@ class Choice:
 
     @property
     def num_generated(self) -> int:
-        """Tokens of the answer, looked at or not; none behind a stop."""
+        """Generated tokens of the answer, taken or not, without those after a stop."""
         return self._text.num_tokens if self.result is not None else self._answer.num_tokens
 
     def check(self) -> None:
@@ -156,14 +156,14 @@ class Choice:
             message = result.error or f"the request was {result.state.value}"
             if message.startswith("deadline"):
                 raise ApiError(504, message, code="deadline_exceeded")
-            if message.startswith(_OWN_FAULTS):
+            if message.startswith(_REQUEST_FAULTS):
                 raise ApiError(400, message, code="cannot_continue")
             raise WeftError(message)
         return self._text.result(result)
 
 
 class _Arrival(asyncio.Event):
-    """Set when there may be something to take. Whoever takes without a task is called when it is."""
+    """Set when `Choices.take` may return something. `on_set` is for readers without a task."""
 
     on_set: Callable[[], object] | None = None
 
@@ -174,38 +174,41 @@ class _Arrival(asyncio.Event):
                 self.on_set()
 
 
-class _Growth:
-    """Counts the bytes of all answers to a request that arrived and were not taken. Answers refer to this object and not to
-    `Choices`: a cycle would stay until the next garbage collection."""
+class _UntakenBytes:
+    """Counts the bytes of answers that arrived and are not taken. Answers refer to this object and not to `Choices`,
+    which would be a reference cycle."""
 
-    def __init__(self, share: Share | None) -> None:
-        self._share = share
+    def __init__(self, answer_bytes: RequestBytes | None) -> None:
+        self._answer_bytes = answer_bytes
         self.refusal: ApiError | None = None
 
     def may_grow(self, num_bytes: int) -> bool:
-        if self._share is not None and self.refusal is None:
-            self.refusal = self._share.try_add(num_bytes)
+        if self._answer_bytes is not None and self.refusal is None:
+            self.refusal = self._answer_bytes.try_add(num_bytes)
         return self.refusal is None
 
 
 class Choices:
-    """All answers to one HTTP request, numbered prompt by prompt. Whoever made it calls `cancel` in the end."""
+    """All answers of one HTTP request: `n` for the first prompt, then `n` for the next. The OpenAI API calls an answer a
+    choice. The owner of this object calls `cancel` in the end."""
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, share: Share | None = None) -> None:
-        """`share` is what they may hold of the budget for answers; None: anything."""
+    def __init__(
+        self, engine: EngineClient, tokenizer: Tokenizer, answer_bytes: RequestBytes | None = None
+    ) -> None:
+        """`answer_bytes` counts the bytes of the answers against their budget; None: no limit."""
         self._engine = engine
         self._tokenizer = tokenizer
-        self._growth = _Growth(share)
+        self._untaken_bytes = _UntakenBytes(answer_bytes)
         self._arrived = _Arrival()
         self._choices: list[Choice] = []
         self._is_submitted = False
         self._failure: ApiError | WeftError | None = None
-        self._later: asyncio.Task[None] | None = None
-        self._next = 0
-        """Who is first when not all can be taken from at once."""
-        self._shown: frozenset[int] | None = None
+        self._submit_task: asyncio.Task[None] | None = None
+        self._first_index = 0
+        """The answer at which the next `take` begins, when the last one did not reach all."""
+        self._shown_ids: frozenset[int] | None = None
         self.on_answer_end: Callable[[int], object] = lambda num_tokens: None
-        """Called with the tokens of each answer that is over."""
+        """Called with the number of tokens of each answer that ends."""
 
     async def submit(
         self,
@@ -218,12 +221,14 @@ class Choices:
         indices: range | None = None,
         is_last: bool = True,
     ) -> None:
-        """Hands them to the engine: all answers to each, or those in `indices`; others follow unless `is_last`. `form` says
-        which parts the answers may have; None: they are all text. The reader is woken after each first token, then
-        after every `wake_every`; the requests have been held back for `waited` seconds. Answers that are not streamed
-        are never too far behind: only the server reads them."""
-        if self._shown is None:
-            self._shown = frozenset() if form is None else form.visible_control_ids(self._tokenizer)
+        """Submits requests to the engine: all their answers, or those in `indices`. More calls follow unless `is_last`.
+
+        `form`: the parts that answers may have; None: plain text. The reader is woken after the first token of an
+        answer and then after every `wake_every` tokens. `waited`: seconds for which the requests were held back.
+        Answers that are not streamed have no limit for unread tokens: the server itself reads them.
+        """
+        if self._shown_ids is None:
+            self._shown_ids = frozenset() if form is None else form.visible_control_ids(self._tokenizer)
         for request in requests:
             for answer in await self._engine.submit(
                 request,
@@ -232,41 +237,43 @@ class Choices:
                 indices=indices,
                 waited=waited,
                 is_unbounded=not is_streamed,
-                may_grow=self._growth.may_grow,
+                may_grow=self._untaken_bytes.may_grow,
             ):
                 text = AnswerText(
-                    self._tokenizer, request.params, visible_control_ids=self._shown, keeps_text=False
+                    self._tokenizer, request.params, visible_control_ids=self._shown_ids, keeps_text=False
                 )
                 reader = None if form is None else AnswerReader(form)
                 effort = 1 + (request.params.logprobs or 0)
                 self._choices.append(
                     Choice(len(self._choices), answer, text, reader, effort_per_token=effort, waited=waited)
                 )
-                if answer.is_readable:  # it came before, and who looked for it did not know the answer yet
+                if (
+                    answer.is_readable
+                ):  # outputs arrived before the answer was in the list, and `take` missed them
                     self._arrived.set()
         self._is_submitted = is_last
 
     def submit_later(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Runs `work`, which calls `submit` in its own time; `wait` also waits for that, and `take` raises its error."""
-        self._later = asyncio.create_task(self._report(work))
+        """Runs `work` as a task, which calls `submit`. `take` raises its error."""
+        self._submit_task = asyncio.create_task(self._run_submit(work))
 
-    async def _report(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def _run_submit(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
         except (ApiError, WeftError) as error:
             self.fail(error)
         except Exception:
-            self.fail(ApiError.mistake())
+            self.fail(ApiError.internal_error())
             raise
 
     def fail(self, error: ApiError | WeftError) -> None:
-        """Whoever reads gets this error."""
+        """Makes `take` and `check` raise this error."""
         self._failure = error
         self._arrived.set()
 
     @property
     def num_tokens(self) -> int:
-        """Of all answers, as far as they are generated."""
+        """Generated tokens of all answers so far."""
         return sum(choice.num_generated for choice in self._choices)
 
     @property
@@ -275,13 +282,13 @@ class Choices:
 
     @property
     def results(self) -> list[GenerationResult]:
-        """Of an answer that is over."""
+        """The results of all answers, after `is_over`."""
         results = [choice.result for choice in self._choices]
         assert None not in results
         return results  # type: ignore[return-value]
 
     def prompt_logprobs(self, index: int) -> Iterator[Sequence[TokenLogprobs | None]]:
-        """Those of the prompt of an answer."""
+        """The logprobs of the prompt of an answer, in batches."""
         return self._choices[index].prompt_logprobs()
 
     @property
@@ -290,22 +297,22 @@ class Choices:
 
     @property
     def has_more(self) -> bool:
-        """Whether there may be something to take."""
+        """Whether `take` may return something."""
         return self._arrived.is_set()
 
     async def wait(self) -> None:
-        """Until there may be something to take."""
+        """Waits until `take` may return something."""
         await self._arrived.wait()
 
     def call_on_arrival(self, call: Callable[[], object] | None) -> None:
-        """The same without a task: `call` is called, now or later, whenever there may be something to take that there
-        was not before. It must not take: what arrives is still being handed out."""
+        """Calls `call` each time when `take` may return something new, also at once if it may now. `call` must not call
+        `take`: the outputs are still being distributed."""
         self._arrived.on_set = call
         if call is not None and self._arrived.is_set():
             call()
 
     def check(self) -> None:
-        """Raises where the engine refused the request."""
+        """Raises if the engine refused the request, or if it failed."""
         self._raise_failure()
         for choice in self._choices:
             choice.check()
@@ -313,22 +320,24 @@ class Choices:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-        if self._growth.refusal is not None:
-            raise self._growth.refusal
+        if self._untaken_bytes.refusal is not None:
+            raise self._untaken_bytes.refusal
 
     def take(self) -> list[Piece]:
-        """What arrived since the last call, or as much of it as may be done at a time: the rest counts as arriving now.
-        Raises where one of the answers cannot be given: then none is."""
+        """The pieces that arrived since the last call, limited by `_MAX_EFFORT`. If some are left, `has_more` stays
+        set. Raises if one answer failed: then the whole request fails."""
         self._arrived.clear()
         self._raise_failure()
         pieces: list[Piece] = []
-        effort = _EFFORT
+        effort = _MAX_EFFORT
         choices = self._choices
-        for choice in choices[self._next :] + choices[: self._next] if self._next else choices:
+        for choice in (
+            choices[self._first_index :] + choices[: self._first_index] if self._first_index else choices
+        ):
             if choice.result is not None:
                 continue
             if effort <= 0:
-                self._next = choice.index
+                self._first_index = choice.index
                 self._arrived.set()
                 break
             piece = choice.take(effort)
@@ -340,8 +349,8 @@ class Choices:
         return pieces
 
     def cancel(self) -> None:
-        """Ends what is not over, wherever it is."""
-        if self._later is not None:
-            self._later.cancel()
+        """Cancels all answers that have not ended, submitted or not."""
+        if self._submit_task is not None:
+            self._submit_task.cancel()
         for choice in self._choices:
             choice.cancel()

@@ -1,4 +1,4 @@
-"""The chunks of one stream as bytes: what all of them have in common is encoded once, not for every token."""
+"""Encodes the chunks of one stream. The JSON that all chunks have in common is encoded once, not for every token."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from typing import Any
 
 import msgspec
 
-from weft.server.api.openai import Shape
+from weft.server.api.openai import ResponseBuilder
 
 _encode = msgspec.json.Encoder().encode
 
 
 class Chunks:
-    """Makes events of one stream."""
+    """Encodes chunks as server-sent events."""
 
-    def __init__(self, shape: Shape, *, include_usage: bool) -> None:
-        self._shape = shape
-        whole = _encode(shape.chunk([], usage=None) if include_usage else shape.chunk([]))
-        place = whole.rindex(b"[]") + 1  # behind the choices there is no other list
-        self._before, self._behind = b"data: " + whole[:place], whole[place:] + b"\n\n"
+    def __init__(self, builder: ResponseBuilder, *, include_usage: bool) -> None:
+        self._builder = builder
+        whole = _encode(builder.chunk([], usage=None) if include_usage else builder.chunk([]))
+        split = whole.rindex(b"[]") + 1  # no list comes after the choices
+        self._prefix, self._suffix = b"data: " + whole[:split], whole[split:] + b"\n\n"
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
-        """By answer, of a chunk that is text and no more: what comes before the text and behind it."""
+        """By answer: the bytes before and after the text, in a chunk that has only text."""
 
     def event(self, choice: dict[str, Any]) -> bytes:
-        return self._before + _encode(choice) + self._behind
+        return self._prefix + _encode(choice) + self._suffix
 
     def text(self, index: int, text: str) -> bytes:
-        """As `event` with `Shape.text`, at a fraction of the cost."""
+        """The same bytes as `event(builder.text(index, text))`, but much faster."""
         around = self._around_text.get(index)
         if around is None:
-            whole = self.event(self._shape.text(index, ""))
-            place = whole.rindex(b'""')  # behind the text nothing is a string
-            around = self._around_text[index] = whole[:place], whole[place + 2 :]
+            whole = self.event(self._builder.text(index, ""))
+            split = whole.rindex(b'""')  # no string comes after the text
+            around = self._around_text[index] = whole[:split], whole[split + 2 :]
         return around[0] + _encode(text) + around[1]
 
 
 def event(content: Any) -> bytes:
-    """One that is no chunk of an answer's."""
+    """Encodes an event that is not a chunk of an answer: usage, or an error."""
     return b"data: " + _encode(content) + b"\n\n"

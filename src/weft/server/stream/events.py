@@ -1,4 +1,4 @@
-"""Answers as server-sent events: the first token at once, then as many together as the load makes sensible."""
+"""Streams answers as server-sent events. The first token is sent at once; under load an event has several tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from weft.errors import WeftError
 from weft.request import GenerationResult
-from weft.server.api.openai import Shape, TokenOffsets
+from weft.server.api.openai import ResponseBuilder, TokenOffsets
 from weft.server.errors import ApiError, as_api_error
 from weft.server.http.protocol import WRITER, BodyWriter
 from weft.server.metrics import ServerMetrics
@@ -21,20 +21,20 @@ from weft.server.stream.chunks import Chunks, event
 from weft.server.stream.loop_turns import LoopTurns
 
 _SECONDS_PER_EVENT = 1e-4
-"""What writing one event costs. Each stream rests so long for each stream that is open, so that all together never take
-more than the time there is: alone a stream is not slowed, and among hundreds its events hold several tokens."""
-_LONGEST_REST = 0.1
-_SHORTEST_REST = 1e-3
+"""Cost of writing one event. After an event, a stream pauses this long per open stream, so that all streams together
+fit the available time. A single stream does not pause; among hundreds, an event holds several tokens."""
+_MAX_PAUSE = 0.1
+_MIN_PAUSE = 1e-3
 
 T = TypeVar("T")
 
 
 class Disconnected(Exception):
-    """The client is gone; there is nobody to answer."""
+    """The client has disconnected."""
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """The outcome of `work`. Where the client goes away first, `work` is cancelled and Disconnected raised."""
+    """The result of `work`. If the client disconnects first, cancels `work` and raises Disconnected."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnect(receive))
     try:
@@ -46,9 +46,9 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
         for task in (working, watching):
             if not task.done():
                 task.cancel()
-        # Cancelled, it gives back what it holds; that has to be over before anybody hears of it.
+        # A cancelled task releases its resources; wait for that before the caller continues.
         await asyncio.gather(working, watching, return_exceptions=True)
-        # An error knows this frame by its traceback; it must not be known here in turn, or both stay as garbage.
+        # The traceback of an error refers to this frame: these variables would close a reference cycle.
         del working, watching, task
 
 
@@ -58,17 +58,17 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Streams `choices` to whoever asked. Everything it holds is given back when the client goes away."""
+    """Streams `choices` to the client, and cancels them if it disconnects."""
 
     open_streams = 0
 
     def __init__(
         self,
         choices: Choices,
-        shape: Shape,
+        builder: ResponseBuilder,
         metrics: ServerMetrics,
         *,
-        rounds: LoopTurns,
+        loop_turns: LoopTurns,
         began: float,
         include_usage: bool,
         headers: dict[str, str],
@@ -78,21 +78,21 @@ class EventStream(Response):
         self.headers["content-type"] = "text/event-stream; charset=utf-8"
         del self.headers["content-length"]
         self._choices = choices
-        self._shape = shape
-        self._chunks = Chunks(shape, include_usage=include_usage)
+        self._builder = builder
+        self._chunks = Chunks(builder, include_usage=include_usage)
         self._metrics = metrics
-        self._rounds = rounds
+        self._loop_turns = loop_turns
         self._include_usage = include_usage
         self._on_end = on_end
         self._last = began
         self._loop = asyncio.get_running_loop()
-        self._rests_until = 0.0
-        self._resting: asyncio.TimerHandle | None = None
+        self._paused_until = 0.0
+        self._pause_timer: asyncio.TimerHandle | None = None
         self._writer: BodyWriter | None = None
         self._stopped: asyncio.Future[bytes] | None = None
-        """Done when pieces cannot be written as they arrive any more, with what is left to send."""
+        """Set when direct writing stops: at the end of the answers, or with bytes that the writer did not accept."""
         self._offsets: dict[int, TokenOffsets] = {}
-        """Of each answer of which something was sent."""
+        """Token offsets of each answer that has sent an event."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         EventStream.open_streams += 1
@@ -103,7 +103,7 @@ class EventStream(Response):
         except Disconnected:
             pass
         except Exception:
-            outcome = ApiError.mistake()
+            outcome = ApiError.internal_error()
             raise
         finally:
             EventStream.open_streams -= 1
@@ -112,7 +112,7 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> list[GenerationResult] | ApiError:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        if self._writer is not None and not self._writer.takes_chunks:
+        if self._writer is not None and not self._writer.accepts_chunks:
             self._writer = None
         outcome: list[GenerationResult] | ApiError
         try:
@@ -121,52 +121,52 @@ class EventStream(Response):
             outcome = as_api_error(error)
         except ApiError as error:
             outcome = error
-        # The status went out long ago: an error is one more event, and the stream has no [DONE].
+        # The status is sent already: an error is the last event, and replaces [DONE].
         if isinstance(outcome, ApiError):
             last = event(outcome.body)
         else:
             last = b"data: [DONE]\n\n"
             if self._include_usage:
-                last = event(self._shape.chunk([], usage=self._shape.usage(self._choices))) + last
+                last = event(self._builder.chunk([], usage=self._builder.usage(self._choices))) + last
         await send({"type": "http.response.body", "body": last, "more_body": False})
         return outcome
 
     async def _send_pieces(self, send: Send) -> list[GenerationResult]:
-        """Pieces are written where they arrive (`_write`): a task that is woken for each costs more than they do. Here
-        is waited for the end, and sent what cannot be written at once."""
+        """Waits for the end of the stream, and sends what the socket did not accept at once. `_write` writes all other
+        pieces when they arrive: waking this task for each would cost more than the piece."""
         choices = self._choices
         while not choices.is_over:
             self._stopped = self._loop.create_future()
-            choices.call_on_arrival(self._ask_for_turn)
+            choices.call_on_arrival(self._schedule_write)
             try:
                 unsent = await self._stopped
             finally:
                 choices.call_on_arrival(None)
-                if self._resting is not None:
-                    self._resting.cancel()
-                # An error that it was given knows this stream; it must not be known here in turn.
-                self._stopped = self._resting = None
+                if self._pause_timer is not None:
+                    self._pause_timer.cancel()
+                # The traceback of an error in the future refers to this stream: a reference cycle.
+                self._stopped = self._pause_timer = None
             if unsent:
                 await send(_body(unsent))
         return choices.results
 
-    def _ask_for_turn(self) -> None:
-        """Something arrived."""
-        rest = self._rests_until - time.monotonic()
-        if rest > 0:
-            self._resting = self._loop.call_later(rest, self._rounds.call, self._write)
+    def _schedule_write(self) -> None:
+        """Schedules `_write` when pieces arrive: after the pause, and in a turn if other streams are open."""
+        pause = self._paused_until - time.monotonic()
+        if pause > 0:
+            self._pause_timer = self._loop.call_later(pause, self._loop_turns.call_in_turn, self._write)
         elif EventStream.open_streams > 1:
-            self._rounds.call(self._write)
+            self._loop_turns.call_in_turn(self._write)
         else:
             self._loop.call_soon(self._write)
 
     def _write(self) -> None:
-        """What has arrived, now that it is this stream's turn. An error is for who waits, not for who calls."""
+        """Writes the pieces that have arrived. An error goes to `_send_pieces`, not to the caller."""
         if self._stopped is None or self._stopped.done():
             return
         now = time.monotonic()
-        rest = min(_SECONDS_PER_EVENT * EventStream.open_streams, _LONGEST_REST)
-        self._rests_until = now + rest if rest > _SHORTEST_REST else 0.0
+        pause = min(_SECONDS_PER_EVENT * EventStream.open_streams, _MAX_PAUSE)
+        self._paused_until = now + pause if pause > _MIN_PAUSE else 0.0
         try:
             pieces = self._choices.take()
             if not pieces:
@@ -181,29 +181,29 @@ class EventStream(Response):
             self._stopped.set_exception(error)
 
     def _events(self, pieces: list[Piece]) -> bytes:
-        shape, chunks = self._shape, self._chunks
+        builder, chunks = self._builder, self._chunks
         events: list[bytes] = []
         for piece in pieces:
             choice = piece.choice
             offsets = self._offsets.get(choice.index)
             if offsets is None:
                 offsets = self._offsets[choice.index] = TokenOffsets(
-                    shape.tokenizer, self._open(choice.index, events)
+                    builder.tokenizer, self._open(choice.index, events)
                 )
-            if piece.deltas is not None or shape.wants_logprobs:
-                events += map(chunks.event, shape.pieces(piece, offsets))
+            if piece.deltas is not None or builder.wants_logprobs:
+                events += map(chunks.event, builder.pieces(piece, offsets))
             elif piece.text:
                 events.append(chunks.text(choice.index, piece.text))
             if choice.result is not None:
-                events.append(chunks.event(shape.closing(choice, choice.result)))
+                events.append(chunks.event(builder.closing(choice, choice.result)))
         return events[0] if len(events) == 1 else b"".join(events)
 
     def _open(self, index: int, events: list[bytes]) -> int:
-        """What comes before the first token; returns where the text stands then."""
-        if self._shape.form == "chat":
-            events.append(self._chunks.event(self._shape.opening(index)))
+        """Adds the events before the first token: the role of a chat, or the echoed prompt. Returns the text offset."""
+        if self._builder.api_format == "chat":
+            events.append(self._chunks.event(self._builder.opening(index)))
             return 0
-        echo = self._shape.echo(index)
+        echo = self._builder.echo(index)
         if echo.text:
             events.append(self._chunks.text(index, echo.text))
         return len(echo.text)

@@ -1,7 +1,8 @@
-"""An answer in one piece: what arrives is kept as the JSON that it becomes, and sent in parts.
+"""The response of a request that is not streamed: encodes each piece as JSON when it arrives, and sends the body in
+parts.
 
-Logprobs as objects take twenty times the memory of their JSON, and to encode them all at the end would hold up the event
-loop for seconds. So each piece is encoded when it arrives, and the body is never put together.
+Logprobs as objects take twenty times the memory of their JSON, and encoding them all at the end would block the event
+loop for seconds. For the same reason the parts of the body are never joined.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from weft.request import GenerationResult, InferenceRequest
-from weft.server.api.openai import Shape, TokenOffsets
-from weft.server.http.byte_budget import Share
+from weft.server.api.openai import ResponseBuilder, TokenOffsets
+from weft.server.http.byte_budget import RequestBytes
 from weft.server.stream.choices import Choices, Piece
 from weft.server.stream.loop_turns import LoopTurns
 from weft.text.answer_parts import Delta, join_deltas
@@ -25,19 +26,21 @@ from weft.text.answer_parts import Delta, join_deltas
 _encode = msgspec.json.Encoder().encode
 _NO_LOGPROBS = b'"logprobs":null'
 _PART_BYTES = 64 << 10
-"""Sent or encoded at a time, before the event loop runs other work."""
+"""Bytes that are sent or encoded before the event loop runs other work."""
 _CHOICE_BYTES = 512
-"""An answer with an empty text takes as much time as this many bytes of text."""
+"""Encoding an answer with an empty text takes as long as encoding this many bytes of text."""
 _DELTA_BYTES = 128
-"""What a part of an answer takes in memory beside its text."""
+"""Memory of a part of an answer, without its text."""
 _SMALLEST_ENTRY = {"chat": 50, "completion": 16}
-"""Bytes of one token and its logprob, of which each token of an answer has 1 and as many as `logprobs` asks for."""
+"""Lower bound for the JSON of one token with its logprob. Each token of an answer has 1 + `logprobs` of them."""
 
 
-def smallest_size(requests: Sequence[InferenceRequest], shape: Shape, max_length: int) -> int:
-    """The bytes of an answer of `max_tokens` tokens, at least, in a context of `max_length`. Answers without max_tokens count
-    as empty: they are mostly short."""
-    entry, size = _SMALLEST_ENTRY[shape.form], 0
+def min_response_bytes(
+    requests: Sequence[InferenceRequest], builder: ResponseBuilder, max_length: int
+) -> int:
+    """A lower bound for the bytes of the response, if each answer has `max_tokens` tokens in a context of `max_length`.
+    Answers without max_tokens count as empty, since most are short."""
+    entry, size = _SMALLEST_ENTRY[builder.api_format], 0
     for request in requests:
         params = request.params
         per_token = 1 if params.logprobs is None else 1 + (1 + params.logprobs) * entry
@@ -48,13 +51,13 @@ def smallest_size(requests: Sequence[InferenceRequest], shape: Shape, max_length
 
 
 class _Logprobs:
-    """The logprobs of some tokens as JSON: what is between the brackets of each list that they consist of."""
+    """The logprobs of some tokens as JSON: for each list of the logprobs object, the bytes between its brackets."""
 
     def __init__(self) -> None:
         self._lists: dict[str, bytearray] = {}
 
     def add(self, lists: dict[str, list[Any]]) -> int:
-        """Returns how many bytes there are more."""
+        """Returns the number of bytes added."""
         num_bytes = 0
         for name, values in lists.items():
             encoded = _encode(values)
@@ -65,8 +68,8 @@ class _Logprobs:
             num_bytes += len(encoded) - 1
         return num_bytes
 
-    def behind(self, prompt: _Logprobs) -> Iterator[bytes | bytearray]:
-        """The whole object, with those of the prompt before."""
+    def encoded_after(self, prompt: _Logprobs) -> Iterator[bytes | bytearray]:
+        """The complete logprobs object, with the logprobs of the prompt first."""
         lists = {
             name: [some for some in (prompt._lists.get(name), known) if some]
             for name, known in self._lists.items()
@@ -79,8 +82,8 @@ class _Logprobs:
         yield b"]}"
 
 
-class _Written:
-    """One answer, as far as it is there."""
+class _PartialAnswer:
+    """One answer as far as it has arrived."""
 
     def __init__(self, offsets: TokenOffsets) -> None:
         self.text: list[str] = []
@@ -90,107 +93,115 @@ class _Written:
 
 
 class WholeAnswer:
-    """Collects the answers to one request. `share` is what it may hold of the budget for answers."""
+    """Collects the answers of one request into the body of its response. `answer_bytes` counts its bytes against the
+    budget for answers."""
 
-    def __init__(self, shape: Shape, share: Share) -> None:
-        self._shape = shape
-        self._share = share
-        self._written: dict[int, _Written] = {}
+    def __init__(self, builder: ResponseBuilder, answer_bytes: RequestBytes) -> None:
+        self._builder = builder
+        self._answer_bytes = answer_bytes
+        self._partial_answers: dict[int, _PartialAnswer] = {}
         self._starts: Sequence[int] = ()
-        """Where in the text the answers to each prompt begin, for those that repeat it."""
+        """For each prompt that is echoed: its length in text, where its answers begin."""
         self._body: deque[bytes | bytearray] = deque()
 
-    async def collect(self, choices: Choices, rounds: LoopTurns) -> list[GenerationResult]:
-        """Until the answers are over and their JSON is complete."""
-        if self._shape.wants_logprobs:
-            self._starts = [await self._end_of_prompt(echo.tokens, rounds) for echo in self._shape.echoes]
+    async def collect(self, choices: Choices, loop_turns: LoopTurns) -> list[GenerationResult]:
+        """Waits until the answers have ended and their JSON is complete."""
+        if self._builder.wants_logprobs:
+            self._starts = [
+                await self._prompt_text_length(echo.tokens, loop_turns) for echo in self._builder.echoes
+            ]
         while not choices.is_over:
             await choices.wait()
-            await rounds.turn()
+            await loop_turns.wait()
             self.add(choices.take())
             if choices.has_more:
-                await asyncio.sleep(0)  # or it would be taken in the same round of the event loop
-        await self.write(choices, rounds)
+                await asyncio.sleep(0)  # continue in the next iteration of the event loop
+        await self.write(choices, loop_turns)
         return choices.results
 
     def response(self, headers: dict[str, str]) -> Response:
-        return _InParts(self._body, self._share, headers)
+        return _PartsResponse(self._body, self._answer_bytes, headers)
 
-    async def _end_of_prompt(self, tokens: Sequence[int], rounds: LoopTurns) -> int:
-        """Where in the text the prompt ends, by its tokens."""
-        offsets = TokenOffsets(self._shape.tokenizer)
+    async def _prompt_text_length(self, tokens: Sequence[int], loop_turns: LoopTurns) -> int:
+        """The length of the prompt's text, token by token."""
+        offsets = TokenOffsets(self._builder.tokenizer)
         for start in range(0, len(tokens), 512):
-            await rounds.turn()
+            await loop_turns.wait()
             for token in tokens[start : start + 512]:
                 offsets.add(token)
         return offsets.offset
 
     def add(self, pieces: Iterable[Piece]) -> None:
-        """What arrived. Raises where the answers become too large."""
-        shape, num_bytes = self._shape, 0
+        """Encodes new pieces. Raises if the answers become too large."""
+        builder, num_bytes = self._builder, 0
         for piece in pieces:
             index = piece.choice.index
-            written = self._written.get(index)
-            if written is None:
-                start = self._starts[index // shape.num_choices_per_prompt] if self._starts else 0
-                written = self._written[index] = _Written(TokenOffsets(shape.tokenizer, start))
-                if shape.wants_logprobs:
-                    written.logprobs.add(shape.logprobs((), (), written.offsets))  # empty lists
+            partial = self._partial_answers.get(index)
+            if partial is None:
+                start = self._starts[index // builder.num_choices_per_prompt] if self._starts else 0
+                partial = self._partial_answers[index] = _PartialAnswer(
+                    TokenOffsets(builder.tokenizer, start)
+                )
+                if builder.wants_logprobs:
+                    partial.logprobs.add(builder.logprobs((), (), partial.offsets))  # empty lists
             if piece.deltas is not None:
-                written.deltas += piece.deltas
+                partial.deltas += piece.deltas
                 num_bytes += _DELTA_BYTES * len(piece.deltas)
             elif piece.text:
-                written.text.append(piece.text)
+                partial.text.append(piece.text)
             num_bytes += len(piece.text)
-            if shape.wants_logprobs and piece.tokens:
-                num_bytes += written.logprobs.add(
-                    shape.logprobs(piece.tokens, piece.logprobs, written.offsets)
+            if builder.wants_logprobs and piece.tokens:
+                num_bytes += partial.logprobs.add(
+                    builder.logprobs(piece.tokens, piece.logprobs, partial.offsets)
                 )
-        self._share.add(num_bytes)
+        self._answer_bytes.add(num_bytes)
 
-    async def write(self, choices: Choices, rounds: LoopTurns) -> None:
-        """Encodes the texts too, answer by answer, and frees what was kept of each."""
-        shape, body = self._shape, self._body
-        whole = _encode(shape.answer([], choices))
-        place = whole.rindex(b"[]") + 1  # behind the choices there is no other list
-        body.append(whole[:place])
+    async def write(self, choices: Choices, loop_turns: LoopTurns) -> None:
+        """Encodes the texts, answer by answer, and frees the memory of each."""
+        builder, body = self._builder, self._body
+        whole = _encode(builder.response([], choices))
+        split = whole.rindex(b"[]") + 1  # no list comes after the choices
+        body.append(whole[:split])
         prompt, num_bytes = _Logprobs(), 0
         for index, result in enumerate(choices.results):
-            if index % shape.num_choices_per_prompt == 0:
-                prompt = await self._prompt_logprobs(index, choices, rounds)
-            written = self._written.pop(index)
-            said = join_deltas(written.deltas) if shape.has_parts else "".join(written.text)
-            choice = _encode(shape.choice(index, result, said))
+            if index % builder.num_choices_per_prompt == 0:
+                prompt = await self._prompt_logprobs(index, choices, loop_turns)
+            partial = self._partial_answers.pop(index)
+            answer = join_deltas(partial.deltas) if builder.has_parts else "".join(partial.text)
+            choice = _encode(builder.choice(index, result, answer))
             body.append(b"," + choice if index else choice)
-            if shape.wants_logprobs:
-                before, behind = body.pop().rsplit(_NO_LOGPROBS, 1)  # in a text its quotes would be escaped
-                body += (before + b'"logprobs":', *written.logprobs.behind(prompt), behind)
+            if builder.wants_logprobs:
+                # In a text the quotes of _NO_LOGPROBS would be escaped.
+                before, after = body.pop().rsplit(_NO_LOGPROBS, 1)
+                body += (before + b'"logprobs":', *partial.logprobs.encoded_after(prompt), after)
             num_bytes += _CHOICE_BYTES + len(choice)
             if num_bytes > _PART_BYTES:
-                await rounds.turn()
+                await loop_turns.wait()
                 num_bytes = 0
-        body.append(whole[place:])
+        body.append(whole[split:])
 
-    async def _prompt_logprobs(self, index: int, choices: Choices, rounds: LoopTurns) -> _Logprobs:
-        """Those of the prompt of this answer, which come with the first of its answers and are repeated with each."""
-        logprobs, offsets, start = _Logprobs(), TokenOffsets(self._shape.tokenizer), 0
+    async def _prompt_logprobs(self, index: int, choices: Choices, loop_turns: LoopTurns) -> _Logprobs:
+        """The logprobs of the prompt. They arrive with its first answer, and are repeated in each of its answers."""
+        logprobs, offsets, start = _Logprobs(), TokenOffsets(self._builder.tokenizer), 0
         for scored in choices.prompt_logprobs(index):
-            await rounds.turn()
-            tokens = self._shape.echo(index).tokens[start : start + len(scored)]
-            self._share.add(logprobs.add(self._shape.logprobs(tokens, scored, offsets)))
+            await loop_turns.wait()
+            tokens = self._builder.echo(index).tokens[start : start + len(scored)]
+            self._answer_bytes.add(logprobs.add(self._builder.logprobs(tokens, scored, offsets)))
             await asyncio.sleep(0)
             start += len(scored)
         return logprobs
 
 
-class _InParts(Response):
-    """Sends a body that is in pieces, and frees each piece once it is sent."""
+class _PartsResponse(Response):
+    """Sends a body that is a queue of pieces, and frees each piece after it is sent."""
 
-    def __init__(self, body: deque[bytes | bytearray], share: Share, headers: dict[str, str]) -> None:
+    def __init__(
+        self, body: deque[bytes | bytearray], answer_bytes: RequestBytes, headers: dict[str, str]
+    ) -> None:
         super().__init__(None, 200, headers, media_type="application/json")
         self.headers["content-length"] = str(sum(map(len, body)))
         self._body = body
-        self._share = share
+        self._answer_bytes = answer_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -201,7 +212,7 @@ class _InParts(Response):
                 part += piece[start : start + _PART_BYTES]
                 if len(part) >= _PART_BYTES:
                     await send({"type": "http.response.body", "body": bytes(part), "more_body": True})
-                    self._share.add(-min(len(part), self._share.num_bytes))
+                    self._answer_bytes.add(-min(len(part), self._answer_bytes.num_bytes))
                     part.clear()
                     await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": bytes(part), "more_body": False})

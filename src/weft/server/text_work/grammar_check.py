@@ -1,4 +1,4 @@
-"""Grammars of requests, tried out in processes of their own before the engine sees them. Owns those processes."""
+"""Checks grammars of requests in worker processes before they go to the engine."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from weft.server.text_work.worker import Workers
 
 _PROCESSES = 2
 _COMPILE_SECONDS = 5.0
-"""Of the processor. An ordinary grammar takes a few milliseconds, the largest that is accepted about half a second."""
+"""Limit in CPU seconds. An ordinary grammar takes a few milliseconds, the largest accepted one about half a second."""
 _FIRST_SECONDS = (CHEAP_SECONDS, 1.0)
-"""What a grammar costs is not known before. Each is first tried with so little that others need not wait; one that takes
-longer begins anew, behind the cheap ones, and never in all processes at once."""
+"""The cost of a grammar is unknown. Each is first tried with these low limits, so that it delays others little. If it
+exceeds a limit, it is compiled again later as costly work, which never occupies all processes."""
 _STUCK_SECONDS = 20.0
-"""A process that has not answered for so long is stuck."""
+"""A worker process without a result for this long is stuck."""
 _MAX_VERDICTS = 256
 
 
 class GrammarChecker:
-    """Belongs to one event loop. Processes are started when the first grammar comes."""
+    """Owns the worker processes for grammars, which start with the first grammar. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class GrammarChecker:
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._trials: dict[bytes, _SharedTrial] = {}
 
-    async def check(self, grammar: Grammar, asker: str = "") -> Grammar:
-        """The grammar as the engine takes it. Raises InvalidRequestError for one that cannot be used."""
+    async def check(self, grammar: Grammar, client_id: str = "") -> Grammar:
+        """The grammar in the form that the engine accepts. Raises InvalidRequestError if it cannot be used."""
         key = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
         verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = await self._tried(key, grammar, asker)
+            verdict = await self._shared_verdict(key, grammar, client_id)
         else:
             self._verdicts.move_to_end(key)
         if not isinstance(verdict, Accepted):
@@ -64,11 +64,11 @@ class GrammarChecker:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._workers.close()
 
-    async def _tried(self, key: bytes, grammar: Grammar, asker: str) -> Verdict:
-        """Several requests may ask for the same grammar at once. The trial is dropped when all of them are gone."""
+    async def _shared_verdict(self, key: bytes, grammar: Grammar, client_id: str) -> Verdict:
+        """Compiles a grammar once for all requests that wait for it. Cancels the trial when none waits any more."""
         trial = self._trials.get(key)
         if trial is None:
-            trial = _SharedTrial(asyncio.create_task(self._try_out(key, grammar, asker)))
+            trial = _SharedTrial(asyncio.create_task(self._compile(key, grammar, client_id)))
             self._trials[key] = trial
         trial.num_waiting += 1
         try:
@@ -79,32 +79,32 @@ class GrammarChecker:
                 trial.task.cancel()
                 del self._trials[key]
 
-    async def _try_out(self, key: bytes, grammar: Grammar, asker: str) -> Verdict:
+    async def _compile(self, key: bytes, grammar: Grammar, client_id: str) -> Verdict:
         first = (seconds for seconds in _FIRST_SECONDS if seconds < self._compile_seconds)
         is_slow = False
         for seconds in (*first, self._compile_seconds):
             try:
-                outcome = await self._ask(Trial(grammar, seconds), asker)
-            except TimeoutError:  # a process that was stuck, whatever the grammar is
+                outcome = await self._run_trial(Trial(grammar, seconds), client_id)
+            except TimeoutError:  # the process was stuck; that says nothing about the grammar
                 is_slow = True
                 continue
             if not isinstance(outcome, Unfinished):
-                return self._remembered(key, outcome)
+                return self._cached(key, outcome)
             if not outcome.is_out_of_time:
-                return _too_complex("it takes more memory than there is for it")
-        refusal = _too_complex(f"it takes more than {self._compile_seconds:g} s to compile")
-        return refusal if is_slow else self._remembered(key, refusal)
+                return _too_complex("compiling it needs too much memory")
+        refusal = _too_complex(f"compiling it takes more than {self._compile_seconds:g} s")
+        return refusal if is_slow else self._cached(key, refusal)
 
-    async def _ask(self, trial: Trial, asker: str) -> Outcome:
-        answer = await self._workers.ask(
+    async def _run_trial(self, trial: Trial, client_id: str) -> Outcome:
+        result = await self._workers.run(
             msgspec.msgpack.encode(trial),
-            asker=asker,
+            client_id=client_id,
             cost=trial.seconds,
             seconds=self._stuck_seconds,
         )
-        return self._outcomes.decode(answer)
+        return self._outcomes.decode(result)
 
-    def _remembered(self, key: bytes, verdict: Verdict) -> Verdict:
+    def _cached(self, key: bytes, verdict: Verdict) -> Verdict:
         self._verdicts[key] = verdict
         while len(self._verdicts) > _MAX_VERDICTS:
             self._verdicts.popitem(last=False)
@@ -112,7 +112,7 @@ class GrammarChecker:
 
 
 class _SharedTrial:
-    """One grammar that is being tried out, and how many requests wait for the verdict."""
+    """A grammar that is being compiled, and the number of requests that wait for the verdict."""
 
     def __init__(self, task: asyncio.Task[Verdict]) -> None:
         self.task = task

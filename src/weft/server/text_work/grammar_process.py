@@ -1,7 +1,7 @@
-"""The process that compiles grammars before the engine sees them.
+"""The worker process that compiles grammars before they go to the engine.
 
-llguidance bounds its own work, but the server's life must not depend on that. Each grammar is compiled in a child of this
-process, with limits on memory and on seconds of the processor: what a hostile grammar costs is that child.
+llguidance limits its own work, but the server must not depend on that. Each grammar is compiled in a child of this
+process with limits on memory and CPU time. A hostile grammar can only kill that child.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.errors import InvalidRequestError
 from weft.loading.checkpoint import open_checkpoint
 from weft.request import Grammar
 from weft.server.text_work.text_process import Refusal
-from weft.server.text_work.worker import answer_all, ignore_signals
+from weft.server.text_work.worker import ignore_signals, serve_jobs
 from weft.text.grammar import GrammarCompiler, as_lark
 from weft.text.model_text import open_tokenizer
 
@@ -29,17 +29,17 @@ _MEMORY_BYTES = 1 << 30
 class Trial(msgspec.Struct, frozen=True):
     grammar: Grammar
     seconds: float
-    """Of the processor."""
+    """Limit in CPU seconds."""
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
     definition: str | None = None
-    """The same grammar written otherwise, where it was in a form that the engine need not know."""
+    """The grammar in Lark syntax, if it was written in another syntax (GBNF). None: unchanged."""
 
 
 class Unfinished(msgspec.Struct, frozen=True, tag=True):
     is_out_of_time: bool
-    """Else the child died, mostly of too much memory."""
+    """False: the child died, usually because it needed too much memory."""
 
 
 Verdict = Accepted | Refusal
@@ -56,17 +56,17 @@ def _verdict(compiler: GrammarCompiler, grammar: Grammar) -> Verdict:
     return Accepted()
 
 
-def _try_out(compiler: GrammarCompiler, trial: Trial) -> bytes:
-    """The outcome, from a child of this process: to start one takes no more than to copy the tables of its memory."""
+def _compile_in_child(compiler: GrammarCompiler, trial: Trial) -> bytes:
+    """Compiles the grammar in a forked child. A fork is cheap: it copies only page tables."""
     source, drain = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends it
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the default action ends the child
             signal.setitimer(signal.ITIMER_PROF, trial.seconds)
             with open(drain, "wb") as pipe:
                 pipe.write(msgspec.msgpack.encode(_verdict(compiler, trial.grammar)))
-        except BaseException:  # also a panic in a library
+        except BaseException:  # also the exception of a Rust panic
             os._exit(1)
         os._exit(0)
     os.close(drain)
@@ -78,16 +78,16 @@ def _try_out(compiler: GrammarCompiler, trial: Trial) -> bytes:
 
 def main() -> None:
     ignore_signals()
-    # What it allocates, not what it maps: a model file may be larger than the machine's memory.
+    # Limits allocations, not mapped files: a model file may be larger than memory.
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     path, vocabulary_size = sys.argv[1:]
     checkpoint = open_checkpoint(path)
     compiler = GrammarCompiler(partial(open_tokenizer, checkpoint), checkpoint.end_ids, int(vocabulary_size))
-    with suppress(InvalidRequestError):  # each grammar will get the same error
-        compiler.compile(Grammar("regex", "a"))  # reads the vocabulary, for all children
+    with suppress(InvalidRequestError):  # each grammar gets the same error later
+        compiler.compile(Grammar("regex", "a"))  # loads the vocabulary once, for all children
     trials = msgspec.msgpack.Decoder(Trial)
-    answer_all(lambda question: _try_out(compiler, trials.decode(question)))
+    serve_jobs(lambda job: _compile_in_child(compiler, trials.decode(job)))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Places for work beside the event loop, and which of the waiting work gets one next. Nothing is kept of work that was
-cancelled."""
+"""Slots for work in threads and worker processes, and the order in which waiting work gets them."""
 
 from __future__ import annotations
 
@@ -9,50 +8,50 @@ import time
 from weft.clock import Clock
 
 CHEAP_SECONDS = 0.05
-"""Work that is expected to take no longer is cheap."""
+"""Work with at most this expected cost is cheap; other work is costly."""
 _LEAST_SECONDS = 1e-4
 
 
-class _Waiting:
-    def __init__(self, asker: str, cost: float, since: float) -> None:
-        self.asker = asker
+class _WaitingWork:
+    def __init__(self, client_id: str, cost: float, since: float) -> None:
+        self.client_id = client_id
         self.cost = max(cost, _LEAST_SECONDS)
         self.since = since
-        self.may_go: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
-class Places:
-    """`count` pieces of work at once. Belongs to one event loop.
+class WorkSlots:
+    """Limits concurrent work to `count` slots. Belongs to one event loop.
 
-    Askers share the places by the seconds that their work costs (start-time fair queueing). Of one asker's work the piece
-    goes next that has waited longest for its cost: cheap work overtakes costly work, and costly work is not put off for
-    ever. Costly work leaves one of several places to cheap work.
+    Clients share the slots by the seconds that their work costs (start-time fair queueing). Within one client, the work
+    with the longest wait in relation to its cost is next: cheap work overtakes costly work, and costly work never
+    starves. If there are several slots, costly work leaves one to cheap work.
     """
 
     def __init__(self, count: int, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._num_free = count
         self._num_for_costly = max(1, count - 1)
-        self._waiting: list[_Waiting] = []
-        self._used: dict[str, float] = {}
-        """Virtual time: the seconds that each asker was given, while some work waits."""
+        self._waiting: list[_WaitingWork] = []
+        self._virtual_times: dict[str, float] = {}
+        """By client: the seconds of work that it was granted. Reset when no work waits."""
         self._now = 0.0
 
-    async def take(self, asker: str, cost: float) -> None:
-        """Waits for a place for work of about `cost` seconds. The caller calls `free` with the same cost; not where this
-        was cancelled."""
-        waiting = _Waiting(asker, cost, self._clock())
+    async def take(self, client_id: str, cost: float) -> None:
+        """Waits for a slot for work of about `cost` seconds. The caller then calls `free` with the same cost, unless
+        this call was cancelled."""
+        waiting = _WaitingWork(client_id, cost, self._clock())
         if not self._waiting:
-            self._used.clear()
+            self._virtual_times.clear()
             self._now = 0.0
-        if all(other.asker != asker for other in self._waiting):
-            self._used[asker] = max(self._used.get(asker, 0.0), self._now)
+        if all(other.client_id != client_id for other in self._waiting):
+            self._virtual_times[client_id] = max(self._virtual_times.get(client_id, 0.0), self._now)
         self._waiting.append(waiting)
-        self._let_through()
+        self._grant_slots()
         try:
-            await waiting.may_go
+            await waiting.granted
         except asyncio.CancelledError:
-            if not waiting.may_go.cancelled():  # it got the place at the moment of its cancellation
+            if not waiting.granted.cancelled():  # the slot was granted just before the cancellation
                 self.free(cost)
             elif waiting in self._waiting:
                 self._waiting.remove(waiting)
@@ -61,24 +60,27 @@ class Places:
     def free(self, cost: float) -> None:
         self._num_free += 1
         self._num_for_costly += cost > CHEAP_SECONDS
-        self._let_through()
+        self._grant_slots()
 
-    def _let_through(self) -> None:
+    def _grant_slots(self) -> None:
         while self._num_free and (waiting := self._next()) is not None:
             self._waiting.remove(waiting)
-            if waiting.may_go.done():  # cancelled; its task has not run since
+            if waiting.granted.done():  # cancelled, but its task has not run yet
                 continue
             self._num_free -= 1
             self._num_for_costly -= waiting.cost > CHEAP_SECONDS
-            self._now = max(self._now, self._used[waiting.asker])
-            self._used[waiting.asker] += waiting.cost
-            waiting.may_go.set_result(None)
+            self._now = max(self._now, self._virtual_times[waiting.client_id])
+            self._virtual_times[waiting.client_id] += waiting.cost
+            waiting.granted.set_result(None)
 
-    def _next(self) -> _Waiting | None:
+    def _next(self) -> _WaitingWork | None:
         now = self._clock()
-        may_go = (one for one in self._waiting if self._num_for_costly or one.cost <= CHEAP_SECONDS)
+        granted = (one for one in self._waiting if self._num_for_costly or one.cost <= CHEAP_SECONDS)
         return min(
-            may_go,
-            key=lambda one: (self._used[one.asker], one.cost / (now - one.since + _LEAST_SECONDS)),
+            granted,
+            key=lambda one: (
+                self._virtual_times[one.client_id],
+                one.cost / (now - one.since + _LEAST_SECONDS),
+            ),
             default=None,
         )

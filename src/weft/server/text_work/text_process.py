@@ -1,7 +1,7 @@
-"""The process that makes tokens of long prompts, and text of many tokens.
+"""The worker process that tokenises long prompts and detokenises long lists of tokens.
 
-The tokenizer holds the interpreter's lock while it works, half a second for a megabyte: a thread of the server would
-stop every stream for as long.
+The tokenizer holds the interpreter lock, half a second for a megabyte. In a thread of the server it would stop every
+stream for that time.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import msgspec
 
 from weft.errors import InvalidRequestError, WeftError
 from weft.loading.checkpoint import open_checkpoint
-from weft.server.text_work.worker import answer_all, ignore_signals
+from weft.server.text_work.worker import ignore_signals, serve_jobs
 from weft.text.model_text import ModelText, open_model_text
 
 
 class Chat(msgspec.Struct, frozen=True, tag=True):
-    """The arguments of `ModelText.encode_chat`, under the names that clients know."""
+    """The arguments of `ModelText.encode_chat`, with the field names of the API."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -31,11 +31,11 @@ class Chat(msgspec.Struct, frozen=True, tag=True):
 class Text(msgspec.Struct, frozen=True, tag=True):
     text: str
     add_special_tokens: bool = True
-    """What the model's files put around a prompt, such as a token for its beginning."""
+    """Add the special tokens of the tokenizer, such as BOS."""
 
 
 class Ids(msgspec.Struct, frozen=True, tag=True):
-    """Tokens to be made text of."""
+    """Tokens to detokenise."""
 
     ids: list[int]
 
@@ -43,10 +43,10 @@ class Ids(msgspec.Struct, frozen=True, tag=True):
 Part = Chat | Text | Ids
 
 
-class Question(msgspec.Struct, frozen=True):
+class TextJob(msgspec.Struct, frozen=True):
     parts: list[Part]
     max_tokens: int
-    """More are counted, not sent."""
+    """Of a longer result only the length is sent back."""
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
@@ -63,11 +63,11 @@ class TooLong(msgspec.Struct, frozen=True, tag=True):
     count: int
 
 
-Answer = Tokens | Text | Refusal | TooLong
+TextResult = Tokens | Text | Refusal | TooLong
 
 
-def done(text: ModelText, part: Part) -> list[int] | str:
-    """The tokens of a prompt, or the text of tokens. Raises InvalidRequestError for what cannot be encoded."""
+def convert(text: ModelText, part: Part) -> list[int] | str:
+    """The tokens of a prompt, or the text of tokens. Raises InvalidRequestError if a prompt cannot be encoded."""
     if isinstance(part, Ids):
         return text.tokenizer.decode(part.ids, skip_control=False)
     if isinstance(part, Text):
@@ -84,9 +84,9 @@ def done(text: ModelText, part: Part) -> list[int] | str:
     )
 
 
-def _answer(text: ModelText, part: Part, max_tokens: int) -> Answer:
+def _result(text: ModelText, part: Part, max_tokens: int) -> TextResult:
     try:
-        value = done(text, part)
+        value = convert(text, part)
     except InvalidRequestError as error:
         return Refusal(str(error), error.field, error.code)
     except WeftError as error:
@@ -96,16 +96,16 @@ def _answer(text: ModelText, part: Part, max_tokens: int) -> Answer:
     return Tokens(value) if len(value) <= max_tokens else TooLong(len(value))
 
 
-def _answers(text: ModelText, question: Question) -> list[Answer]:
-    return [_answer(text, part, question.max_tokens) for part in question.parts]
+def _results(text: ModelText, job: TextJob) -> list[TextResult]:
+    return [_result(text, part, job.max_tokens) for part in job.parts]
 
 
 def main() -> None:
     ignore_signals()
     path, chat_template, tool_format = sys.argv[1:]
-    questions = msgspec.msgpack.Decoder(Question)
+    jobs = msgspec.msgpack.Decoder(TextJob)
     text = open_model_text(open_checkpoint(path), chat_template or None, tool_format or None)
-    answer_all(lambda question: msgspec.msgpack.encode(_answers(text, questions.decode(question))))
+    serve_jobs(lambda job: msgspec.msgpack.encode(_results(text, jobs.decode(job))))
 
 
 if __name__ == "__main__":

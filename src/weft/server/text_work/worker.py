@@ -1,6 +1,6 @@
-"""A process that does for the server what would keep the interpreter to itself: one question in, one answer out.
+"""Worker processes: they run jobs that would hold the interpreter lock of the server. One job in, one result out.
 
-A message is bytes behind their length; the end of its input ends the process, however the server ends.
+A message is its length and then its bytes. A worker process ends when its input ends, however the server ended.
 """
 
 from __future__ import annotations
@@ -16,61 +16,61 @@ from typing import Any, BinaryIO
 import msgspec
 
 from weft.errors import InvalidRequestError, WeftError
-from weft.server.text_work.places import Places
+from weft.server.text_work.places import WorkSlots
 
 _START_SECONDS = 60.0
 _RESTART_SECONDS = 1.0
-"""What a new process costs, about."""
+"""Approximate cost of starting a new process."""
 _LENGTH = struct.Struct("<I")
 
 
 class Worker:
-    """Owns one process, which starts with the first question. It is asked one question at a time."""
+    """Owns one worker process, which starts with the first job. It runs one job at a time."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         self._command = (sys.executable, "-m", module, *arguments)
         self._process: asyncio.subprocess.Process | None = None
         self._ending: set[asyncio.Task[int]] = set()
 
-    async def ask(self, *question: bytes | bytearray, seconds: float) -> bytes:
-        """The answer to a question, whose parts are sent as one; TimeoutError where it takes longer than `seconds`,
-        without the start of the process. A question that gets no answer, or is cancelled, ends the process: its answer
-        must not be taken for the next one's."""
-        is_answered = False
+    async def run(self, *job: bytes | bytearray, seconds: float) -> bytes:
+        """Sends the parts of a job as one message and returns its result. Raises TimeoutError after `seconds`, without
+        the start of the process. A job without a result, or a cancelled one, ends the process: the next job must not
+        get its late result."""
+        is_done = False
         try:
-            process = await self._running()
+            process = await self._started_process()
             async with asyncio.timeout(seconds):
-                answer = await _asked(process, question)
-            is_answered = True
-            return answer
+                result = await _exchange(process, job)
+            is_done = True
+            return result
         except TimeoutError:
-            raise  # an OSError too, by its class
-        # A RuntimeError is a thread that cannot be started; the next question tries again.
+            raise  # TimeoutError is a subclass of OSError
+        # RuntimeError: a thread could not be started. The next job starts the process again.
         except (OSError, RuntimeError, MemoryError, asyncio.IncompleteReadError) as error:
-            raise WeftError("a process of the server died over this request; try again") from error
+            raise WeftError("a worker process of the server died during this request; try again") from error
         finally:
-            if not is_answered:
+            if not is_done:
                 self._kill()
 
     async def close(self) -> None:
-        """Ends the process and waits until it is gone, with all that were ended before it."""
+        """Ends the process, and waits until it and all earlier ones are gone."""
         self._kill()
         await asyncio.gather(*self._ending)
 
-    async def _running(self) -> asyncio.subprocess.Process:
+    async def _started_process(self) -> asyncio.subprocess.Process:
         process = self._process
         if process is None or process.returncode is not None:
             self._process = process = await asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                process_group=0,  # so that processes which it started end with it
+                process_group=0,  # `_kill` ends its child processes too
             )
             try:
                 async with asyncio.timeout(_START_SECONDS):
-                    await _asked(process, ())
+                    await _exchange(process, ())
             except TimeoutError:
-                raise WeftError("a process of the server does not start; try again") from None
+                raise WeftError("a worker process of the server did not start in time; try again") from None
         return process
 
     def _kill(self) -> None:
@@ -90,88 +90,88 @@ class Worker:
 
 
 class Workers:
-    """Owns several processes of one kind, and the questions that wait for one (in the order of `Places`)."""
+    """Owns several worker processes of one kind. `WorkSlots` orders the jobs that wait for one."""
 
     def __init__(self, module: str, *arguments: str, count: int = 1) -> None:
         self._workers = tuple(Worker(module, *arguments) for _ in range(count))
         self._idle = list(self._workers)
-        self._places = Places(count)
-        self._answering: dict[asyncio.Task[bytes], tuple[Worker, float]] = {}
-        """The process and the cost of each question that is being answered."""
+        self._slots = WorkSlots(count)
+        self._running_jobs: dict[asyncio.Task[bytes], tuple[Worker, float]] = {}
+        """The process and the cost of each running job."""
 
-    async def ask(self, *question: bytes | bytearray, asker: str, cost: float, seconds: float) -> bytes:
-        """As `Worker.ask`, for a question that takes about `cost` seconds. Cancelled, a question that waits is dropped. One
-        that is being answered ends with its process where a new process costs less than the answer."""
-        await self._places.take(asker, cost)
-        worker = self._idle.pop()  # the one used last: another is started only where it is busy
-        answering = asyncio.create_task(worker.ask(*question, seconds=seconds))
-        self._answering[answering] = worker, cost
-        answering.add_done_callback(self._end)
+    async def run(self, *job: bytes | bytearray, client_id: str, cost: float, seconds: float) -> bytes:
+        """Runs a job of about `cost` seconds in one of the processes. On cancellation a waiting job is dropped. A
+        running job is killed with its process only if it costs more than a new process."""
+        await self._slots.take(client_id, cost)
+        worker = self._idle.pop()  # the one used last, so that no process is started without need
+        running = asyncio.create_task(worker.run(*job, seconds=seconds))
+        self._running_jobs[running] = worker, cost
+        running.add_done_callback(self._end)
         try:
-            return await asyncio.shield(answering)
+            return await asyncio.shield(running)
         except asyncio.CancelledError:
             if cost > _RESTART_SECONDS:
-                answering.cancel()
+                running.cancel()
             raise
 
     async def close(self) -> None:
         """Ends the processes and waits until they are gone."""
-        answering = tuple(self._answering)
-        for task in answering:
+        running = tuple(self._running_jobs)
+        for task in running:
             task.cancel()
-        await asyncio.gather(*answering, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
         for worker in self._workers:
             await worker.close()
 
-    def _end(self, answering: asyncio.Task[bytes]) -> None:
-        worker, cost = self._answering.pop(answering)
-        if not answering.cancelled():
-            answering.exception()  # its client may have left: asyncio would log an error that no task retrieved
+    def _end(self, running: asyncio.Task[bytes]) -> None:
+        worker, cost = self._running_jobs.pop(running)
+        if not running.cancelled():
+            running.exception()  # retrieved, since asyncio logs unretrieved errors: the client may have disconnected
         self._idle.append(worker)
-        self._places.free(cost)
+        self._slots.free(cost)
 
 
-async def _asked(process: asyncio.subprocess.Process, question: Sequence[bytes | bytearray]) -> bytes:
-    """The answer; for no question the first word of a process that is ready."""
+async def _exchange(process: asyncio.subprocess.Process, job: Sequence[bytes | bytearray]) -> bytes:
+    """Sends a job and reads its result. Without a job, reads the empty message of a process that is ready."""
     assert process.stdin is not None and process.stdout is not None
-    if question:
-        process.stdin.write(_LENGTH.pack(sum(map(len, question))))
-        for part in question:
+    if job:
+        process.stdin.write(_LENGTH.pack(sum(map(len, job))))
+        for part in job:
             process.stdin.write(part)
         await process.stdin.drain()
     (size,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
     return await process.stdout.readexactly(size)
 
 
-def packed(message: Any, asked: msgspec.Struct) -> bytes:
-    """A message between the server and such a process. Raises InvalidRequestError that names the field of `asked`, which
-    is part of it, that fits no message."""
+def encode_message(message: Any, content: msgspec.Struct) -> bytes:
+    """Encodes a message for a worker process. If it cannot be encoded, raises InvalidRequestError with the name of the
+    field of `content`, a part of the message, that is the cause."""
     try:
         return msgspec.msgpack.encode(message)
     except (OverflowError, RecursionError):
         pass
-    for name in asked.__struct_fields__:
+    for name in content.__struct_fields__:
         try:
-            msgspec.msgpack.encode(getattr(asked, name))
+            msgspec.msgpack.encode(getattr(content, name))
         except OverflowError:
-            message = f"{name} holds a whole number of more than 64 bits; send it as text"
+            message = f"{name} contains an integer of more than 64 bits; send it as a string"
             raise InvalidRequestError(message, field=name) from None
         except RecursionError:
-            raise InvalidRequestError(f"{name} is nested too deeply; send it flatter", field=name) from None
-    raise InvalidRequestError("the body is nested too deeply; send it flatter")
+            raise InvalidRequestError(f"{name} is nested too deeply; use fewer levels", field=name) from None
+    raise InvalidRequestError("the body is nested too deeply; use fewer levels")
 
 
-def answer_all(answer: Callable[[bytes], bytes]) -> None:
-    """The main loop of the process: reports that it is ready, then answers questions until its input ends."""
+def serve_jobs(run: Callable[[bytes], bytes]) -> None:
+    """The main loop of a worker process: reports that it is ready, then runs jobs until its input ends."""
     source = sys.stdin.buffer
     _write(b"")
     while True:
         (size,) = _LENGTH.unpack(_read(source, _LENGTH.size))
-        _write(answer(_read(source, size)))
+        _write(run(_read(source, size)))
 
 
 def ignore_signals() -> None:
-    """They are for the server, whose end closes the input."""
+    """Signals are for the server. When it ends, the input of this process ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
@@ -188,4 +188,4 @@ def _write(content: bytes) -> None:
         sys.stdout.buffer.write(_LENGTH.pack(len(content)) + content)
         sys.stdout.buffer.flush()
     except BrokenPipeError:
-        os._exit(0)  # the server is gone; a normal exit would write once more
+        os._exit(0)  # the server is gone; a normal exit would flush stdout and fail again
