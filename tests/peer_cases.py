@@ -1,4 +1,4 @@
-"""Engines, tries and benches for the tests of `weft bench peers`: an engine is a small script, the machine's speed is made up."""
+"""Engines, tries and benches for the tests of `python -m benchmarks peers`: an engine is a small script, the machine's speed is made up."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from weft.bench.machine_speed import Gauge, Speed
-from weft.bench.peers import Bench
-from weft.bench.peers_cells import Cell, Kept, Try
-from weft.bench.peers_engines import Engine, Launch, Workshop
+from benchmarks.machine_speed import Gauge, Speed
+from benchmarks.peers import Bench
+from benchmarks.peers_cells import Cell, Kept, Try
+from benchmarks.peers_engines import Engine, Launch, Workshop
 from weft.bench.serve_load import WORKLOADS, Text
 
 # Answers every phase at once, with one token a millisecond; writes down that it was asked.

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from benchmarks import batching
+from benchmarks import scheduler as scheduler_bench
 from weft.backends.cost_model import StepCosts
-from weft.bench import batching, report
-from weft.bench import scheduler as scheduler_bench
+from weft.bench import report
 from weft.config import SchedulerConfig
 
 

@@ -1,20 +1,23 @@
-"""`weft bench batching --device`: continuous against static batching on a real backend."""
+"""`python -m benchmarks batching --device`: continuous against static batching on a real backend."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from benchmarks import batching_measured
+from benchmarks.batching_measured import ROWS, Measured, measure
+from benchmarks.jobs import Job
 from weft.backends import registry
-from weft.bench import batching_measured
-from weft.bench.batching_measured import ROWS, Measured, measure
-from weft.bench.jobs import Job
 from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
 from weft.engine.serving import ServingEngine
 from weft.errors import InvalidRequestError, WeftError
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_static_batch_is_full_and_the_same_work_is_done_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,17 +79,17 @@ def test_answers_that_are_too_short_are_an_error_and_no_figure() -> None:
 def test_the_command_measures_where_a_device_is_named() -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"  # an import would fail
-        "from weft.bench import batching_measured as m; m.ROUNDS = 1\n"
-        "from weft.bench.jobs import Job; m.mixed_jobs = lambda lengths: [Job(0.0, 3, 4)] * 20\n"
+        "from benchmarks import batching_measured as m; m.ROUNDS = 1\n"
+        "from benchmarks.jobs import Job; m.mixed_jobs = lambda lengths: [Job(0.0, 3, 4)] * 20\n"
         "m.measure.__defaults__ = (1,)\n"
-        "from weft.cli.entry import main; main()"
+        "from benchmarks.__main__ import app; app()"
     )
-    command = [sys.executable, "-c", program, "bench", "batching", "--device", "cpu", "--shape", "tiny"]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", program, "batching", "--device", "cpu", "--shape", "tiny"]
+    done = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert len(document["measured"]) == 4 and len(document["checks"]) == 2
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert "768 blocks" in done.stdout and "to padded" in done.stdout
 
 

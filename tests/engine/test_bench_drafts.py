@@ -1,4 +1,4 @@
-"""`weft bench drafts` on the real model: both ways are asked, drafts are really checked, and answers are compared."""
+"""`python -m benchmarks drafts` on the real model: both ways are asked, drafts are really checked, and answers are compared."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from weft.bench import drafts
+from benchmarks import drafts
 from weft.llm import LLM
 
 

@@ -1,4 +1,4 @@
-"""`weft bench kv-cache` on a tiny scale: what is admitted is what fits, facts are where they should be, bars are judged."""
+"""`python -m benchmarks kv-cache` on a tiny scale: what is admitted is what fits, facts are where they should be, bars are judged."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from weft.bench import kv_cache, kv_cache_admission, kv_cache_quality, kv_cache_speed
+from benchmarks import kv_cache, kv_cache_admission, kv_cache_quality, kv_cache_speed
+from benchmarks.kv_cache import Options, Report
+from benchmarks.kv_cache_admission import Admission, Company, largest
+from benchmarks.kv_cache_kinds import FULL, Kind, Setup, engine_config, kinds
+from benchmarks.kv_cache_quality import Fact, Reading, Retrieval, is_found, judge, make_facts
+from benchmarks.kv_cache_speed import Speed
+from benchmarks.peers_environment import PeerError
+from benchmarks.perplexity import Difference
 from weft.bench.gpu_work import open_shape
-from weft.bench.kv_cache import Options, Report
-from weft.bench.kv_cache_admission import Admission, Company, largest
-from weft.bench.kv_cache_kinds import FULL, Kind, Setup, engine_config, kinds
-from weft.bench.kv_cache_quality import Fact, Reading, Retrieval, is_found, judge, make_facts
-from weft.bench.kv_cache_speed import Speed
-from weft.bench.peers_environment import PeerError
-from weft.bench.perplexity import Difference
 from weft.config import KvCachePoolConfig
 from weft.errors import InvalidRequestError, WeftError
 from weft.plan import BackendInfo

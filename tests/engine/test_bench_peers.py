@@ -1,4 +1,4 @@
-"""`weft bench peers` with engines that are small scripts and a server that computes nothing: real processes, no peer."""
+"""`python -m benchmarks peers` with engines that are small scripts and a server that computes nothing: real processes, no peer."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import peers, peers_environment
+from benchmarks.peers import Bench, choose_engines, choose_work, groups
+from benchmarks.peers_cells import START
+from benchmarks.peers_engines import ENGINES, OURS_OTHERWISE, PEERS, Engine, Launch, Workshop
+from benchmarks.peers_environment import Environment, PeerError, last_error, python_of, run_logged
+from benchmarks.peers_process import RunningEngine, driver_records, free_port
+from benchmarks.peers_report import Report, document, print_report, ratios
 from peer_cases import DRIVER, asked, cell, driver, make_bench
-from weft.bench import peers, peers_environment
-from weft.bench.peers import Bench, choose_engines, choose_work, groups
-from weft.bench.peers_cells import START
-from weft.bench.peers_engines import ENGINES, OURS_OTHERWISE, PEERS, Engine, Launch, Workshop
-from weft.bench.peers_environment import Environment, PeerError, last_error, python_of, run_logged
-from weft.bench.peers_process import RunningEngine, driver_records, free_port
-from weft.bench.peers_report import Report, document, print_report, ratios
 from weft.bench.serve_load import WORKLOADS, Item, Phase
 from weft.bench.serve_machine import MachineUse
 from weft.errors import InvalidRequestError
 
-LAUNCH = Path(__file__).parents[1] / "server" / "launch.py"
+ROOT = Path(__file__).parents[2]
+LAUNCH = ROOT / "tests" / "server" / "launch.py"
 
 
 @pytest.fixture(autouse=True)
@@ -213,14 +214,16 @@ def test_a_bench_that_is_killed_leaves_no_frozen_engine_behind(tmp_path: Path) -
     program = f"""
 import os, signal, sys
 from pathlib import Path
-from weft.bench.peers_engines import Launch
-from weft.bench.peers_process import RunningEngine
+from benchmarks.peers_engines import Launch
+from benchmarks.peers_process import RunningEngine
 running = RunningEngine(Launch(("sleep", "600"), None, dict(os.environ)), Path({str(tmp_path / "log")!r}))
 running.freeze()
 print(running._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    said = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=False).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, check=False
+    ).stdout
     wait_for(lambda: state_of(int(said)) in ("", "Z"))
 
 

@@ -1,4 +1,4 @@
-"""weft driven in one process for `weft bench peers`: the real engine and the default model, and what the report makes of it."""
+"""weft driven in one process for `python -m benchmarks peers`: the real engine and the default model, and what the report makes of it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.peers_drive import Driver, serving_config
+from benchmarks.peers_engines import ENGINES, OURS_IN_PROCESS, Launch, Workshop
+from benchmarks.peers_process import RunningEngine, driver_records
+from benchmarks.peers_report import Report, document, print_report
 from peer_cases import cell, driver
 from weft import llm
-from weft.bench.peers_drive import Driver, serving_config
-from weft.bench.peers_engines import ENGINES, OURS_IN_PROCESS, Launch, Workshop
-from weft.bench.peers_process import RunningEngine, driver_records
-from weft.bench.peers_report import Report, document, print_report
 from weft.bench.serve_load import Item, Phase
 
 

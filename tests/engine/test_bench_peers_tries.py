@@ -1,4 +1,4 @@
-"""Which tries of `weft bench peers` are made and which count: what disturbs a run, rounds, repeats, and the kept files."""
+"""Which tries of `python -m benchmarks peers` are made and which count: what disturbs a run, rounds, repeats, and the kept files."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import peers
+from benchmarks.machine_speed import Gauge, Speed, SpeedProbe, open_gauge
+from benchmarks.peers import Bench
+from benchmarks.peers_cells import START, Cell, Kept, Try
+from benchmarks.peers_engines import Engine
+from benchmarks.peers_process import RunningEngine
+from benchmarks.peers_report import Report, document, print_report
 from peer_cases import asked, cell, driver, make_bench, one_try, some_text
-from weft.bench import peers
-from weft.bench.machine_speed import Gauge, Speed, SpeedProbe, open_gauge
-from weft.bench.peers import Bench
-from weft.bench.peers_cells import START, Cell, Kept, Try
-from weft.bench.peers_engines import Engine
-from weft.bench.peers_process import RunningEngine
-from weft.bench.peers_report import Report, document, print_report
 
 FULL = Speed(40e9, 450e9)
 SLOW_TO_READ = Speed(0.59 * 40e9, 450e9)

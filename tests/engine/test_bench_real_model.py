@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import batching, criteria, perplexity
+from benchmarks.jobs import Job, Run
 from weft.backends.cost_model import ZEN3_SMOLLM2_135M
 from weft.backends.cpu.kernels import instruction_set
-from weft.bench import batching, criteria, perplexity
-from weft.bench.jobs import Job, Run
 from weft.config import SchedulerConfig
 from weft.errors import InvalidRequestError
 from weft.loading.checkpoint import open_checkpoint
@@ -64,7 +64,7 @@ def test_the_criteria_are_printed_with_their_bars(
 def test_the_kernels_perplexity_is_that_of_the_dequantised_reference(
     default_model_path: Path, default_tokenizer: Tokenizer
 ) -> None:
-    """As far as 256 tokens can tell: they know the share to half a percent. `weft bench perplexity` takes 2,048."""
+    """As far as 256 tokens can tell: they know the share to half a percent. `python -m benchmarks perplexity` takes 2,048."""
     if instruction_set() is None:
         pytest.skip("there are no kernels here")
     checkpoint = open_checkpoint(default_model_path)

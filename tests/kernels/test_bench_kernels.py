@@ -1,4 +1,4 @@
-"""`weft bench kernels` measures every instruction set and leaves the choice of one as it was."""
+"""`python -m benchmarks kernels` measures every instruction set and leaves the choice of one as it was."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 _kernels = pytest.importorskip("weft._kernels")
 
-from weft.bench import kernels  # noqa: E402
+from benchmarks import kernels  # noqa: E402
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The forms of a model that `weft bench peers` writes for other engines: they have to be the same model."""
+"""The forms of a model that `python -m benchmarks peers` writes for other engines: they have to be the same model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_models import Reader, prompt
 
-from weft.bench.peers_models import keep, quantise_q4_0, write_folder, write_q4_0
+from benchmarks.peers_models import keep, quantise_q4_0, write_folder, write_q4_0
 from weft.loading.checkpoint import open_checkpoint
 from weft.models.registry import build_decoder
 from weft.ops.reference import ReferenceOps

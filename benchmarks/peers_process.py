@@ -21,8 +21,8 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-from weft.bench.peers_engines import Launch
-from weft.bench.peers_environment import PeerError, last_error
+from benchmarks.peers_engines import Launch
+from benchmarks.peers_environment import PeerError, last_error
 from weft.bench.serve_client import Client
 from weft.bench.serve_load import Item, Phase
 from weft.bench.serve_machine import MachineUse, family_of, take_snapshot, use_of

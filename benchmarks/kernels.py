@@ -1,11 +1,11 @@
-"""`weft bench kernels`: the linear layers of the default model alone, beside what this machine can read and multiply."""
+"""`python -m benchmarks kernels`: the linear layers of the default model alone, beside what this machine can read and multiply."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
 
-from weft.bench.machine_speed import SpeedProbe
+from benchmarks.machine_speed import SpeedProbe
 from weft.bench.report import machine, print_json, print_line, print_table
 from weft.errors import WeftError
 

@@ -1,4 +1,4 @@
-"""The caches that `weft bench kv-cache` compares, and how an engine with one of them is opened."""
+"""The caches that `python -m benchmarks kv-cache` compares, and how an engine with one of them is opened."""
 
 from __future__ import annotations
 

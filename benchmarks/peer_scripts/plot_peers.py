@@ -1,4 +1,4 @@
-"""Draws the bar chart of `weft bench peers` with matplotlib: from JSON on the input into the PNG file that is named."""
+"""Draws the bar chart of `python -m benchmarks peers` with matplotlib: from JSON on the input into the PNG file that is named."""
 
 import json
 import sys

@@ -1,6 +1,6 @@
-"""`weft bench criteria`: the published criteria of batching, measured on a real model with the CPU backend, in one run.
+"""`python -m benchmarks criteria`: the published criteria of batching, measured on a real model with the CPU backend, in one run.
 
-What `weft bench batching` computes from a cost model is measured here: continuous against static batching, scaling to 16,
+What `python -m benchmarks batching` computes from a cost model is measured here: continuous against static batching, scaling to 16,
 and long requests among short ones. Each run has an engine of its own, so that no cache helps the next one.
 """
 
@@ -11,9 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from weft.backends import registry
-from weft.backends.cpu.kernels import describe
-from weft.bench.jobs import (
+from benchmarks.jobs import (
     LOAD,
     LONG,
     SHORT,
@@ -27,6 +25,8 @@ from weft.bench.jobs import (
     print_mixes,
     run_jobs,
 )
+from weft.backends import registry
+from weft.backends.cpu.kernels import describe
 from weft.bench.report import Check, machine, print_checks, print_json, print_line, print_table
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig, ServingEngineConfig
 from weft.engine.serving import ServingEngine

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from weft.bench.kv_cache_kinds import STEP_TOKENS, Kind, Setup
+from benchmarks.kv_cache_kinds import STEP_TOKENS, Kind, Setup
 from weft.errors import WeftError
 from weft.request import InferenceRequest, RequestId, SamplingParams, TokenOutput
 

@@ -1,4 +1,4 @@
-"""Draws the chart of `weft bench kv-cache` with matplotlib: from its JSON on the input into the PNG file that is named."""
+"""Draws the chart of `python -m benchmarks kv-cache` with matplotlib: from its JSON on the input into the PNG file that is named."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""`weft bench perplexity`: what the arithmetic of kernels, or of a card, costs in quality, against numpy in f32 over the
+"""`python -m benchmarks perplexity`: what the arithmetic of kernels, or of a card, costs in quality, against numpy in f32 over the
 same weights.
 
 Text is cut into windows, and in each the tokens of the second half are scored, each after all that stands before it:

@@ -1,4 +1,4 @@
-"""`weft bench drafts`: what checking guessed tokens gives one stream, by the kind of what is asked, and whether answers stay
+"""`python -m benchmarks drafts`: what checking guessed tokens gives one stream, by the kind of what is asked, and whether answers stay
 the same.
 
 Two engines of the same model take turns at every question, one of them without drafts, since a machine that others use too is

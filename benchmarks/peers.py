@@ -1,4 +1,4 @@
-"""`weft bench peers`: the same work on weft and on every engine it is compared with, in turn, on this machine.
+"""`python -m benchmarks peers`: the same work on weft and on every engine it is compared with, in turn, on this machine.
 
 Each engine is started anew for each workload and the engines take turns within it, so that a ratio is of figures
 taken minutes apart. One that is slow to start is kept, and frozen while others are measured. Around every run the
@@ -16,12 +16,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from weft.bench.machine_speed import Gauge, Speed, open_gauge
-from weft.bench.peers_cells import START, Cell, Kept, Try, plain_name
-from weft.bench.peers_engines import ENGINES, OURS, PEERS, Engine, Launch, Workshop
-from weft.bench.peers_environment import PeerError, Say, peers_directory
-from weft.bench.peers_process import Outcome, RunningEngine, free_port, settle
-from weft.bench.peers_report import NO_PROBE, Report, draw, print_report, write_report
+from benchmarks.machine_speed import Gauge, Speed, open_gauge
+from benchmarks.peers_cells import START, Cell, Kept, Try, plain_name
+from benchmarks.peers_engines import ENGINES, OURS, PEERS, Engine, Launch, Workshop
+from benchmarks.peers_environment import PeerError, Say, peers_directory
+from benchmarks.peers_process import Outcome, RunningEngine, free_port, settle
+from benchmarks.peers_report import NO_PROBE, Report, draw, print_report, write_report
 from weft.bench.report import machine
 from weft.bench.serve_load import WORKLOADS, Phase, Text, workloads
 from weft.bench.serve_machine import DISTURBED, MachineUse, take_snapshot, use_of

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weft.bench.kv_cache_kinds import Kind, Setup
-from weft.bench.perplexity import Difference, Scores, compare, score
+from benchmarks.kv_cache_kinds import Kind, Setup
+from benchmarks.perplexity import Difference, Scores, compare, score
 from weft.bench.serve_load import Text
 from weft.errors import WeftError
 from weft.request import InferenceRequest, SamplingParams

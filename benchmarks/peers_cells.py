@@ -1,4 +1,4 @@
-"""The cells of `weft bench peers`: every try of an engine on a workload, which of them counts, and the files they are kept in."""
+"""The cells of `python -m benchmarks peers`: every try of an engine on a workload, which of them counts, and the files they are kept in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.bench.machine_speed import Speed
+from benchmarks.machine_speed import Speed
 from weft.bench.serve_machine import DISTURBED
 
 START = "start"

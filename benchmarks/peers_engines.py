@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weft.bench.peers_environment import (
+from benchmarks.peers_environment import (
     LLAMA,
     ONNXRUNTIME,
     OPENVINO,
@@ -20,7 +20,7 @@ from weft.bench.peers_environment import (
     run_logged,
     script,
 )
-from weft.bench.peers_models import keep, write_folder, write_q4_0
+from benchmarks.peers_models import keep, write_folder, write_q4_0
 from weft.bench.serve_load import WORKLOADS
 
 CONTEXT = 1024
@@ -128,7 +128,7 @@ def _weft(*options: str) -> Callable[[Workshop], Callable[[int], Launch]]:
 
 
 def _weft_in_process(workshop: Workshop) -> Callable[[int], Launch]:
-    command = (sys.executable, "-m", "weft.bench.peers_drive", str(workshop.model))
+    command = (sys.executable, "-P", str(Path(__file__).with_name("peers_drive.py")), str(workshop.model))
     return lambda _: Launch(command, None, engine_environment())
 
 

@@ -1,4 +1,4 @@
-"""What a run of `weft bench peers` says: tables and ratios for a person, JSON for programs, and a bar chart."""
+"""What a run of `python -m benchmarks peers` says: tables and ratios for a person, JSON for programs, and a bar chart."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine_speed import PRODUCTS_SHARE, READING_SHARE, Speed
+from benchmarks.peers_cells import START, Cell, Try
+from benchmarks.peers_engines import NO_PEERS, OURS, OURS_IN_PROCESS, Engine, Workshop
+from benchmarks.peers_environment import PLOT, PeerError, clean_environment, script
 from weft import __version__
-from weft.bench.machine_speed import PRODUCTS_SHARE, READING_SHARE, Speed
-from weft.bench.peers_cells import START, Cell, Try
-from weft.bench.peers_engines import NO_PEERS, OURS, OURS_IN_PROCESS, Engine, Workshop
-from weft.bench.peers_environment import PLOT, PeerError, clean_environment, script
 from weft.bench.report import print_line, print_table
 from weft.bench.serve_machine import DISTURBED
 from weft.bench.serve_report import write_text

@@ -1,4 +1,4 @@
-"""`weft bench batching --device`: continuous against static batching, measured on models of random weights.
+"""`python -m benchmarks batching --device`: continuous against static batching, measured on models of random weights.
 
 The engines of a shape are open together and run the same work in turn, so that a change of the machine's speed meets all of
 them. Speeds are medians, and ratios those of runs that followed each other.
@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
+from benchmarks.jobs import Job, mixed_jobs
 from weft import __version__
 from weft.backends import registry
 from weft.bench.gpu_work import SHAPES, chosen, open_shape
-from weft.bench.jobs import Job, mixed_jobs
 from weft.bench.report import Check, machine, print_checks, print_json, print_line, print_table
 from weft.cli.machine import gpus
 from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig

@@ -13,8 +13,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.backends.cost_model import H200_LLAMA_8B, ZEN3_SMOLLM2_135M, CostModelBackend, StepCosts
-from weft.bench.jobs import (
+from benchmarks.jobs import (
     LOAD,
     LONG,
     SHORT,
@@ -28,6 +27,7 @@ from weft.bench.jobs import (
     print_mixes,
     run_jobs,
 )
+from weft.backends.cost_model import H200_LLAMA_8B, ZEN3_SMOLLM2_135M, CostModelBackend, StepCosts
 from weft.bench.report import Check, print_checks, print_json, print_line, print_table
 from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig, ServingEngineConfig

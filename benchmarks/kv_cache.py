@@ -1,4 +1,4 @@
-"""`weft bench kv-cache`: what a two-tier KV cache gains and costs against the full one, in 8 and in 4 bits.
+"""`python -m benchmarks kv-cache`: what a two-tier KV cache gains and costs against the full one, in 8 and in 4 bits.
 
 Four parts: contexts that run at the same time in one memory, the perplexity of text, facts read back out of long contexts,
 and the speed of decoding. Each has its bar.
@@ -13,14 +13,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft import __version__
-from weft.backends import registry
-from weft.bench.gpu_work import chosen
-from weft.bench.kv_cache_admission import Admission, admit
-from weft.bench.kv_cache_kinds import FULL, Kind, Setup, kinds
-from weft.bench.kv_cache_quality import Reading, Retrieval, ask, judge, make_facts, read_text
-from weft.bench.kv_cache_speed import Speed, decode_speed
-from weft.bench.peers_environment import (
+from benchmarks.kv_cache_admission import Admission, admit
+from benchmarks.kv_cache_kinds import FULL, Kind, Setup, kinds
+from benchmarks.kv_cache_quality import Reading, Retrieval, ask, judge, make_facts, read_text
+from benchmarks.kv_cache_speed import Speed, decode_speed
+from benchmarks.peers_environment import (
     PLOT,
     PeerError,
     clean_environment,
@@ -28,7 +25,10 @@ from weft.bench.peers_environment import (
     python_of,
     script,
 )
-from weft.bench.perplexity import cut
+from benchmarks.perplexity import cut
+from weft import __version__
+from weft.backends import registry
+from weft.bench.gpu_work import chosen
 from weft.bench.report import Check, machine, print_checks, print_line, print_table
 from weft.cli.machine import gpus
 from weft.loading.checkpoint import open_checkpoint
@@ -249,7 +249,7 @@ def document(report: Report) -> dict[str, Any]:
 
 
 def draw(report: Report, path: Path) -> None:
-    """A chart of every part, drawn by matplotlib in the environment that `weft bench peers` draws with."""
+    """A chart of every part, drawn by matplotlib in the environment that `python -m benchmarks peers` draws with."""
     home = peers_directory()
     home.mkdir(parents=True, exist_ok=True)
     command = (str(python_of(PLOT, home, print_line)), str(script("plot_kv_cache")), str(path))

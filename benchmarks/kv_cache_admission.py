@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.bench.kv_cache_kinds import Kind, Setup, engine_config
+from benchmarks.kv_cache_kinds import Kind, Setup, engine_config
 from weft.config import KvCachePoolConfig, ServingEngineConfig
 from weft.engine.serving import ServingEngine
 from weft.errors import WeftError
