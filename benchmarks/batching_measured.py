@@ -54,7 +54,7 @@ class Measured:
 
 def main(device: str, shapes: list[str], json: bool) -> None:
     device = registry.chosen(device, {})
-    names = chosen(shapes, tuple(SHAPES), "--shape", without=("0.6b", "8b"))
+    names = chosen(shapes, tuple(SHAPES), "--shape", default=("0.6b", "8b"))
     cards = gpus() or [] if device != "cpu" else []
     where = f"{'; '.join([*cards, machine()])}; weft {__version__} on {device}"
     if not json:

@@ -100,7 +100,7 @@ def main(
     plot_path: Path | None,
 ) -> bool:
     """Measures, prints and writes; whether every bar was met."""
-    parts = chosen(list(part), PARTS, "--part", without=PARTS)
+    parts = chosen(list(part), PARTS, "--part", default=PARTS)
     device = registry.chosen(device, {"threads": threads})
     caches = kinds(options.tail_length)
     # Wrong options are found before anything is fetched or run for them.

@@ -119,9 +119,9 @@ def test_an_answer_that_is_not_whole_is_noticed_in_the_end(events: list[bytes]) 
 
 def test_an_id_that_two_answers_have_is_noticed() -> None:
     ledger = Ledger()
-    ledger.see_id("a")
+    ledger.add_id("a")
     with pytest.raises(Violation):
-        ledger.see_id("a")
+        ledger.add_id("a")
 
 
 def test_a_server_that_says_something_else_is_caught(server: Server) -> None:
