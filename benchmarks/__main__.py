@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: the options of each benchmark. Each command imports its implementation when it is called."""
+"""`python -m benchmarks`: the options and help of each command. A command imports its implementation when it is called."""
 
 from pathlib import Path
 from typing import Annotated
@@ -20,13 +20,14 @@ app = typer.Typer(
 @app.command("scheduler")
 def scheduler(
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer repetitions: a look in seconds, not a result to quote.")
+        bool,
+        typer.Option("--quick", help="Fewer repetitions: takes seconds, but the figures are less reliable."),
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Time the scheduler's own work in a step.
+    """Time the scheduler on the host.
 
-    Schedule and apply, against running and waiting requests.
+    Time of schedule and apply per step, by number of running and waiting requests.
     """
     from benchmarks.scheduler import main as run
 
@@ -36,16 +37,16 @@ def scheduler(
 @app.command("batching")
 def batching(
     device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Measure on cuda (or cpu), instead of the cost model.")
+        str | None, typer.Option(metavar="NAME", help="Measure on cuda or cpu instead of a cost model.")
     ] = None,
     shape: Annotated[
-        list[str], typer.Option(metavar="S,S,...", help="0.6b, 8b, tiny; default: the first two.")
+        list[str], typer.Option(metavar="S,S,...", help="0.6b, 8b, tiny; default: 0.6b,8b.")
     ] = [],  # noqa: B006  (typer makes a new one)
     json: AsJson = False,
 ) -> None:
     """Compare continuous and static batching.
 
-    On a cost model and a virtual clock; with --device on models of random weights, as `weft bench gpu` has them.
+    Uses a cost model and a virtual clock; with --device, the models with random weights of `weft bench gpu`.
     """
     if device is not None:
         from benchmarks.batching_measured import main as measure
@@ -69,8 +70,8 @@ def criteria(
 ) -> None:
     """Measure the published criteria of batching.
 
-    On a real model: continuous against static, scaling, long among short. Some minutes, on a machine that does nothing
-    else.
+    On a real model: continuous against static batching, scaling, long requests among short ones. Takes some minutes and
+    needs an idle machine.
     """
     from benchmarks.criteria import main as run
 
@@ -83,20 +84,20 @@ def perplexity(
         str, typer.Argument(metavar="MODEL", help="default, hf:owner/name, or a path.")
     ] = "default",
     text: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="UTF-8; default: the topics of Python's own help.")
+        Path | None, typer.Option(metavar="PATH", help="A UTF-8 file; default: Python's help topics.")
     ] = None,
-    context: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens of a window.")] = 512,
+    context: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens per window.")] = 512,
     windows: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="How many; default: 4,096 tokens' worth.")
+        int | None, typer.Option(min=1, metavar="N", help="Number of windows; default: 4,096 tokens in all.")
     ] = None,
     quantize: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="int8 or int4, for weights that are stored as floats.")
+        str | None, typer.Option(metavar="TYPE", help="int8 or int4, for weights in floating point.")
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Compare the quality of the kernels, and of a card, with numpy's.
+    """Compare the perplexity of kernels and card with numpy.
 
-    Perplexity on the same text with the same weights, in f32 there.
+    All use the same text and weights; numpy computes in f32.
     """
     from benchmarks.perplexity import main as run
 
@@ -112,38 +113,43 @@ def kv_cache(
         list[str],
         typer.Option(metavar="P,P,...", help="admission, perplexity, retrieval, speed; default: all."),
     ] = [],  # noqa: B006  (typer makes a new one)
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="What computes.")] = "auto",
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="The backend.")] = "auto",
     threads: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Default: one for each core.")
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="Of perplexity, UTF-8; default: the topics of Python's own help."),
+        typer.Option(metavar="PATH", help="A UTF-8 file for perplexity; default: Python's help topics."),
     ] = None,
-    windows: Annotated[int, typer.Option(min=1, metavar="N", help="Of 2,048 tokens of that text.")] = 4,
-    facts: Annotated[int, typer.Option(min=1, metavar="N", help="Of retrieval.")] = 100,
+    windows: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Windows of 2,048 tokens for perplexity.")
+    ] = 4,
+    facts: Annotated[int, typer.Option(min=1, metavar="N", help="Facts for retrieval.")] = 100,
     context: Annotated[
-        int, typer.Option(min=64, metavar="N", help="Tokens of a context of admission and speed.")
+        int, typer.Option(min=64, metavar="N", help="Tokens of a context for admission and speed.")
     ] = 4096,
     contexts: Annotated[
-        int, typer.Option(min=1, metavar="N", help="That fill the memory of admission with a full cache.")
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Contexts that fill the memory for admission with a full cache."
+        ),
     ] = 16,
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Of speed.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Batch size for speed.")] = 16,
     tail_length: Annotated[
         int, typer.Option(min=1, metavar="N", help="Newest tokens that stay in full precision.")
     ] = 256,
     confirm: Annotated[
-        bool, typer.Option("--confirm", help="Compute the contexts of admission too; minutes on a CPU.")
+        bool, typer.Option("--confirm", help="Compute the contexts of admission too; takes minutes on a CPU.")
     ] = False,
     json: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Write all that was measured as JSON, part by part.")
+        Path | None, typer.Option(metavar="PATH", help="Write all measurements as JSON, after every part.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw a chart as PNG.")] = None,
 ) -> None:
     """Compare a two-tier KV cache with a full one.
 
-    Contexts in the same memory, perplexity, facts read back out of long contexts, and decode speed, in full, in 8 and in 4
-    bits. A quarter of an hour on a small CPU. Exit code 1: a bar was missed.
+    Contexts in the same memory, perplexity, facts retrieved from long contexts, and decode speed, with a full cache, 8 bits
+    and 4 bits. Takes a quarter of an hour on a small CPU. Exit code 1: a criterion was missed.
     """
     from benchmarks.kv_cache import Options
     from benchmarks.kv_cache import main as run
@@ -179,26 +185,25 @@ def peers(
     ] = None,
     home: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where peers are installed; default: peers in WEFT_HOME."),
+        typer.Option(metavar="DIR", help="Directory of the installed peers; default: peers in WEFT_HOME."),
     ] = None,
     keep: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep each result there, and go on from what is there.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Store each result there; an interrupted run continues from there."),
     ] = None,
     rounds: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How often each is measured, in turn; the median counts.")
+        int, typer.Option(min=1, metavar="N", help="Rounds; the engines take turns, and the median counts.")
     ] = 1,
     repeats: Annotated[
-        int, typer.Option(min=0, metavar="N", help="How often a run that others disturbed is repeated.")
+        int, typer.Option(min=0, metavar="N", help="Repeats of a run that other load disturbed.")
     ] = 2,
-    json: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Write all that was measured as JSON.")
-    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="PATH", help="Write all measurements as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw a bar chart as PNG.")] = None,
 ) -> None:
     """Compare with other engines on this machine.
 
-    Installs each into an environment of its own, some GB in all, and runs the same work on each in turn, half an hour.
-    Exit code 1: an engine could not be measured.
+    Installs each engine into its own environment, some GB in all, and runs the same workloads on each in turn. Takes half
+    an hour. Exit code 1: an engine could not be measured.
     """
     from benchmarks.peers import main as run_peers
 
@@ -225,7 +230,7 @@ def kernels(
 ) -> None:
     """Time the linear layers of the default model.
 
-    Alone, on every instruction set this machine has, beside what it can read and multiply.
+    On every instruction set of this machine, compared with its memory bandwidth and arithmetic.
     """
     from benchmarks.kernels import main as run
 
@@ -234,13 +239,13 @@ def kernels(
 
 @app.command("drafts")
 def drafts(
-    model: Annotated[str, typer.Option("--model", "-m", help="What is asked.")] = "default",
-    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="How often everything is asked.")] = 2,
+    model: Annotated[str, typer.Option("--model", "-m", help="The model.")] = "default",
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Rounds over all prompts.")] = 2,
     json: AsJson = False,
 ) -> None:
     """Time one stream with and without drafts.
 
-    By what is asked, on this machine; answers are compared. Exit code 1: one was another with drafts.
+    For several kinds of prompts. Exit code 1: an answer differs with drafts.
     """
     from benchmarks.drafts import main as run
 

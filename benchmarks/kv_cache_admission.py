@@ -1,8 +1,8 @@
-"""How many contexts run at the same time in one memory, found by running them.
+"""How many contexts run at the same time in a given memory, found by running them.
 
-The largest number is searched on paper: the real engine plans over the very pool that the real backend has taken, and a
-backend that computes nothing carries the plans out. Whoever wants to see it has the real backend compute that number too.
-Contexts are begun one after the other and end together, so that at the end all of them have their whole length.
+The search plans only: the real engine schedules on the pool of the real backend, and a backend that computes nothing
+executes the plans. With `confirm` the real backend then computes the largest number too. Contexts start one after
+another and end together, so that at the end all of them have their full length.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import Grammar, InferenceRequest, RequestId, RequestState, SamplingParams, TokenOutput
 
 NEW_TOKENS = 32
-"""Of the context that is begun last."""
-_ROUNDS = 12
-"""Of bringing the ends together, at most: who needs how many steps for its prompt changes when the others' lengths do."""
+"""Tokens of the answer of the context that starts last."""
+_ITERATIONS = 12
+"""Most iterations of `align_ends`: a change of the lengths changes the step in which each prompt is done."""
 
 
 @dataclass(frozen=True)
 class Admission:
-    """The most contexts of one kind of cache in a memory."""
+    """The most contexts that fit into `memory` with one kind of cache."""
 
     kind: str
     memory: int
-    """Bytes, as taken."""
+    """Allocated bytes."""
     context: int
     contexts: int
     shortest: int
-    """Tokens of the shortest context, at the moment when most of them were held."""
+    """Tokens of the shortest context when all ran at the same time."""
     seconds: float | None = None
-    """Of the real backend's run; None: it was not asked to compute."""
+    """Duration on the real backend; None if the contexts were only planned."""
 
 
 @dataclass(frozen=True)
-class Company:
-    """What became of contexts that were asked for together."""
+class JointRun:
+    """Result of running several contexts together."""
 
     context: int
-    """Tokens that each came to."""
+    """Tokens of each context at its end."""
     asked: int
     most: int
-    """That ran at the same time."""
+    """Most contexts that ran at the same time."""
     preemptions: int
     shortest: int
-    """Tokens of the shortest, when all ran: the most that this ever was. 0 where they never did."""
+    """Tokens of the shortest context while all ran, at its maximum; 0 if they never all ran."""
     first_steps: tuple[int, ...]
-    """In which step each gave its first token."""
+    """The step of the first token of each context."""
 
     @property
     def fits(self) -> bool:
-        """All ran at the same time with all but the last few tokens of their length, and none had to give way."""
+        """Whether all ran at the same time, at almost their full length, without a preemption."""
         is_whole = self.shortest > self.context - NEW_TOKENS
         return self.most == self.asked and is_whole and not self.preemptions
 
@@ -69,41 +69,41 @@ Lengths = Sequence[tuple[int, int]]
 def admit(
     setup: Setup, kind: Kind, context: int, *, contexts: int, memory: int | None, confirm: bool = False
 ) -> Admission:
-    """In `memory`; None: in what `contexts` take in full precision. `confirm`: the real backend computes them too."""
+    """Finds the most contexts in `memory`; None: the memory of `contexts` contexts in full precision."""
     rows = 6 * contexts + 2
     blocks = -(-context // KvCachePoolConfig().block_size)
     sizes = {"num_blocks": contexts * blocks} if memory is None else {"memory": memory}
     pool = kind.pool(**sizes)
     with setup.open(pool, context, rows) as engine:
         info = engine.scheduler.info
-        lengths, company = largest(info, engine_config(pool, rows), context)
+        lengths, joint = largest(info, engine_config(pool, rows), context)
         began, seconds = time.perf_counter(), None
         if confirm:
-            company = run_together(engine, lengths)
+            joint = run_together(engine, lengths)
             seconds = time.perf_counter() - began
-    if not company.fits:
+    if not joint.fits:
         raise WeftError(
-            f"{kind.name}: {company.asked} contexts fit on paper, but {company.most} ran at the same time, the shortest of "
-            f"{company.shortest} tokens, with {company.preemptions} preemptions"
+            f"{kind.name}: {joint.asked} contexts fit when planned, but {joint.most} ran at the same time, the shortest of "
+            f"{joint.shortest} tokens, with {joint.preemptions} preemptions"
         )
-    return Admission(kind.name, info.cache_bytes, context, len(lengths), company.shortest, seconds)
+    return Admission(kind.name, info.cache_bytes, context, len(lengths), joint.shortest, seconds)
 
 
-def largest(info: BackendInfo, config: ServingEngineConfig, context: int) -> tuple[Lengths, Company]:
-    """The most contexts that run together without anyone giving way, and how that went."""
+def largest(info: BackendInfo, config: ServingEngineConfig, context: int) -> tuple[Lengths, JointRun]:
+    """The lengths of the most contexts that run together without preemption, and the result of that run."""
     count = _estimate(info, context)
-    lengths, company = ending_together(info, config, context, count)
-    while not company.fits:  # one alone always does, or is refused
+    lengths, joint = align_ends(info, config, context, count)
+    while not joint.fits:  # a single context always fits, or is rejected
         count -= 1
-        lengths, company = ending_together(info, config, context, count)
-    while (more := ending_together(info, config, context, count + 1))[1].fits:
+        lengths, joint = align_ends(info, config, context, count)
+    while (more := align_ends(info, config, context, count + 1))[1].fits:
         count += 1
-        lengths, company = more
-    return lengths, company
+        lengths, joint = more
+    return lengths, joint
 
 
 def _estimate(info: BackendInfo, context: int) -> int:
-    """Where to begin the search."""
+    """The start of the search."""
     blocks = -(-context // info.block_size)
     if not info.store_blocks:
         return max(1, info.num_blocks // blocks)
@@ -111,63 +111,63 @@ def _estimate(info: BackendInfo, context: int) -> int:
     return max(1, min(info.num_blocks // tail, info.store_blocks // max(1, blocks - info.tail_blocks)))
 
 
-def ending_together(
+def align_ends(
     info: BackendInfo, config: ServingEngineConfig, context: int, count: int
-) -> tuple[Lengths, Company]:
-    """Lengths with which so many contexts end at about the same step, where they fit, and how that went."""
+) -> tuple[Lengths, JointRun]:
+    """Lengths with which `count` contexts end at about the same step, and the result of that run."""
     lengths = [(context - NEW_TOKENS, NEW_TOKENS)] * count
-    company = run_together(ServingEngine(PaperBackend(info), config), lengths)
-    begins = list(company.first_steps)
-    for _ in range(_ROUNDS):
-        if company.fits:
+    joint = run_together(ServingEngine(PlanOnlyBackend(info), config), lengths)
+    begins = list(joint.first_steps)
+    for _ in range(_ITERATIONS):
+        if joint.fits:
             break
         last = max(begins)
         answers = [min(context - 1, NEW_TOKENS + last - begin) for begin in begins]
         lengths = [(context - answer, answer) for answer in answers]
-        company = run_together(ServingEngine(PaperBackend(info), config), lengths)
-        # Half of the way: a whole step would swing around the lengths that are looked for.
-        begins = [(old + new + 1) // 2 for old, new in zip(begins, company.first_steps, strict=True)]
-    return lengths, company
+        joint = run_together(ServingEngine(PlanOnlyBackend(info), config), lengths)
+        # Half of the correction: a full one would oscillate around the solution.
+        begins = [(old + new + 1) // 2 for old, new in zip(begins, joint.first_steps, strict=True)]
+    return lengths, joint
 
 
-def run_together(engine: ServingEngine, lengths: Lengths) -> Company:
-    """Asks for all of them at once and runs them to their ends; the engine is not started."""
+def run_together(engine: ServingEngine, lengths: Lengths) -> JointRun:
+    """Submits all contexts at once and runs them to their ends in this thread; the engine must not be started."""
     vocabulary = engine.scheduler.info.vocabulary_size
     first_steps: dict[RequestId, int] = {}
     steps = most = shortest = 0
 
-    def note(output: TokenOutput) -> None:
+    def record_output(output: TokenOutput) -> None:
         first_steps.setdefault(output.request_id, steps)
 
-    asked = []
+    request_ids = []
     for number, (prompt, answer) in enumerate(lengths):
         tokens = tuple(random.Random(number).choices(range(vocabulary), k=prompt))
         params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
-        asked.append(engine.submit_with_callback(InferenceRequest(tokens, params), note))
+        request_ids.append(engine.submit_with_callback(InferenceRequest(tokens, params), record_output))
     while engine.has_work:
         engine.run_iteration()
         steps += 1
         running = engine.scheduler.running
         most = max(most, len(running))
-        if len(running) == len(asked):
+        if len(running) == len(request_ids):
             shortest = max(shortest, min(sequence.target for sequence in running))
-    for request_id, (_, answer) in zip(asked, lengths, strict=True):
+    for request_id, (_, answer) in zip(request_ids, lengths, strict=True):
         result = engine.get_result(request_id)
         if result is None or result.state is not RequestState.COMPLETED or len(result.tokens) != answer:
-            raise WeftError(f"a context did not come to its end: {result and result.error}")
+            raise WeftError(f"a context did not complete: {result and result.error}")
     preemptions = engine.metrics().preemptions
-    return Company(
+    return JointRun(
         context=max(prompt + answer for prompt, answer in lengths),
-        asked=len(asked),
+        asked=len(request_ids),
         most=most,
         preemptions=preemptions,
         shortest=shortest,
-        first_steps=tuple(first_steps[one] for one in asked),
+        first_steps=tuple(first_steps[request_id] for request_id in request_ids),
     )
 
 
-class PaperBackend:
-    """Has the pool of another backend and computes nothing: every token is the first of the vocabulary."""
+class PlanOnlyBackend:
+    """Reports the pool of another backend and computes nothing: every token has the id 0."""
 
     def __init__(self, info: BackendInfo) -> None:
         self._info = info
@@ -178,15 +178,15 @@ class PaperBackend:
     def check_grammar(self, grammar: Grammar) -> None:
         pass
 
-    def submit(self, plan: IterationPlan) -> _PaperStep:
-        return _PaperStep(plan)
+    def submit(self, plan: IterationPlan) -> _PlanOnlyStep:
+        return _PlanOnlyStep(plan)
 
     def close(self) -> None:
         pass
 
 
 @dataclass(frozen=True)
-class _PaperStep:
+class _PlanOnlyStep:
     plan: IterationPlan
 
     def result(self) -> StepResult:

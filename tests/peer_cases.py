@@ -9,8 +9,8 @@ from pathlib import Path
 
 from benchmarks.machine_speed import Gauge, Speed
 from benchmarks.peers import Bench
-from benchmarks.peers_cells import Cell, Kept, Try
-from benchmarks.peers_engines import Engine, Launch, Workshop
+from benchmarks.peers_cells import Cell, CellFiles, Try
+from benchmarks.peers_engines import Engine, Launch, PeerFiles
 from weft.bench.serve_load import WORKLOADS, Text
 
 # Answers every phase at once, with one token a millisecond; writes down that it was asked.
@@ -48,8 +48,8 @@ def make_bench(
     probe: Callable[[], Speed] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Bench:
-    bench = Bench(engines, columns, Kept(keep), rounds, repeats, some_text, say, Gauge(probe))
-    bench.prepare(Workshop(tmp_path, tmp_path / "model.gguf", 0, lambda _: None))
+    bench = Bench(engines, columns, CellFiles(keep), rounds, repeats, some_text, say, Gauge(probe))
+    bench.prepare(PeerFiles(tmp_path, tmp_path / "model.gguf", 0, lambda _: None))
     return bench
 
 

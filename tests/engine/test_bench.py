@@ -101,7 +101,7 @@ def test_a_trace_counts_from_the_arrival_even_when_the_engine_was_busy_then() ->
 def test_unused_cells_are_those_behind_the_last_token_of_a_block() -> None:
     costs = StepCosts(base=1.0, per_token=0.0, per_context=0.0)
     run = batching.run(costs, SchedulerConfig(), [batching.Job(0.0, 12, 1)])
-    assert run.unused_cells / run.held_cells == pytest.approx(4 / 16)
+    assert run.unused_positions / run.held_positions == pytest.approx(4 / 16)
 
 
 def test_a_quantile_is_the_smallest_value_that_the_share_does_not_exceed() -> None:
@@ -143,7 +143,7 @@ def test_long_prompts_among_short_ones_keep_within_the_bars_on_the_accelerator(
 ) -> None:
     mixes = [mix for mix in batching_report.long_and_short if mix.device == "H200"]
     assert len(mixes) == 2
-    assert all(mix.rise < 0.5 and mix.longest_block <= 0.5 for mix in mixes)
+    assert all(mix.rise < 0.5 and mix.longest_stall <= 0.5 for mix in mixes)
 
 
 def test_kv_fragmentation_stays_under_15_percent(batching_report: batching.Report) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks import kv_cache, kv_cache_admission, kv_cache_quality, kv_cache_speed
 from benchmarks.kv_cache import Options, Report
-from benchmarks.kv_cache_admission import Admission, Company, largest
+from benchmarks.kv_cache_admission import Admission, JointRun, largest
 from benchmarks.kv_cache_kinds import FULL, Kind, Setup, engine_config, kinds
-from benchmarks.kv_cache_quality import Fact, Reading, Retrieval, is_found, judge, make_facts
+from benchmarks.kv_cache_quality import Fact, Reading, Retrieval, evaluate, is_found, make_facts
 from benchmarks.kv_cache_speed import Speed
 from benchmarks.peers_environment import PeerError
 from benchmarks.perplexity import Difference
@@ -59,7 +59,7 @@ def test_as_many_contexts_are_admitted_as_have_blocks_for_their_whole_length() -
 def test_contexts_fit_where_all_ran_at_once_with_their_whole_length_and_none_gave_way(
     changes: dict[str, int], fits: bool
 ) -> None:
-    company = Company(
+    company = JointRun(
         CONTEXT, asked=4, most=4, preemptions=0, shortest=CONTEXT - 31, first_steps=(1, 2, 3, 4)
     )
     assert dataclasses.replace(company, **changes).fits is fits  # type: ignore[arg-type]
@@ -141,10 +141,10 @@ def test_a_fact_is_found_where_the_answer_is_its_code_and_no_longer_one() -> Non
 def test_only_facts_that_the_full_cache_finds_are_expected_of_the_others() -> None:
     facts = [Fact((1,), str(code), 0.5) for code in (10001, 10002, 10003, 10004)]
     full = ["10001", "10002.", "99999", "10004"]
-    found = judge(Kind("8 bits", 8), facts, ["10001", "none", "10003", "10004"], full)
+    found = evaluate(Kind("8 bits", 8), facts, ["10001", "none", "10003", "10004"], full)
     assert (found.asked, found.found, found.kept, found.expected) == (4, 3, 2, 3)
     assert found.share == pytest.approx(2 / 3) and found.lost == ("10002 at 50%: 'none'",)
-    assert judge(Kind("8 bits", 8), facts, full, ["none"] * 4).share == 0
+    assert evaluate(Kind("8 bits", 8), facts, full, ["none"] * 4).share == 0
 
 
 def test_the_real_model_finds_a_fact_in_every_kind_of_cache(
@@ -153,7 +153,7 @@ def test_the_real_model_finds_a_fact_in_every_kind_of_cache(
     setup = Setup(kv_cache.open_checkpoint(default_model_path), "cpu")
     facts = make_facts(default_tokenizer, 2, (400, 500), tail_length=64)
     for kind in kinds(64):
-        answers = kv_cache_quality.ask(setup, kind, default_tokenizer, facts)
+        answers = kv_cache_quality.answer_facts(setup, kind, default_tokenizer, facts)
         assert [is_found(fact, answer) for fact, answer in zip(facts, answers, strict=True)] == [True, True]
 
 

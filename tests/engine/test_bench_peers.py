@@ -16,7 +16,7 @@ import pytest
 from benchmarks import peers, peers_environment
 from benchmarks.peers import Bench, choose_engines, choose_work, groups
 from benchmarks.peers_cells import START
-from benchmarks.peers_engines import ENGINES, OURS_OTHERWISE, PEERS, Engine, Launch, Workshop
+from benchmarks.peers_engines import ENGINES, OURS_WITHOUT_DRAFTS, PEERS, Engine, Launch, PeerFiles
 from benchmarks.peers_environment import Environment, PeerError, last_error, python_of, run_logged
 from benchmarks.peers_process import RunningEngine, driver_records, free_port
 from benchmarks.peers_report import Report, document, print_report, ratios
@@ -69,7 +69,7 @@ def test_engines_take_turns_within_each_workload(tmp_path: Path) -> None:
 def test_an_engine_that_fails_is_reported_with_its_reason_and_the_others_go_on(tmp_path: Path) -> None:
     diary = tmp_path / "diary"
 
-    def refuse(_: Workshop) -> Callable[[int], Launch]:
+    def refuse(_: PeerFiles) -> Callable[[int], Launch]:
         raise PeerError("no such wheel")
 
     broken = "import sys; print('RuntimeError: no such model', file=sys.stderr); sys.exit(3)"
@@ -237,7 +237,7 @@ def test_what_a_driver_answers_is_checked() -> None:
     assert first.is_answered and first.first_token == 0.5 and first.prompt_tokens == 2
     assert second.failure_kind == "wrong length" and second.due == 1.0
     for junk in (b"oh no\n", b"{}\n", b"[1, 2]\n", json.dumps(whole[:1]).encode()):
-        with pytest.raises(PeerError, match="which is no list of requests"):
+        with pytest.raises(PeerError, match="which is not a list of requests"):
             driver_records(phase, junk)
 
 
@@ -327,8 +327,8 @@ def test_the_tables_show_the_best_peer_marks_what_was_disturbed_and_names_what_i
 ) -> None:
     """Weft set up otherwise is in them, but is no peer, however fast."""
     report = some_report()
-    otherwise = driver(OURS_OTHERWISE, Path("diary"))
-    faster = cell(OURS_OTHERWISE, "W8", tokens_per_second=80.0, first_token_p99=0.5)
+    otherwise = driver(OURS_WITHOUT_DRAFTS, Path("diary"))
+    faster = cell(OURS_WITHOUT_DRAFTS, "W8", tokens_per_second=80.0, first_token_p99=0.5)
     report = dataclasses.replace(report, engines=(*report.engines, otherwise), cells=(*report.cells, faster))
     print_report(report)
     said = capsys.readouterr().out

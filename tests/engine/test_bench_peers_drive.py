@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers_drive import Driver, serving_config
-from benchmarks.peers_engines import ENGINES, OURS_IN_PROCESS, Launch, Workshop
+from benchmarks.peers_engines import ENGINES, OURS_IN_PROCESS, Launch, PeerFiles
 from benchmarks.peers_process import RunningEngine, driver_records
 from benchmarks.peers_report import Report, document, print_report
 from peer_cases import cell, driver
@@ -22,7 +22,7 @@ from weft.bench.serve_load import Item, Phase
 
 def test_the_driver_does_the_work_of_a_phase_at_its_times(tmp_path: Path, default_model_path: Path) -> None:
     engine = next(engine for engine in ENGINES if engine.name == OURS_IN_PROCESS)
-    launch = engine.prepare(Workshop(tmp_path, default_model_path, 0, lambda _: None))(0)
+    launch = engine.prepare(PeerFiles(tmp_path, default_model_path, 0, lambda _: None))(0)
     assert launch.port is None and launch.command[0] == sys.executable
     running = RunningEngine(
         Launch(launch.command, None, {**os.environ, **launch.environment}), tmp_path / "log"

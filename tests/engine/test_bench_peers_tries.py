@@ -12,7 +12,7 @@ import pytest
 from benchmarks import peers
 from benchmarks.machine_speed import Gauge, Speed, SpeedProbe, open_gauge
 from benchmarks.peers import Bench
-from benchmarks.peers_cells import START, Cell, Kept, Try
+from benchmarks.peers_cells import START, Cell, CellFiles, Try
 from benchmarks.peers_engines import Engine
 from benchmarks.peers_process import RunningEngine
 from benchmarks.peers_report import Report, document, print_report
@@ -107,7 +107,7 @@ def test_a_machine_that_stays_slow_is_not_waited_for_without_end(tmp_path: Path)
     )
     bench.gauge.remember(FULL)
     bench.run()
-    assert len(looks) == 2 + peers.QUIET_LOOKS + 2
+    assert len(looks) == 2 + peers.QUIET_CHECKS + 2
     assert len(bench.cells["a", "W8"].tries) == 2 and bench.cells["a", "W8"].is_disturbed
 
 
@@ -183,7 +183,7 @@ def test_without_kernels_there_is_no_probe_and_the_report_says_so(
     monkeypatch.delattr("weft._kernels", raising=False)
     gauge = open_gauge()
     gauge.calibrate()
-    assert gauge.is_blind and gauge.look() is None and gauge.best is None
+    assert gauge.is_disabled and gauge.measure() is None and gauge.best is None
     bench = make_bench(tmp_path, [driver("weft", tmp_path / "diary")], ["W8"], repeats=2)
     bench.gauge = gauge
     bench.run()
@@ -196,11 +196,11 @@ def test_without_kernels_there_is_no_probe_and_the_report_says_so(
 def test_the_real_probe_gives_what_this_machine_reads_and_multiplies() -> None:
     kernels = pytest.importorskip("weft._kernels")
     probe = SpeedProbe(threads=2, data_bytes=8 << 20)
-    speed = probe.look()
+    speed = probe.measure()
     assert 1e8 < speed.reading < 1e13  # any machine that there is
     assert (speed.products is None) == (kernels.measure_products(probe.pool, 0.0) == 0)
-    gauge = Gauge(probe.look)
-    first, second = gauge.look(), gauge.look()
+    gauge = Gauge(probe.measure)
+    first, second = gauge.measure(), gauge.measure()
     assert first is not None and second is not None and gauge.best == first.faster(second)
 
 
@@ -299,30 +299,30 @@ def test_a_kept_cell_comes_back_as_it_was(tmp_path: Path) -> None:
         ),
         FULL,
     )
-    Kept(tmp_path).save(whole)
-    assert Kept(tmp_path).load("llama.cpp, 8 slots", "W8") == whole
-    assert Kept(tmp_path).load("llama.cpp, 8 slots", "W32") is None
-    assert Kept(None).load("llama.cpp, 8 slots", "W8") is None
+    CellFiles(tmp_path).save(whole)
+    assert CellFiles(tmp_path).load("llama.cpp, 8 slots", "W8") == whole
+    assert CellFiles(tmp_path).load("llama.cpp, 8 slots", "W32") is None
+    assert CellFiles(None).load("llama.cpp, 8 slots", "W8") is None
 
 
 def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
     diary, kept = tmp_path / "diary", tmp_path / "kept"
-    Kept(kept).save(cell("a", "W8", tokens_per_second=77.0))
-    Kept(kept).save(cell("a", "W32", others=0.5))  # disturbed: measured again
+    CellFiles(kept).save(cell("a", "W8", tokens_per_second=77.0))
+    CellFiles(kept).save(cell("a", "W32", others=0.5))  # disturbed: measured again
     bench = make_bench(tmp_path, [driver("a", diary)], ["W8", "W32"], keep=kept)
     bench.run()
     assert asked(diary) == ["a 32"]
     assert bench.cells["a", "W8"].figure.tokens_per_second == 77.0
     assert [one.attempt for one in bench.cells["a", "W32"].tries] == [0, 1]
     assert not bench.cells["a", "W32"].is_disturbed
-    assert Kept(kept).load("a", "W32") == bench.cells["a", "W32"]
+    assert CellFiles(kept).load("a", "W32") == bench.cells["a", "W32"]
 
 
 def test_more_rounds_than_a_kept_run_had_are_added_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = tmp_path / "kept"
-    Kept(kept).save(Cell((one_try("a", "W8", tokens_per_second=10.0),), FULL))
+    CellFiles(kept).save(Cell((one_try("a", "W8", tokens_per_second=10.0),), FULL))
     bench = make_bench(tmp_path, [driver("a", tmp_path / "diary")], ["W8"], rounds=3, keep=kept)
     order = rates(bench, monkeypatch, {"a": [30.0, 20.0]})
     bench.run()
@@ -345,8 +345,8 @@ def test_kept_files_of_another_shape_are_measured_again(tmp_path: Path) -> None:
         )
     ):
         (kept / "a.W8.json").write_text(json.dumps(junk))
-        assert Kept(kept).load("a", "W8") is None
+        assert CellFiles(kept).load("a", "W8") is None
         bench = make_bench(tmp_path, [driver("a", diary)], ["W8"], keep=kept)
         bench.run()
         assert asked(diary) == ["a 8"] * (number + 1)
-        assert Kept(kept).load("a", "W8") == bench.cells["a", "W8"]
+        assert CellFiles(kept).load("a", "W8") == bench.cells["a", "W8"]

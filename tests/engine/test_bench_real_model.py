@@ -43,7 +43,7 @@ def test_a_criterion_run_gives_every_job_its_tokens_on_the_real_model(default_mo
     result = run(SchedulerConfig(), [Job(0.0, 8, 3), Job(0.05, 20, 2)], None)
     assert sorted(len(trace.token_times) for trace in result.traces) == [2, 3]
     assert all(trace.first_token > 0 for trace in result.traces)
-    assert result.seconds > 0.05 and 0 < result.unused_cells < result.held_cells
+    assert result.seconds > 0.05 and 0 < result.unused_positions < result.held_positions
 
 
 def test_the_criteria_are_printed_with_their_bars(
@@ -68,7 +68,7 @@ def test_the_kernels_perplexity_is_that_of_the_dequantised_reference(
     if instruction_set() is None:
         pytest.skip("there are no kernels here")
     checkpoint = open_checkpoint(default_model_path)
-    windows = perplexity.cut(default_tokenizer, None, 512, 1)
+    windows = perplexity.make_windows(default_tokenizer, None, 512, 1)
     reference = perplexity.score(checkpoint, windows, "numpy", dtype=np.float32)
     kernels = perplexity.score(checkpoint, windows, "kernels")
     assert len(reference.logprobs) == len(kernels.logprobs) == 256
@@ -91,14 +91,14 @@ def test_a_difference_is_measured_token_by_token() -> None:
 def test_a_text_is_cut_into_whole_windows_and_one_that_is_too_short_is_refused(
     default_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    windows = perplexity.cut(default_tokenizer, READING, 64, 3)
+    windows = perplexity.make_windows(default_tokenizer, READING, 64, 3)
     ids = default_tokenizer.encode(READING.read_text(encoding="utf-8"), add_bos=False)
     assert [len(window) for window in windows] == [64, 64, 64]
     assert [token for window in windows for token in window] == ids[: 3 * 64]
     short = tmp_path / "short.txt"
     short.write_text("Three words here")
     with pytest.raises(InvalidRequestError, match="has 3 tokens, and one window takes 64"):
-        perplexity.cut(default_tokenizer, short, 64, 1)
+        perplexity.make_windows(default_tokenizer, short, 64, 1)
 
 
 def test_the_perplexity_bench_prints_its_table_and_json(

@@ -114,7 +114,7 @@ def use_of(
     )
 
 
-def family_of(pid: int, processes: Mapping[int, Process]) -> frozenset[int]:
+def process_tree(pid: int, processes: Mapping[int, Process]) -> frozenset[int]:
     """A process and all its descendants."""
     return frozenset(other for other in processes if pid in _ancestors_of(other, processes))
 
