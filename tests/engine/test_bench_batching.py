@@ -20,18 +20,18 @@ from weft.errors import InvalidRequestError, WeftError
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_static_batch_is_full_and_the_same_work_is_done_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_static_batch_is_full_and_all_engines_do_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         batching_measured,
         "mixed_jobs",
         lambda lengths: [Job(0.0, 2 + number % 5, 3 + number % 7) for number in range(4 * ROWS)],
     )
     steps: list[tuple[bool, int]] = []
-    whole = batching_measured.run
+    original = batching_measured.run
 
     def counted(engine: ServingEngine, jobs: list[Job]) -> float:
         before = engine.stats()[0].steps
-        seconds = whole(engine, jobs)
+        seconds = original(engine, jobs)
         steps.append((engine.config.scheduler.dynamic_batching, engine.stats()[0].steps - before))
         return seconds
 
@@ -53,30 +53,30 @@ def test_batches_are_padded_to_their_longest() -> None:
     assert padded == [Job(0.0, ROWS, 99)] * ROWS + [Job(0.0, ROWS + 2, 99 - ROWS)] * 2
 
 
-def test_a_ratio_is_that_of_runs_that_followed_each_other() -> None:
+def test_the_ratio_is_the_median_of_the_rounds() -> None:
     one = Measured("8b", "even", "16 rows", 10.0, 5.0, 2.0, (1.0, 2.5, 1.5))
     assert one.ratio == 1.5
     assert not batching_measured._check(one).is_met
 
 
-def test_answers_that_are_too_short_are_an_error_and_no_figure() -> None:
+def test_answers_that_are_too_short_are_an_error() -> None:
     backend = registry.build("noop")
     config = ServingEngineConfig(SchedulerConfig(max_running=4), KvCachePoolConfig(num_blocks=64))
     engine = ServingEngine(backend, config)
-    whole = engine.submit
+    original = engine.submit
 
     def cancelled(request: object) -> object:
-        request_id = whole(request)  # type: ignore[arg-type]
+        request_id = original(request)  # type: ignore[arg-type]
         engine.cancel(request_id)
         return request_id
 
     engine.submit = cancelled  # type: ignore[method-assign, assignment]
-    with pytest.raises(WeftError, match="has not the 5 tokens"):
+    with pytest.raises(WeftError, match="does not have its 5 tokens"):
         batching_measured.run(engine, [Job(0.0, 3, 5)])
     engine.stop()
 
 
-def test_the_command_measures_where_a_device_is_named() -> None:
+def test_the_command_measures_on_the_named_device() -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"  # an import would fail
         "from benchmarks import batching_measured as m; m.ROUNDS = 1\n"
@@ -93,7 +93,7 @@ def test_the_command_measures_where_a_device_is_named() -> None:
     assert "768 blocks" in done.stdout and "to padded" in done.stdout
 
 
-def test_an_unknown_shape_is_refused_and_so_is_a_card_that_is_not_there(
+def test_an_unknown_shape_and_a_missing_card_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(InvalidRequestError, match=r"--shape is '70b'; allowed: 0\.6b, 8b, tiny"):

@@ -1,4 +1,4 @@
-"""`python -m benchmarks kv-cache` on a tiny scale: what is admitted is what fits, facts are where they should be, bars are judged."""
+"""`python -m benchmarks kv-cache` with small sizes: admission, facts, speed, and criteria."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def count(info: BackendInfo) -> int:
 # --- admission ----------------------------------------------------------------------------------------------------
 
 
-def test_as_many_contexts_are_admitted_as_have_blocks_for_their_whole_length() -> None:
+def test_as_many_contexts_are_admitted_as_have_blocks_for_their_full_length() -> None:
     assert count(plain_info(3 * 8)) == 3
     assert count(plain_info(3 * 8 - 1)) == 2
     assert count(plain_info(3 * 8 + 7)) == 3
@@ -56,31 +56,29 @@ def test_as_many_contexts_are_admitted_as_have_blocks_for_their_whole_length() -
     ("changes", "fits"),
     [({}, True), ({"most": 3}, False), ({"preemptions": 1}, False), ({"shortest": CONTEXT - 32}, False)],
 )
-def test_contexts_fit_where_all_ran_at_once_with_their_whole_length_and_none_gave_way(
+def test_contexts_fit_if_all_ran_at_once_at_full_length_without_preemption(
     changes: dict[str, int], fits: bool
 ) -> None:
-    company = JointRun(
-        CONTEXT, asked=4, most=4, preemptions=0, shortest=CONTEXT - 31, first_steps=(1, 2, 3, 4)
-    )
-    assert dataclasses.replace(company, **changes).fits is fits  # type: ignore[arg-type]
+    joint = JointRun(CONTEXT, asked=4, most=4, preemptions=0, shortest=CONTEXT - 31, first_steps=(1, 2, 3, 4))
+    assert dataclasses.replace(joint, **changes).fits is fits  # type: ignore[arg-type]
 
 
 def test_a_wrong_estimate_is_corrected_by_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     for estimate in (1, 5):
-        monkeypatch.setattr(kv_cache_admission, "_estimate", lambda info, context, said=estimate: said)
+        monkeypatch.setattr(kv_cache_admission, "_estimate", lambda info, context, fixed=estimate: fixed)
         assert count(plain_info(3 * 8)) == 3
 
 
-def test_contexts_are_held_together_at_nearly_their_whole_length() -> None:
-    """Were they begun together and left to end by themselves, the first would be gone when the last comes."""
-    lengths, company = largest(plain_info(6 * 8), engine_config(KvCachePoolConfig(), 32), CONTEXT)
-    assert company.shortest >= CONTEXT - 8 and not company.preemptions
+def test_contexts_run_together_at_nearly_their_full_length() -> None:
+    """With equal answers, the first context would end before the last one starts."""
+    lengths, joint = largest(plain_info(6 * 8), engine_config(KvCachePoolConfig(), 32), CONTEXT)
+    assert joint.shortest >= CONTEXT - 8 and not joint.preemptions
     assert [prompt + answer for prompt, answer in lengths] == [CONTEXT] * 6
     answers = [answer for _, answer in lengths]
     assert answers == sorted(answers, reverse=True)
 
 
-def test_the_real_backend_computes_what_was_planned_where_that_is_asked_for() -> None:
+def test_with_confirm_the_real_backend_computes_what_was_planned() -> None:
     planned = kv_cache_admission.admit(TINY, Kind(FULL, None), CONTEXT, contexts=6, memory=None)
     assert planned.contexts == 6 and planned.seconds is None
     found = kv_cache_admission.admit(TINY, Kind(FULL, None), CONTEXT, contexts=6, memory=None, confirm=True)
@@ -97,7 +95,7 @@ def test_a_two_tier_cache_admits_what_its_memory_has_room_for(kind: Kind) -> Non
     full = kv_cache_admission.admit(TINY, Kind(FULL, None), 512, contexts=4, memory=None)
     found = kv_cache_admission.admit(TINY, kind, 512, contexts=4, memory=full.memory, confirm=True)
     assert full.contexts == 4
-    # Heads of 16 values: a token in the store takes 18 or 10 bytes for 26; all but 48 of the 512 tokens are there.
+    # Heads of 16 values: a token takes 26 bytes in full, 18 or 10 in the store; 464 of the 512 tokens are in the store.
     in_store = {8: 18 / 26, 4: 10 / 26}[kind.bits or 0]
     expected = 4 / (48 / 512 + 464 / 512 * in_store)
     assert 0.95 * expected - 1 <= found.contexts <= expected
@@ -108,9 +106,7 @@ def test_a_two_tier_cache_admits_what_its_memory_has_room_for(kind: Kind) -> Non
 
 
 @pytest.mark.parametrize("kind", TWO_TIER, ids=lambda kind: kind.name)
-def test_text_is_scored_with_both_tiers_and_a_little_differently(
-    kind: Kind, default_model_path: Path
-) -> None:
+def test_a_two_tier_cache_scores_text_a_little_differently(kind: Kind, default_model_path: Path) -> None:
     setup = Setup(kv_cache.open_checkpoint(default_model_path), "cpu")
     words = tuple(range(1000, 1000 + 96))
     full, other = kv_cache_quality.read_text(setup, [Kind(FULL, None), kind], [words])
@@ -118,11 +114,11 @@ def test_text_is_scored_with_both_tiers_and_a_little_differently(
     assert 0 < other.difference.of_a_token < 0.5
 
 
-def test_facts_lie_before_the_tail_and_are_fixed_by_their_seed(default_tokenizer: Tokenizer) -> None:
+def test_facts_are_before_the_tail_and_are_fixed_by_their_seed(default_tokenizer: Tokenizer) -> None:
     facts = make_facts(default_tokenizer, 12, (200, 300), tail_length=64)
     assert facts == make_facts(default_tokenizer, 12, (200, 300), tail_length=64)
     assert facts != make_facts(default_tokenizer, 12, (200, 300), tail_length=64, seed=1)
-    assert len({fact.prompt[:32] for fact in facts}) == 12, "no context begins like another"
+    assert len({fact.prompt[:32] for fact in facts}) == 12, "contexts have no common prefix"
     for fact in facts:
         assert 200 <= len(fact.prompt) <= 300
         before = default_tokenizer.decode(fact.prompt[:-64])
@@ -132,7 +128,7 @@ def test_facts_lie_before_the_tail_and_are_fixed_by_their_seed(default_tokenizer
     assert min(fact.depth for fact in facts) < 0.3 and max(fact.depth for fact in facts) > 0.5
 
 
-def test_a_fact_is_found_where_the_answer_is_its_code_and_no_longer_one() -> None:
+def test_a_fact_is_found_if_the_answer_is_its_code_and_not_a_longer_number() -> None:
     fact = Fact((1,), "12345", 0.5)
     assert is_found(fact, "12345.\n") and is_found(fact, "12345")
     assert not is_found(fact, "123456") and not is_found(fact, "1234") and not is_found(fact, "The 12345")
@@ -177,27 +173,27 @@ def test_only_steps_of_the_whole_batch_are_measured(kind: Kind) -> None:
     assert entered == ["in", "out"]
 
 
-def test_the_speed_is_that_of_the_median_round_after_the_last_context_began() -> None:
+def test_the_speed_is_that_of_the_median_round_after_the_last_context_started() -> None:
     # Steps of 1 s until the second context begins at 10; then rounds of 16 steps of 0.5, 4 and 1 s.
     moments = [float(moment) for moment in range(11)]
     for seconds in (0.5, 4.0, 1.0):
         moments += [moments[-1] + seconds * step for step in range(1, 17)]
     rate, rounds = kv_cache_speed._rate([moments, moments[10:]], since=5.0, batch=2, rounds=3)
     assert rounds == pytest.approx((0.5, 4.0, 1.0)) and rate == pytest.approx(2 / 1.0)
-    # Not before the machine is quiet either: from 18 on, one round of 4 s and one of 1 s.
+    # Steps before `since` do not count: from 18 on, one round of 4 s and one of 1 s.
     assert kv_cache_speed._rate([moments, moments[10:]], since=18.0, batch=2, rounds=3)[1] == (4.0, 1.0)
 
 
-def test_contexts_that_were_never_together_give_no_speed() -> None:
-    with pytest.raises(WeftError, match="never decoded as a whole"):
+def test_contexts_that_never_ran_together_give_no_speed() -> None:
+    with pytest.raises(WeftError, match="never decoded together"):
         kv_cache_speed._rate([[1.0, 2.0], [3.0]], since=0.0, batch=2, rounds=1)
 
 
-# --- the whole ----------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------------------------
 
 
 def report(contexts: int, rise: float, kept: int, speed: float, device: str = "cuda") -> Report:
-    """Of a full cache and one of 8 bits."""
+    """A report of a full cache and one with 8 bits."""
     return Report(
         "a machine",
         "a model",
@@ -216,7 +212,7 @@ def report(contexts: int, rise: float, kept: int, speed: float, device: str = "c
     )
 
 
-def test_every_part_has_a_bar_and_each_is_judged_for_itself() -> None:
+def test_every_part_has_its_own_criterion() -> None:
     assert [check.is_met for check in report(18, 0.002, 49, 100.0).checks] == [True] * 4
     assert [check.is_met for check in report(17, 0.002, 49, 100.0).checks] == [False, True, True, True]
     assert report(14, 0.002, 49, 100.0, "cpu").checks[0].is_met, "its full cache is smaller"
@@ -228,12 +224,12 @@ def test_every_part_has_a_bar_and_each_is_judged_for_itself() -> None:
 
 def test_the_table_has_a_column_for_each_part_and_the_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
     kv_cache.print_report(report(18, 0.001, 48, 120.0))
-    told = " ".join(capsys.readouterr().out.split())
-    assert "18 / 10 = 1.80" in told and "+0.10% (± 0.10)" in told and "48 of 50 = 96.0%" in told
-    assert "missed" in told and told.count("met") >= 3
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "18 / 10 = 1.80" in printed and "+0.10% (± 0.10)" in printed and "48 of 50 = 96.0%" in printed
+    assert "missed" in printed and printed.count("met") >= 3
 
 
-def test_the_command_writes_what_it_measured_part_by_part(
+def test_the_command_writes_its_measurements_part_by_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(kv_cache, "pull", lambda model: model)
@@ -254,8 +250,8 @@ def test_the_command_writes_what_it_measured_part_by_part(
     assert [one["kind"] for one in found["admissions"]] == ["full", "8 bits", "4 bits"]
     assert found["admissions"][0]["contexts"] == 3 and len(found["speeds"]) == 3
     assert found["readings"] == found["retrievals"] == [] and len(found["checks"]) == 4
-    told = capsys.readouterr().out
-    assert "admission, full: 3 contexts of 160 tokens" in told and "speed, 4 bits:" in told
+    printed = capsys.readouterr().out
+    assert "admission, full: 3 contexts of 160 tokens" in printed and "speed, 4 bits:" in printed
 
 
 def run_main(**changes: Any) -> None:
@@ -272,22 +268,22 @@ def run_main(**changes: Any) -> None:
 
 
 def test_a_wrong_part_or_tail_is_refused_before_a_model_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "pull", lambda model: pytest.fail("a model was fetched for nothing"))
+    monkeypatch.setattr(kv_cache, "pull", lambda model: pytest.fail("a model was downloaded"))
     with pytest.raises(InvalidRequestError, match="--part is 'sped'; allowed: admission, perplexity"):
         run_main(part=["sped"])
     with pytest.raises(InvalidRequestError, match="tail_length is 40 and block_size 16"):
         run_main(options=Options(tail_length=40))
 
 
-def test_the_chart_gets_the_document_and_a_failure_is_told(
+def test_the_chart_gets_the_document_and_a_failure_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library that draws is in an environment of its own; here a script stands for it."""
+    """The plotting library has its own environment; here a script replaces it."""
     shell = tmp_path / "python"
     shell.write_text(f'#!/bin/sh\ncat > "{tmp_path}/input.json"\necho "$2" > "{tmp_path}/target"\n')
     shell.chmod(0o755)
     monkeypatch.setattr(kv_cache, "peers_directory", lambda: tmp_path / "home")
-    monkeypatch.setattr(kv_cache, "python_of", lambda environment, home, say: shell)
+    monkeypatch.setattr(kv_cache, "python_of", lambda environment, home, print_status: shell)
     kv_cache.draw(report(18, 0.001, 49, 120.0), tmp_path / "chart.png")
     assert json.loads((tmp_path / "input.json").read_text())["admissions"][1]["contexts"] == 18
     assert (tmp_path / "target").read_text().strip() == str(tmp_path / "chart.png")

@@ -1,4 +1,4 @@
-"""`python -m benchmarks peers` with engines that are small scripts and a server that computes nothing: real processes, no peer."""
+"""`python -m benchmarks peers` with real processes but no peers: engines are small scripts, or a server on noop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.peers_engines import ENGINES, OURS_WITHOUT_DRAFTS, PEERS, Engine
 from benchmarks.peers_environment import Environment, PeerError, last_error, python_of, run_logged
 from benchmarks.peers_process import RunningEngine, driver_records, free_port
 from benchmarks.peers_report import Report, document, print_report, ratios
-from peer_cases import DRIVER, asked, cell, driver, make_bench
+from peer_cases import DRIVER, cell, driver, make_bench, measured_calls
 from weft.bench.serve_load import WORKLOADS, Item, Phase
 from weft.bench.serve_machine import MachineUse
 from weft.errors import InvalidRequestError
@@ -35,7 +35,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def state_of(pid: int) -> str:
-    """The letter that the kernel has for it; nothing where there is no such process."""
+    """The state letter of the kernel; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
     except OSError:
@@ -43,9 +43,9 @@ def state_of(pid: int) -> str:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < give_up
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
@@ -53,10 +53,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_engines_take_turns_within_each_workload(tmp_path: Path) -> None:
-    diary = tmp_path / "diary"
-    bench = make_bench(tmp_path, [driver("a", diary), driver("b", diary)], ["W8", "W32"])
+    call_log = tmp_path / "call_log"
+    bench = make_bench(tmp_path, [driver("a", call_log), driver("b", call_log)], ["W8", "W32"])
     bench.run()
-    assert asked(diary) == ["a 8", "b 8", "a 32", "b 32"]
+    assert measured_calls(call_log) == ["a 8", "b 8", "a 32", "b 32"]
     assert bench.cells["a", "W8"].figure.output_tokens == 8 * 128
     assert bench.cells["b", "W32"].figure.first_token_p50 == pytest.approx(0.001)
     assert bench.cells["b", "W32"].figure.gap_p99 == pytest.approx(0.001)
@@ -66,8 +66,8 @@ def test_engines_take_turns_within_each_workload(tmp_path: Path) -> None:
     )
 
 
-def test_an_engine_that_fails_is_reported_with_its_reason_and_the_others_go_on(tmp_path: Path) -> None:
-    diary = tmp_path / "diary"
+def test_an_engine_that_fails_is_reported_with_its_reason_and_the_others_continue(tmp_path: Path) -> None:
+    call_log = tmp_path / "call_log"
 
     def refuse(_: PeerFiles) -> Callable[[int], Launch]:
         raise PeerError("no such wheel")
@@ -75,8 +75,8 @@ def test_an_engine_that_fails_is_reported_with_its_reason_and_the_others_go_on(t
     broken = "import sys; print('RuntimeError: no such model', file=sys.stderr); sys.exit(3)"
     engines = [
         Engine("unknown", "unknown", "1", refuse),
-        driver("broken", diary, program=broken),
-        driver("fine", diary),
+        driver("broken", call_log, program=broken),
+        driver("fine", call_log),
     ]
     bench = make_bench(tmp_path, engines, ["W8"])
     bench.run()
@@ -85,24 +85,24 @@ def test_an_engine_that_fails_is_reported_with_its_reason_and_the_others_go_on(t
     assert list(bench.cells) == [("fine", "W8")]
 
 
-def test_an_engine_is_not_asked_what_it_cannot_do(tmp_path: Path) -> None:
-    diary = tmp_path / "diary"
-    bench = make_bench(tmp_path, [driver("static", diary, ("W8",)), driver("b", diary)], ["W8", "W32"])
+def test_an_engine_gets_only_the_workloads_that_it_supports(tmp_path: Path) -> None:
+    call_log = tmp_path / "call_log"
+    bench = make_bench(tmp_path, [driver("static", call_log, ("W8",)), driver("b", call_log)], ["W8", "W32"])
     bench.run()
-    assert asked(diary) == ["static 8", "b 8", "b 32"]
+    assert measured_calls(call_log) == ["static 8", "b 8", "b 32"]
 
 
 def test_the_second_start_is_the_one_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starts: list[float] = []
     start = Bench._start
 
-    def noted(bench: Bench, engine: Engine) -> tuple[RunningEngine, float, MachineUse]:
+    def recorded(bench: Bench, engine: Engine) -> tuple[RunningEngine, float, MachineUse]:
         running, seconds, use = start(bench, engine)
         starts.append(seconds)
         return running, seconds, use
 
-    monkeypatch.setattr(Bench, "_start", noted)
-    bench = make_bench(tmp_path, [driver("a", tmp_path / "diary")], [START])
+    monkeypatch.setattr(Bench, "_start", recorded)
+    bench = make_bench(tmp_path, [driver("a", tmp_path / "call_log")], [START])
     bench.run()
     bench.end()
     assert len(starts) == 2
@@ -113,23 +113,23 @@ def test_an_engine_that_is_slow_to_start_is_kept_and_frozen_while_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "SLOW_START", 0.0)
-    diary = tmp_path / "diary"
-    bench = make_bench(tmp_path, [driver("a", diary)], ["W8", "W32"])
+    call_log = tmp_path / "call_log"
+    bench = make_bench(tmp_path, [driver("a", call_log)], ["W8", "W32"])
     bench.run()
     pid = bench._running["a"]._process.pid
     wait_for(lambda: state_of(pid) == "T")  # stopped
-    assert diary.read_text().splitlines() == ["a 1", "a 2", "a 8", "a 2", "a 32"]  # one start in all
+    assert call_log.read_text().splitlines() == ["a 1", "a 2", "a 8", "a 2", "a 32"]  # one start in all
     bench.end()
     assert state_of(pid) == ""
 
 
-def test_wshare_warm_runs_on_what_wshare_left_behind() -> None:
+def test_wshare_warm_runs_with_the_cache_that_wshare_filled() -> None:
     assert choose_work("W8,Wshare-warm") == ["W8", "Wshare", "Wshare-warm"]
     assert groups(["W8", "Wshare", "Wshare-warm"]) == [["W8"], ["Wshare", "Wshare-warm"]]
     assert choose_work(None) == [START, *WORKLOADS]
 
 
-def test_names_that_nobody_knows_are_refused_with_those_that_there_are() -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidRequestError, match=r"no workload 'W9'; there are start, W1"):
         choose_work("W9")
     with pytest.raises(
@@ -143,7 +143,7 @@ def test_names_that_nobody_knows_are_refused_with_those_that_there_are() -> None
     ) == PEERS
 
 
-def test_an_engine_that_is_not_usual_is_measured_where_it_is_named() -> None:
+def test_an_engine_outside_the_default_is_measured_if_it_is_named() -> None:
     unusual = ("weft-in-process", "openvino-f16")
     assert choose_engines(None) == [engine for engine in ENGINES if engine.peer not in unusual]
     assert [engine.name for engine in choose_engines("openvino-f16")] == [
@@ -180,12 +180,12 @@ def test_a_server_is_measured_from_the_start_of_its_process_to_its_last_token(
     assert first.summary.output_tokens == 64
     assert first.machine.server is not None and first.machine.others is not None
     assert first.peak_rss >= first.pss * 0.9 > 1 << 20
-    # Nothing that was asked before helps a cache, but for the work itself.
+    # Start and warm-up leave nothing in the cache that the first phase hits; the second phase repeats the first.
     assert first.summary.cached_tokens == 0 < second.summary.cached_tokens
     assert state_of(running._process.pid) == ""
 
 
-def test_a_server_that_ends_while_it_starts_is_given_up_at_once(tmp_path: Path) -> None:
+def test_a_server_that_ends_while_it_starts_fails_at_once(tmp_path: Path) -> None:
     command = (sys.executable, "-c", "raise SystemExit('ValueError: no memory')")
     running = RunningEngine(Launch(command, free_port(), dict(os.environ)), tmp_path / "log")
     try:
@@ -201,16 +201,16 @@ def test_a_child_that_outlives_its_engine_is_ended_too(tmp_path: Path) -> None:
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); {DRIVER.strip().splitlines()[0]}\n"
         + "\n".join(DRIVER.strip().splitlines()[1:])
     )
-    command = (sys.executable, "-c", program, str(tmp_path / "diary"), "a")
+    command = (sys.executable, "-c", program, str(tmp_path / "call_log"), "a")
     running = RunningEngine(Launch(command, None, dict(os.environ)), tmp_path / "log")
     running.first_token([1, 2, 3])
     child = int((tmp_path / "pid").read_text())
     assert state_of(child) != ""
     running.end()
-    wait_for(lambda: state_of(child) in ("", "Z"))  # gone, or waiting for whoever adopted it
+    wait_for(lambda: state_of(child) in ("", "Z"))  # gone, or a zombie until its new parent waits for it
 
 
-def test_a_bench_that_is_killed_leaves_no_frozen_engine_behind(tmp_path: Path) -> None:
+def test_a_killed_benchmark_leaves_no_stopped_engine_behind(tmp_path: Path) -> None:
     program = f"""
 import os, signal, sys
 from pathlib import Path
@@ -221,13 +221,13 @@ running.freeze()
 print(running._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    said = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, check=False
     ).stdout
-    wait_for(lambda: state_of(int(said)) in ("", "Z"))
+    wait_for(lambda: state_of(int(printed)) in ("", "Z"))
 
 
-def test_what_a_driver_answers_is_checked() -> None:
+def test_the_answer_of_a_driver_is_checked() -> None:
     phase = Phase("two", (Item((1, 2), 2), Item((3,), 3, at=1.0)))
     whole = [
         {"began": 0.0, "tokens": [0.5, 0.7], "ended": 0.7},
@@ -255,19 +255,19 @@ def test_an_environment_is_made_once_and_again_when_its_versions_change(
         (log.parent / "bin" / "python").touch()
 
     monkeypatch.setattr(peers_environment, "run_logged", run)
-    said: list[str] = []
+    printed: list[str] = []
     first = Environment("peer", "Peer 1", ("peer==1",), 1, unwanted=("ballast",))
-    python = python_of(first, tmp_path, said.append)
+    python = python_of(first, tmp_path, printed.append)
     assert python == tmp_path / "peer" / "bin" / "python"
-    assert said[0] == f"installing Peer 1 into {tmp_path / 'peer'}, 1 MB, some minutes"
+    assert printed[0] == f"installing Peer 1 into {tmp_path / 'peer'}, 1 MB, some minutes"
     assert [command[-1] for command in ran] == [str(tmp_path / "peer"), "peer==1", "ballast"]
-    python_of(first, tmp_path, said.append)
+    python_of(first, tmp_path, printed.append)
     assert len(ran) == 3
-    python_of(Environment("peer", "Peer 2", ("peer==2",), 1), tmp_path, said.append)
+    python_of(Environment("peer", "Peer 2", ("peer==2",), 1), tmp_path, printed.append)
     assert ran[-1][-1] == "peer==2"
 
 
-def test_an_install_that_fails_says_why_and_is_tried_again_the_next_time(
+def test_a_failed_install_reports_its_reason_and_is_tried_again_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(command: Sequence[str], log: Path, problem: str) -> None:
@@ -282,20 +282,20 @@ def test_an_install_that_fails_says_why_and_is_tried_again_the_next_time(
         python_of(Environment("huge", "Huge", ("huge==1",), 1 << 40), tmp_path, lambda _: None)
 
 
-def test_a_command_that_fails_says_the_line_that_tells_why(tmp_path: Path) -> None:
+def test_a_failed_command_is_reported_with_the_line_that_contains_the_error(tmp_path: Path) -> None:
     log = tmp_path / "log"
     program = "print('ERROR: no matching wheel'); print('a hint'); raise SystemExit(2)"
     with pytest.raises(PeerError, match=r"it broke \(exit code 2\): ERROR: no matching wheel \(see "):
         run_logged((sys.executable, "-c", program), log, "it broke")
-    assert last_error(tmp_path / "none").startswith("it said nothing")
+    assert last_error(tmp_path / "none").startswith("no output")
 
 
 # --- the report ---------------------------------------------------------------------------------------------------
 
 
 def some_report() -> Report:
-    diary = Path("diary")
-    engines = (driver("weft", diary), driver("fast", diary), driver("slow", diary))
+    call_log = Path("call_log")
+    engines = (driver("weft", call_log), driver("fast", call_log), driver("slow", call_log))
     cells = (
         cell("weft", "W8", first_token_p99=0.5, peak_rss=300 << 20, pss=200 << 20),
         cell("fast", "W8", tokens_per_second=50.0, first_token_p99=1.0, peak_rss=600 << 20, others=0.2),
@@ -306,7 +306,7 @@ def some_report() -> Report:
     return Report("a machine", "model.gguf", engines, (START, "W8"), cells, {"gone": "no wheel"}, None)
 
 
-def test_ratios_say_how_many_times_better_weft_is() -> None:
+def test_a_ratio_is_how_many_times_better_weft_is() -> None:
     report = some_report()
     assert ratios(report, "W8", lambda measured: measured.tokens_per_second, True) == {
         "fast": 2.0,
@@ -325,17 +325,19 @@ def test_ratios_say_how_many_times_better_weft_is() -> None:
 def test_the_tables_show_the_best_peer_marks_what_was_disturbed_and_names_what_is_missing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Weft set up otherwise is in them, but is no peer, however fast."""
+    """weft without drafts is in the tables, but is no peer, even if it is faster."""
     report = some_report()
-    otherwise = driver(OURS_WITHOUT_DRAFTS, Path("diary"))
+    without_drafts = driver(OURS_WITHOUT_DRAFTS, Path("call_log"))
     faster = cell(OURS_WITHOUT_DRAFTS, "W8", tokens_per_second=80.0, first_token_p99=0.5)
-    report = dataclasses.replace(report, engines=(*report.engines, otherwise), cells=(*report.cells, faster))
+    report = dataclasses.replace(
+        report, engines=(*report.engines, without_drafts), cells=(*report.cells, faster)
+    )
     print_report(report)
-    said = capsys.readouterr().out
-    assert "50.0* (2.00x)" in said and "25.0 (4.00x)" in said
+    printed = capsys.readouterr().out
+    assert "50.0* (2.00x)" in printed and "25.0 (4.00x)" in printed
     assert (
-        next(line for line in said.splitlines() if "weft / best peer" in line).split("│")[2].strip()
+        next(line for line in printed.splitlines() if "weft / best peer" in line).split("│")[2].strip()
         == "2.00x"
     )
-    assert "300 / 200" in said
-    assert "gone: not measured, or not in full: no wheel" in said
+    assert "300 / 200" in printed
+    assert "gone: not measured, or only in part: no wheel" in printed

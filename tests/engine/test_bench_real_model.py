@@ -1,4 +1,4 @@
-"""The benches over a real model: the criteria of batching as measured, and what the kernels cost in quality."""
+"""The benchmarks on a real model: the criteria of batching, and the perplexity of the kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_on_the_cost_model(config: SchedulerConfig, jobs: Sequence[Job], num_bloc
 # ---------------------------------------------------------------------- criteria
 
 
-def test_measured_criteria_are_those_of_the_cost_model_where_the_runs_come_from_it() -> None:
+def test_the_criteria_are_computed_from_the_runs() -> None:
     report = criteria.measure(run_on_the_cost_model)
     by_rows, by_memory = report.comparisons
     assert by_memory.ratio > by_rows.ratio > 1
@@ -38,7 +38,7 @@ def test_measured_criteria_are_those_of_the_cost_model_where_the_runs_come_from_
     assert len(report.checks) == 6
 
 
-def test_a_criterion_run_gives_every_job_its_tokens_on_the_real_model(default_model_path: Path) -> None:
+def test_on_the_real_model_every_job_gets_its_tokens(default_model_path: Path) -> None:
     run = criteria.engine_runs(open_checkpoint(default_model_path), threads=None)
     result = run(SchedulerConfig(), [Job(0.0, 8, 3), Job(0.05, 20, 2)], None)
     assert sorted(len(trace.token_times) for trace in result.traces) == [2, 3]
@@ -46,7 +46,7 @@ def test_a_criterion_run_gives_every_job_its_tokens_on_the_real_model(default_mo
     assert result.seconds > 0.05 and 0 < result.unused_positions < result.held_positions
 
 
-def test_the_criteria_are_printed_with_their_bars(
+def test_the_criteria_are_printed_with_their_limits(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(criteria, "engine_runs", lambda checkpoint, threads: run_on_the_cost_model)
@@ -61,12 +61,12 @@ def test_the_criteria_are_printed_with_their_bars(
 # ---------------------------------------------------------------------- perplexity
 
 
-def test_the_kernels_perplexity_is_that_of_the_dequantised_reference(
+def test_the_perplexity_of_the_kernels_is_that_of_the_dequantised_reference(
     default_model_path: Path, default_tokenizer: Tokenizer
 ) -> None:
-    """As far as 256 tokens can tell: they know the share to half a percent. `python -m benchmarks perplexity` takes 2,048."""
+    """256 tokens determine the difference to half a percent; `python -m benchmarks perplexity` scores 2,048."""
     if instruction_set() is None:
-        pytest.skip("there are no kernels here")
+        pytest.skip("weft is installed without kernels")
     checkpoint = open_checkpoint(default_model_path)
     windows = perplexity.make_windows(default_tokenizer, None, 512, 1)
     reference = perplexity.score(checkpoint, windows, "numpy", dtype=np.float32)
@@ -78,7 +78,7 @@ def test_the_kernels_perplexity_is_that_of_the_dequantised_reference(
     assert 1 < reference.perplexity < 100
 
 
-def test_a_difference_is_measured_token_by_token() -> None:
+def test_the_difference_is_computed_token_by_token() -> None:
     reference = perplexity.Scores("reference", (-1.0, -5.0), 0.0)
     worse = perplexity.Scores("worse", (-1.1, -5.1), 0.0)
     found = perplexity.compare(worse, reference)
@@ -97,11 +97,11 @@ def test_a_text_is_cut_into_whole_windows_and_one_that_is_too_short_is_refused(
     assert [token for window in windows for token in window] == ids[: 3 * 64]
     short = tmp_path / "short.txt"
     short.write_text("Three words here")
-    with pytest.raises(InvalidRequestError, match="has 3 tokens, and one window takes 64"):
+    with pytest.raises(InvalidRequestError, match="has 3 tokens, and one window needs 64"):
         perplexity.make_windows(default_tokenizer, short, 64, 1)
 
 
-def test_the_perplexity_bench_prints_its_table_and_json(
+def test_the_perplexity_benchmark_prints_its_table_and_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scores = {"numpy, f32": (-2.0, -3.0), "kernels, portable": (-2.001, -3.001)}

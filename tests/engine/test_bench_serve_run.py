@@ -1,6 +1,6 @@
-"""The load generator against a server of the test's own, which answers, dies, stalls and talks nonsense when told to.
+"""The load generator against a test server that answers, dies, stalls or sends invalid data.
 
-No test depends on how long anything takes: the server waits for what the test says, and what is checked is counted.
+No test depends on timing: the server waits for events of the test, and the tests check counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Handler = Callable[["Call"], Awaitable[None]]
 
 
 class Call:
-    """One request as the server got it, and ways to answer it."""
+    """A received request, and methods to answer it."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Call:
 
 
 class Server:
-    """Speaks enough HTTP for a load generator; every completion goes to `handler`, the probe is answered by itself."""
+    """A minimal HTTP server. Every completion goes to `handler`; probes are answered directly."""
 
     def __init__(self, handler: Handler, answer_probe: bool = True) -> None:
         self.handler, self.answer_probe = handler, answer_probe
@@ -124,7 +124,7 @@ class Server:
 async def load(server: Server | str, phase: Phase, seconds: float = 30.0, **options: Any) -> Report:
     url = server if isinstance(server, str) else server.url
     options = {"targets": Targets(), "decode": lambda ids: " ".join(map(str, ids)), **options}
-    return await measure(Client(url), [phase], seconds=seconds, say=lambda line: None, **options)
+    return await measure(Client(url), [phase], seconds=seconds, print_status=lambda line: None, **options)
 
 
 def measured(
@@ -145,7 +145,7 @@ def items(count: int, max_tokens: int = 3, at: float = 0.0) -> tuple[Item, ...]:
 # ---------------------------------------------------------------------- load
 
 
-def test_every_request_of_a_closed_loop_is_answered_on_connections_that_are_kept() -> None:
+def test_every_request_of_a_closed_loop_is_answered_on_reused_connections() -> None:
     result, server = measured(Call.answer, Phase("p", items(20, max_tokens=5), clients=4))
     summary = result.summary
     assert (summary.requests, summary.answered, summary.failures) == (20, 20, {})
@@ -157,15 +157,15 @@ def test_every_request_of_a_closed_loop_is_answered_on_connections_that_are_kept
     assert sorted(call.prompt[0] for call in server.calls) == list(range(20))
 
 
-def test_a_closed_loop_never_has_more_requests_under_way_than_clients() -> None:
-    under_way, most = 0, 0
+def test_a_closed_loop_never_has_more_open_requests_than_clients() -> None:
+    num_open, most = 0, 0
 
     async def handler(call: Call) -> None:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
+        nonlocal num_open, most
+        num_open += 1
+        most = max(most, num_open)
         await asyncio.sleep(0.001)
-        under_way -= 1  # before the answer: once its end is sent, the client may ask again
+        num_open -= 1  # before the answer: after its end the client may send its next request
         await call.answer()
 
     measured(handler, Phase("p", items(30), clients=3))
@@ -173,14 +173,14 @@ def test_a_closed_loop_never_has_more_requests_under_way_than_clients() -> None:
 
 
 def test_arrivals_do_not_wait_for_answers() -> None:
-    count, everyone = 12, asyncio.Event()
-    server_saw: list[Call] = []
+    count, all_arrived = 12, asyncio.Event()
+    received: list[Call] = []
 
     async def handler(call: Call) -> None:
-        server_saw.append(call)
-        if len(server_saw) == count:
-            everyone.set()
-        await everyone.wait()  # a closed loop would wait here for ever
+        received.append(call)
+        if len(received) == count:
+            all_arrived.set()
+        await all_arrived.wait()  # a closed loop would wait here forever
         await call.answer()
 
     phase = Phase("p", tuple(Item((n,), 3, 0.002 * (n // 4)) for n in range(count)))
@@ -192,7 +192,7 @@ def test_arrivals_do_not_wait_for_answers() -> None:
 
 
 def test_connections_are_open_before_the_clock_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.bench.serve_run.LEAD", 0.0)  # they do not rely on a head start
+    monkeypatch.setattr("weft.bench.serve_run.LEAD", 0.0)  # the connections must not depend on the lead time
     connections_at_first_request: list[int] = []
 
     async def test() -> None:
@@ -207,7 +207,7 @@ def test_connections_are_open_before_the_clock_starts(monkeypatch: pytest.Monkey
     assert connections_at_first_request[0] == 6
 
 
-def test_gaps_are_between_chunks_and_a_read_that_brings_several_counts_each() -> None:
+def test_gaps_are_between_chunks_even_if_one_read_brings_several() -> None:
     async def handler(call: Call) -> None:
         call.begin()
         one = json.dumps({"choices": [{"text": "x", "finish_reason": None}]}).encode()
@@ -239,7 +239,7 @@ def test_goodput_is_counted_on_a_real_run() -> None:
     assert result.summary.good_share == 1.0 and result.summary.goodput is not None
 
 
-# ---------------------------------------------------------------------- what servers do
+# ---------------------------------------------------------------------- faults of servers
 
 
 async def refuse(call: Call) -> None:
@@ -258,14 +258,14 @@ async def die_in_the_answer(call: Call) -> None:
 
 
 async def stall_before(call: Call) -> None:
-    await call.reader.read()  # until the client has enough
+    await call.reader.read()  # until the client disconnects
 
 
 async def stall_in_the_answer(call: Call) -> None:
     call.begin()
     call.token()
     await call.writer.drain()
-    await call.reader.read()  # until the client has enough
+    await call.reader.read()  # until the client disconnects
 
 
 async def send_junk(call: Call) -> None:
@@ -300,7 +300,7 @@ async def stop_without_end(call: Call) -> None:
 
 
 @pytest.mark.parametrize(
-    ("misdeed", "kind"),
+    ("fault", "kind"),
     [
         (refuse, "HTTP 503"),
         (die_before, "closed before the first token"),
@@ -313,9 +313,11 @@ async def stop_without_end(call: Call) -> None:
         (stop_without_end, "cut short"),
     ],
 )
-def test_a_misdeed_is_counted_by_its_kind_and_the_others_are_answered(misdeed: Handler, kind: str) -> None:
+def test_a_fault_is_counted_by_its_kind_and_the_other_requests_are_answered(
+    fault: Handler, kind: str
+) -> None:
     async def handler(call: Call) -> None:
-        await (misdeed(call) if call.prompt[0] % 2 else call.answer())
+        await (fault(call) if call.prompt[0] % 2 else call.answer())
 
     result, _ = measured(handler, Phase("p", items(6), clients=2))
     assert result.summary.failures == {kind: 3}
@@ -324,10 +326,10 @@ def test_a_misdeed_is_counted_by_its_kind_and_the_others_are_answered(misdeed: H
     assert all(record.ended >= record.began for record in result.records)
 
 
-def test_a_server_that_stalls_is_waited_for_no_longer_than_asked() -> None:
+def test_a_request_to_a_server_that_stalls_ends_at_its_timeout() -> None:
     result, _ = measured(stall_before, Phase("p", items(3), clients=1), seconds=0.1)
     assert result.summary.failures == {"timed out before the first token": 3}
-    for seconds in (0.2, 2.0, 20.0):  # long enough for the first token, which is on its way at once
+    for seconds in (0.2, 2.0, 20.0):  # long enough for the first token, which is sent at once
         result, _ = measured(stall_in_the_answer, Phase("p", items(3), clients=3), seconds=seconds)
         if result.summary.failures == {"timed out in the answer": 3}:
             break
@@ -335,7 +337,7 @@ def test_a_server_that_stalls_is_waited_for_no_longer_than_asked() -> None:
     assert all(record.failure_detail == f"not finished after {seconds:g} s" for record in result.records)
 
 
-def test_a_server_that_goes_away_is_counted_as_refusing() -> None:
+def test_requests_to_a_server_that_has_ended_are_counted_as_refused() -> None:
     async def test() -> PhaseResult:
         async def handler(call: Call) -> None:
             if call.prompt[0] == 2:
@@ -352,11 +354,11 @@ def test_a_server_that_goes_away_is_counted_as_refusing() -> None:
     assert result.summary.failures == {"refused": 4}
 
 
-def test_a_connection_that_the_server_closed_meanwhile_is_replaced_and_the_request_answered() -> None:
+def test_a_request_on_a_connection_that_the_server_closed_is_sent_again_and_answered() -> None:
     used: set[asyncio.StreamWriter] = set()
 
     async def handler(call: Call) -> None:
-        if call.writer in used:  # gone without a word, as idle connections are
+        if call.writer in used:  # closed without a response, as a server closes idle connections
             call.writer.transport.abort()
         else:
             used.add(call.writer)
@@ -367,7 +369,7 @@ def test_a_connection_that_the_server_closed_meanwhile_is_replaced_and_the_reque
     assert result.reconnects == 4 and server.num_connections == 5
 
 
-def test_a_body_that_never_ends_does_not_spoil_an_answer_that_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_without_an_end_does_not_fail_a_complete_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.bench.serve_client.CLOSING_SECONDS", 0.01)
 
     async def handler(call: Call) -> None:
@@ -375,16 +377,16 @@ def test_a_body_that_never_ends_does_not_spoil_an_answer_that_has(monkeypatch: p
         call.token()
         call.event(b"data: [DONE]\n\n")
         await call.writer.drain()
-        await call.reader.read()  # until the client has enough
+        await call.reader.read()  # until the client disconnects
 
     result, _ = measured(handler, Phase("p", items(2, max_tokens=1), clients=1))
     assert result.summary.answered == 2
 
 
-# ---------------------------------------------------------------------- finding out how to ask
+# ---------------------------------------------------------------------- probing the API
 
 
-def shapes_of(refuses: Callable[[dict[str, Any]], bool], **options: Any) -> tuple[Report, list[Call]]:
+def probe_server(refuses: Callable[[dict[str, Any]], bool], **options: Any) -> tuple[Report, list[Call]]:
     async def handler(call: Call) -> None:
         if refuses(call.body):
             call.whole("400 Bad Request", {"error": {"message": "not that"}})
@@ -398,29 +400,29 @@ def shapes_of(refuses: Callable[[dict[str, Any]], bool], **options: Any) -> tupl
     return asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def test_a_server_that_takes_everything_is_asked_exactly() -> None:
-    report, calls = shapes_of(lambda body: False)
+def test_a_server_that_accepts_every_field_gets_all_of_them() -> None:
+    report, calls = probe_server(lambda body: False)
     assert report.dialect.takes_ids and report.dialect.takes_exact_length and report.dialect.takes_usage
-    assert len(calls) == 3, "one request to find out"
-    assert calls[0].prompt == [8, 7, 0], "backwards, or a cache would help the first that is measured"
+    assert len(calls) == 3, "one probe"
+    assert calls[0].prompt == [8, 7, 0], "reversed, so that the first measured request gets no prefix hit"
     assert report.dialect.model == "test-model"
 
 
-def test_a_server_without_ignore_eos_or_token_ids_is_asked_without_them() -> None:
-    report, calls = shapes_of(lambda body: "ignore_eos" in body)
+def test_a_server_without_ignore_eos_or_token_ids_gets_requests_without_them() -> None:
+    report, calls = probe_server(lambda body: "ignore_eos" in body)
     assert report.dialect.takes_ids and not report.dialect.takes_exact_length
-    report, calls = shapes_of(lambda body: isinstance(body["prompt"], list))
+    report, calls = probe_server(lambda body: isinstance(body["prompt"], list))
     assert not report.dialect.takes_ids and report.dialect.takes_exact_length
     assert calls[-1].prompt == "1 7 8"
-    report, calls = shapes_of(
+    report, calls = probe_server(
         lambda body: isinstance(body["prompt"], list) or "ignore_eos" in body or "stream_options" in body
     )
     assert report.phases[0].summary.answered == 2
     assert not report.phases[0].summary.tokens_from_usage
 
 
-def test_a_chat_is_asked_in_messages() -> None:
-    report, calls = shapes_of(lambda body: False, is_chat=True)
+def test_a_chat_is_sent_as_messages() -> None:
+    report, calls = probe_server(lambda body: False, is_chat=True)
     assert {call.path for call in calls} == {"/v1/chat/completions"}
     assert report.phases[0].summary.answered == 2
     assert calls[-1].prompt == "1 7 8"
@@ -428,17 +430,17 @@ def test_a_chat_is_asked_in_messages() -> None:
 
 def test_a_server_that_refuses_every_request_is_not_measured() -> None:
     with pytest.raises(ServerError, match=r"did not answer a request of two tokens: HTTP 400.*not that"):
-        shapes_of(lambda body: True)
+        probe_server(lambda body: True)
 
 
-def test_nothing_at_the_address_and_no_list_of_models_are_said_plainly() -> None:
-    with pytest.raises(ServerError, match=r"nothing that speaks HTTP answers at http://127.0.0.1:1:"):
+def test_a_missing_server_and_a_missing_list_of_models_are_reported() -> None:
+    with pytest.raises(ServerError, match=r"no HTTP server answers at http://127.0.0.1:1:"):
         asyncio.run(load("http://127.0.0.1:1", Phase("p", items(1))))
 
     async def lost(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
-        writer.close()  # from Python 3.12 on, the end of a server waits for its connections
+        writer.close()  # since Python 3.12, a closing server waits for its connections
 
     async def test() -> None:
         async with await asyncio.start_server(lost, "127.0.0.1", 0) as server:
@@ -454,7 +456,7 @@ def test_nothing_at_the_address_and_no_list_of_models_are_said_plainly() -> None
 
 @pytest.fixture
 def running_server() -> Any:
-    """A server in a thread of its own, for commands that bring their own event loop."""
+    """A server in its own thread, for commands with their own event loop."""
     started, loop = threading.Event(), asyncio.new_event_loop()
     found: list[Server] = []
 
@@ -483,7 +485,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(stop.value.code or 0)
 
 
-def test_the_command_prints_and_writes_what_it_measured(
+def test_the_command_prints_and_writes_its_measurements(
     running_server: Server,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -506,7 +508,7 @@ def test_the_command_prints_and_writes_what_it_measured(
         assert "very-secret" not in text
 
 
-def test_the_command_ends_with_1_where_requests_failed_and_2_where_it_was_asked_badly(
+def test_the_command_ends_with_1_if_requests_failed_and_with_2_if_an_option_is_invalid(
     running_server: Server,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -524,11 +526,11 @@ def test_the_command_ends_with_1_where_requests_failed_and_2_where_it_was_asked_
     assert command(monkeypatch, running_server.url, "--ttft", "250") == 2
     assert "250ms" in capsys.readouterr().err
     assert command(monkeypatch, "http://127.0.0.1:1", "--trace", str(trace)) == 1
-    assert "Is the server up?" in capsys.readouterr().err
+    assert "Is the server running?" in capsys.readouterr().err
 
 
-def test_how_many_tokens_a_second_the_client_reads_is_printed() -> None:
-    """The bar is 50,000 on one core; here server and client share one, and nothing is decided by it."""
+def test_the_tokens_per_second_that_the_client_reads_are_printed() -> None:
+    """The criterion is 50,000 on one core. Here server and client share a core, so the figure is only printed."""
 
     async def handler(call: Call) -> None:
         one = (

@@ -1,4 +1,4 @@
-"""`python -m benchmarks kernels` measures every instruction set and leaves the choice of one as it was."""
+"""`python -m benchmarks kernels` measures every instruction set, and restores the selected one."""
 
 import json
 
@@ -17,7 +17,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_SECONDS", 0.0)
 
 
-def test_it_reports_every_layer_on_every_instruction_set(
+def test_every_layer_is_reported_on_every_instruction_set(
     small: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = _kernels.in_use()
