@@ -61,7 +61,7 @@ class Run:
     seconds: float
     held_positions: float
     unused_positions: float
-    """Token positions in KV blocks of running requests, and those of them without a token; both times seconds."""
+    """Token positions in KV blocks of running requests, and those without a token; both summed over time, in seconds."""
 
     @property
     def output_tokens_per_second(self) -> float:

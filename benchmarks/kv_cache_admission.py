@@ -46,7 +46,7 @@ class JointRun:
 
     context: int
     """Tokens of each context at its end."""
-    asked: int
+    requested: int
     most: int
     """Most contexts that ran at the same time."""
     preemptions: int
@@ -59,7 +59,7 @@ class JointRun:
     def fits(self) -> bool:
         """Whether all ran at the same time, at almost their full length, without a preemption."""
         is_whole = self.shortest > self.context - NEW_TOKENS
-        return self.most == self.asked and is_whole and not self.preemptions
+        return self.most == self.requested and is_whole and not self.preemptions
 
 
 Lengths = Sequence[tuple[int, int]]
@@ -83,7 +83,7 @@ def admit(
             seconds = time.perf_counter() - began
     if not joint.fits:
         raise WeftError(
-            f"{kind.name}: {joint.asked} contexts fit when planned, but {joint.most} ran at the same time, the shortest of "
+            f"{kind.name}: {joint.requested} contexts fit when planned, but {joint.most} ran at the same time, the shortest of "
             f"{joint.shortest} tokens, with {joint.preemptions} preemptions"
         )
     return Admission(kind.name, info.cache_bytes, context, len(lengths), joint.shortest, seconds)
@@ -158,7 +158,7 @@ def run_together(engine: ServingEngine, lengths: Lengths) -> JointRun:
     preemptions = engine.metrics().preemptions
     return JointRun(
         context=max(prompt + answer for prompt, answer in lengths),
-        asked=len(request_ids),
+        requested=len(request_ids),
         most=most,
         preemptions=preemptions,
         shortest=shortest,

@@ -45,7 +45,7 @@ class Try:
 
     @property
     def rate(self) -> float:
-        """The order of tries: tokens per second, or starts per second."""
+        """The speed by which tries are ordered: tokens per second, or starts per second."""
         return 1 / self.seconds if self.tokens_per_second is None else self.tokens_per_second
 
     def troubles(self, best: Speed | None) -> list[str]:

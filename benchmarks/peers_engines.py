@@ -20,7 +20,7 @@ from benchmarks.peers_environment import (
     run_logged,
     script,
 )
-from benchmarks.peers_models import keep, write_folder, write_q4_0
+from benchmarks.peers_models import make_once, write_folder, write_q4_0
 from weft.bench.serve_load import WORKLOADS
 
 CONTEXT = 1024
@@ -99,7 +99,7 @@ class PeerFiles:
         target = self.home / "models" / name
         if not target.exists():
             self.print_status(f"making {target}")
-        return keep(target, make)
+        return make_once(target, make)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ _TYPE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12:
 _STRING, _ARRAY = 8, 9
 
 
-def keep(target: Path, make: Callable[[Path], None]) -> Path:
+def make_once(target: Path, make: Callable[[Path], None]) -> Path:
     """Returns `target`. If it is missing, `make` writes a temporary path that is then renamed: `target` is never partial."""
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -171,7 +171,7 @@ def score(
 
 def compare(one: Scores, reference: Scores) -> Difference:
     """Computed from the differences of single tokens: both sides score the same text, so its difficulty cancels out."""
-    worse = [theirs - ours for ours, theirs in zip(one.logprobs, reference.logprobs, strict=True)]
-    error = statistics.stdev(worse) / math.sqrt(len(worse)) if len(worse) > 1 else 0.0
-    of_a_token = statistics.fmean(abs(difference) for difference in worse)
-    return Difference(math.expm1(statistics.fmean(worse)), error, of_a_token)
+    losses = [before - after for after, before in zip(one.logprobs, reference.logprobs, strict=True)]
+    error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else 0.0
+    of_a_token = statistics.fmean(abs(difference) for difference in losses)
+    return Difference(math.expm1(statistics.fmean(losses)), error, of_a_token)

@@ -59,7 +59,9 @@ def test_as_many_contexts_are_admitted_as_have_blocks_for_their_full_length() ->
 def test_contexts_fit_if_all_ran_at_once_at_full_length_without_preemption(
     changes: dict[str, int], fits: bool
 ) -> None:
-    joint = JointRun(CONTEXT, asked=4, most=4, preemptions=0, shortest=CONTEXT - 31, first_steps=(1, 2, 3, 4))
+    joint = JointRun(
+        CONTEXT, requested=4, most=4, preemptions=0, shortest=CONTEXT - 31, first_steps=(1, 2, 3, 4)
+    )
     assert dataclasses.replace(joint, **changes).fits is fits  # type: ignore[arg-type]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_models import Reader, prompt
 
-from benchmarks.peers_models import keep, quantise_q4_0, write_folder, write_q4_0
+from benchmarks.peers_models import make_once, quantise_q4_0, write_folder, write_q4_0
 from weft.loading.checkpoint import open_checkpoint
 from weft.models.registry import build_decoder
 from weft.ops.reference import ReferenceOps
@@ -138,8 +138,8 @@ def test_an_incomplete_target_is_made_again(tmp_path: Path) -> None:
         raise RuntimeError("no room")
 
     with pytest.raises(RuntimeError):
-        keep(target, fail)
+        make_once(target, fail)
     assert not target.exists()
-    keep(target, lambda partial: partial.write_text("whole"))
-    keep(target, fail)
+    make_once(target, lambda partial: partial.write_text("whole"))
+    make_once(target, fail)
     assert target.read_text() == "whole"

@@ -158,7 +158,7 @@ def main(
 
 
 def measure(llm: LLM, shape: str, work: Work, is_card: bool, watch: CardWatch | None = None) -> Speed:
-    """Measures one workload. Only on a card it is compared with vLLM and with the upper bound."""
+    """Measures one workload. It is compared with vLLM and with the upper bound on a card only."""
     run(llm, work.shortened(max(_WARM_UP_TOKENS, max(work.new_tokens) // _WARM_UP_SHARE)))
     seconds: list[float] = []
     steps = 0

@@ -61,7 +61,7 @@ class CardState:
     watts: float
     most_watts: float
     celsius: float
-    """The highest."""
+    """Highest temperature of the samples."""
     capped: float
     """Share of the samples in which the card was throttled."""
     capped_by: tuple[str, ...]

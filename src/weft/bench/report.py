@@ -27,7 +27,7 @@ class Check:
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """The smallest of the values that at least `share` of them do not exceed."""
+    """The smallest value v such that at least `share` of the values are at most v."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 

@@ -127,7 +127,7 @@ def _phase_notes(phase: PhaseResult) -> list[str]:
         names = f" ({', '.join(use.loudest)})" if use.loudest else ""
         collected.append(
             f"DISTURBED: other processes used {use.others:.2f} of {use.cores} cores{names}, load average {use.load_average:.1f}; "
-            "measure again on a quiet machine"
+            "measure again on an idle machine"
         )
     if use.client_is_busy:
         collected.append(f"the client itself used {use.client:.0%} of a core: it may limit the figures")

@@ -180,11 +180,11 @@ async def _run_closed_loop(
     num_clients = min(phase.clients, len(messages))
     await client.open_idle(num_clients)
     records: dict[int, Record] = {}
-    left = iter(range(len(messages)))
+    indices = iter(range(len(messages)))
     start = perf_counter()
 
     async def work() -> None:
-        for index in left:
+        for index in indices:
             answer, _ = await client.send(messages[index], seconds)
             records[index] = record_of(answer, phase.items[index], start, None)
 

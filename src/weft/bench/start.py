@@ -201,7 +201,7 @@ def _peak(model: str, streams: int) -> Peak:
         while pending:
             done, pending = wait(pending, _SAMPLE_SECONDS)
             for request in done:
-                request.result()  # raises its error
+                request.result()  # raises the error of a failed request
             uses = _uses(port)
             rss = max(rss, sum(use.rss_mib for use in uses))
             pss = max(pss, sum(use.pss_mib for use in uses))
