@@ -65,7 +65,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 def print_checks(checks: Iterable[Check]) -> None:
     table = Table(title="Criteria", title_justify="left")
-    for column in ("criterion", "measured", "bar", "verdict"):
+    for column in ("criterion", "measured", "required", "verdict"):
         table.add_column(column, overflow="fold")
     for check in checks:
         verdict = "[green]met[/]" if check.is_met else "[red]missed[/]"
