@@ -1,4 +1,4 @@
-"""Engines, tries and benches for the tests of `weft bench peers`. An engine is a small script; speeds are fake."""
+"""Helpers for the tests of `python -m benchmarks peers`. An engine is a small script; the machine's speed is invented."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from weft.bench.machine_speed import Gauge, Speed
-from weft.bench.peers import Bench
-from weft.bench.peers_cells import Cell, Kept, Try
-from weft.bench.peers_engines import Engine, Launch, Workshop
+from benchmarks.machine_speed import Gauge, Speed
+from benchmarks.peers import Bench
+from benchmarks.peers_cells import Cell, CellFiles, Try
+from benchmarks.peers_engines import Engine, Launch, PeerFiles
 from weft.bench.serve_load import WORKLOADS, Text
 
-# Answers every phase at once, with one token per millisecond, and logs the phase to a file.
+# Answers every phase at once, with one token per millisecond, and logs the phase.
 DRIVER = """
 import json, sys
-diary = open(sys.argv[1], "a")
+call_log = open(sys.argv[1], "a")
 for line in sys.stdin:
     phase = json.loads(line)
-    print(sys.argv[2], len(phase["items"]), file=diary, flush=True)
+    print(sys.argv[2], len(phase["items"]), file=call_log, flush=True)
     answer = [
         {"began": item["at"], "tokens": [item["at"] + 0.001 * (n + 1) for n in range(item["max_tokens"])],
          "ended": item["at"] + 0.001 * item["max_tokens"]}
@@ -29,8 +29,8 @@ for line in sys.stdin:
 """
 
 
-def driver(name: str, diary: Path, work: tuple[str, ...] = WORKLOADS, program: str = DRIVER) -> Engine:
-    command = (sys.executable, "-c", program, str(diary), name)
+def driver(name: str, call_log: Path, work: tuple[str, ...] = WORKLOADS, program: str = DRIVER) -> Engine:
+    command = (sys.executable, "-c", program, str(call_log), name)
     return Engine(name, name, "1", lambda _: lambda port: Launch(command, None, dict(os.environ)), work)
 
 
@@ -46,16 +46,16 @@ def make_bench(
     repeats: int = 0,
     keep: Path | None = None,
     probe: Callable[[], Speed] | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    print_status: Callable[[str], None] = lambda _: None,
 ) -> Bench:
-    bench = Bench(engines, columns, Kept(keep), rounds, repeats, some_text, say, Gauge(probe))
-    bench.prepare(Workshop(tmp_path, tmp_path / "model.gguf", 0, lambda _: None))
+    bench = Bench(engines, columns, CellFiles(keep), rounds, repeats, some_text, print_status, Gauge(probe))
+    bench.prepare(PeerFiles(tmp_path, tmp_path / "model.gguf", 0, lambda _: None))
     return bench
 
 
-def asked(diary: Path) -> list[str]:
-    """The logged phases: engine and number of requests. Without the warm-up and the measurement of the start."""
-    return [line for line in diary.read_text().splitlines() if line.split()[1] not in ("1", "2")]
+def measured_calls(call_log: Path) -> list[str]:
+    """The logged phases, without warm-ups (two requests) and starts (one request)."""
+    return [line for line in call_log.read_text().splitlines() if line.split()[1] not in ("1", "2")]
 
 
 def one_try(engine: str, work: str, **fields: object) -> Try:

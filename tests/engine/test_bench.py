@@ -1,4 +1,4 @@
-"""The benches measure what they claim, and the criteria in virtual time hold exactly."""
+"""The benchmarks of scheduler and batching, and the criteria that hold exactly in virtual time."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from benchmarks import batching
+from benchmarks import scheduler as scheduler_bench
 from weft.backends.cost_model import StepCosts
-from weft.bench import batching, report
-from weft.bench import scheduler as scheduler_bench
+from weft.bench import report
 from weft.config import SchedulerConfig
 
 
@@ -20,7 +21,7 @@ def batching_report() -> batching.Report:
 # ---------------------------------------------------------------------- scheduler
 
 
-def test_the_scheduler_bench_has_all_rows_decoding_and_all_other_requests_waiting() -> None:
+def test_in_the_scheduler_benchmark_all_rows_decode_and_the_other_requests_wait() -> None:
     scheduler = scheduler_bench.decoding_scheduler(running=32, waiting=200, steps=4)
     assert len(scheduler.running) == 32
     assert len(scheduler.queue) == 200
@@ -48,7 +49,7 @@ def test_planning_is_linear_in_running_requests_and_independent_of_waiting_ones(
     assert instructions(32, 2000) == instructions(32, 10)
 
 
-def test_the_scheduler_bench_prints_a_table_and_its_targets(
+def test_the_scheduler_benchmark_prints_a_table_and_its_criteria(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler_bench, "WAITING", (10, 1000))
@@ -58,7 +59,7 @@ def test_the_scheduler_bench_prints_a_table_and_its_targets(
     assert "1,024" in table
 
 
-def test_the_scheduler_bench_prints_json(
+def test_the_scheduler_benchmark_prints_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cells = [scheduler_bench.measure(running=2, waiting=1, rounds=1)]
@@ -70,10 +71,10 @@ def test_the_scheduler_bench_prints_json(
     assert document["machine"] and document["gc"]
 
 
-# ---------------------------------------------------------------------- batching: the tools
+# ---------------------------------------------------------------------- batching: helpers
 
 
-def test_no_run_is_faster_than_the_floor() -> None:
+def test_no_run_is_faster_than_the_lower_bound() -> None:
     jobs = [batching.Job(0.0, 100, 20), batching.Job(0.0, 30, 50), batching.Job(0.0, 7, 1)]
     costs = StepCosts(base=1.0, per_token=0.01, per_context=0.001, per_pair=0.0001)
     for rows in (1, 2, 3):
@@ -81,26 +82,26 @@ def test_no_run_is_faster_than_the_floor() -> None:
         assert run.seconds >= batching.floor_seconds(costs, jobs, rows) * (1 - 1e-9)
 
 
-def test_one_request_alone_runs_exactly_at_the_floor() -> None:
+def test_one_request_alone_runs_exactly_at_the_lower_bound() -> None:
     costs = StepCosts(base=1.0, per_token=0.01, per_context=0.001, per_pair=0.0001)
     jobs = [batching.Job(0.0, 100, 20)]
     run = batching.run(costs, SchedulerConfig(), jobs)
     assert run.seconds == pytest.approx(batching.floor_seconds(costs, jobs, 1))
 
 
-def test_a_trace_counts_from_the_arrival_even_if_the_engine_is_busy() -> None:
+def test_latencies_count_from_the_arrival_even_if_the_engine_was_busy_then() -> None:
     costs = StepCosts(base=1.0, per_token=0.0, per_context=0.0)
     jobs = [batching.Job(0.0, 8, 10), batching.Job(3.5, 8, 2)]
     first, second = batching.run(costs, SchedulerConfig(), jobs).traces
     assert first.first_token == 1.0 and first.latency == 10.0 and first.largest_gap == 1.0
-    # It arrives during a step. The next step is planned already, so it runs in the third: from 5 to 6.
+    # It arrives during a step, and the next step is already planned: it runs in the third one, from 5 to 6.
     assert second.first_token == 2.5 and second.latency == 3.5
 
 
 def test_unused_positions_are_those_after_the_last_token_of_a_block() -> None:
     costs = StepCosts(base=1.0, per_token=0.0, per_context=0.0)
     run = batching.run(costs, SchedulerConfig(), [batching.Job(0.0, 12, 1)])
-    assert run.unused_cells / run.held_cells == pytest.approx(4 / 16)
+    assert run.unused_positions / run.held_positions == pytest.approx(4 / 16)
 
 
 def test_a_quantile_is_the_smallest_value_that_covers_the_share() -> None:
@@ -120,7 +121,7 @@ def test_continuous_batching_is_more_than_twice_static_in_the_same_memory(
     assert ratios and min(ratios) > 2
 
 
-def test_continuous_batching_is_never_slower_than_static_and_twice_a_padded_one_on_the_cpu(
+def test_continuous_batching_is_never_slower_than_static_and_twice_as_fast_as_padded_on_the_cpu(
     batching_report: batching.Report,
 ) -> None:
     assert all(c.padded < c.static < c.continuous <= c.most_possible for c in batching_report.static)
@@ -129,7 +130,7 @@ def test_continuous_batching_is_never_slower_than_static_and_twice_a_padded_one_
     assert all(c.continuous > 0.98 * c.most_possible for c in on_cpu)
 
 
-def test_batch_16_reaches_70_percent_on_the_accelerator_and_the_limit_of_every_device(
+def test_batch_16_keeps_more_than_70_percent_on_the_accelerator_and_reaches_the_device_limit_everywhere(
     batching_report: batching.Report,
 ) -> None:
     at_16 = {s.device: s for s in batching_report.scaling if s.batch == 16}
@@ -137,12 +138,12 @@ def test_batch_16_reaches_70_percent_on_the_accelerator_and_the_limit_of_every_d
     assert all(s.share_of_limit > 0.99 for s in at_16.values())
 
 
-def test_long_prompts_among_short_ones_meet_the_targets_on_the_accelerator(
+def test_long_prompts_among_short_ones_meet_the_criteria_on_the_accelerator(
     batching_report: batching.Report,
 ) -> None:
     mixes = [mix for mix in batching_report.long_and_short if mix.device == "H200"]
     assert len(mixes) == 2
-    assert all(mix.rise < 0.5 and mix.longest_block <= 0.5 for mix in mixes)
+    assert all(mix.rise < 0.5 and mix.longest_stall <= 0.5 for mix in mixes)
 
 
 def test_kv_fragmentation_stays_under_15_percent(batching_report: batching.Report) -> None:
@@ -151,7 +152,7 @@ def test_kv_fragmentation_stays_under_15_percent(batching_report: batching.Repor
     )
 
 
-def test_adaptive_shortens_the_longest_gap_that_a_prefill_causes(
+def test_the_adaptive_policy_shortens_the_longest_gap_that_a_prefill_causes(
     batching_report: batching.Report,
 ) -> None:
     for first_come, adaptive in zip(
@@ -160,7 +161,7 @@ def test_adaptive_shortens_the_longest_gap_that_a_prefill_causes(
         assert adaptive.largest_gap < first_come.largest_gap / 2
 
 
-def test_the_batching_bench_prints_its_tables_and_json(
+def test_the_batching_benchmark_prints_its_tables_and_json(
     batching_report: batching.Report, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batching, "measure_all", lambda quick: batching_report)

@@ -1,4 +1,4 @@
-"""`weft bench drafts` on the real model: runs with and without draft tokens, and compares the answers."""
+"""`python -m benchmarks drafts` on the real model: both engines answer, draft tokens are used, and answers are compared."""
 
 import json
 from pathlib import Path
@@ -7,15 +7,15 @@ from typing import Any, cast
 
 import pytest
 
-from weft.bench import drafts
+from benchmarks import drafts
 from weft.llm import LLM
 
 
-def test_runs_with_and_without_draft_tokens_are_measured_and_give_the_same_answers(
+def test_with_and_without_drafts_the_answers_are_the_same(
     default_model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        drafts, "QUESTIONS", {"repeating": ("Repeat: one two three one two three one two three",)}
+        drafts, "PROMPTS", {"repeating": ("Repeat: one two three one two three one two three",)}
     )
     monkeypatch.setattr(drafts, "MAX_TOKENS", 24)
     assert drafts.main(str(default_model_path), rounds=1, json=True)
@@ -27,15 +27,15 @@ def test_runs_with_and_without_draft_tokens_are_measured_and_give_the_same_answe
     assert document["checks"][0]["is_met"]
 
 
-def test_an_answer_that_differs_with_draft_tokens_is_reported() -> None:
-    def speaking(*tokens: int) -> LLM:
+def test_an_answer_that_differs_with_drafts_is_detected() -> None:
+    def fixed_llm(*tokens: int) -> LLM:
         stats = SimpleNamespace(tokens_drafted=0, drafts_accepted=0)
         result = SimpleNamespace(tokens=tokens, decode_time=1.0, decode_steps=len(tokens) - 1)
-        llm: Any = type("Speaking", (), {"chat": lambda self, messages, params: result})()
+        llm: Any = type("FixedLLM", (), {"chat": lambda self, messages, params: result})()
         llm.engine = SimpleNamespace(scheduler=SimpleNamespace(stats=stats))
         return cast("LLM", llm)
 
-    plain = speaking(1, 2, 3)
-    assert drafts.measure(speaking(1, 2, 3), plain, "kind", ("question",), 0.0, 2).is_same
-    gain = drafts.measure(speaking(1, 2, 4), plain, "kind", ("question",), 0.0, 2)
+    without_drafts = fixed_llm(1, 2, 3)
+    assert drafts.measure(fixed_llm(1, 2, 3), without_drafts, "kind", ("prompt",), 0.0, 2).is_same
+    gain = drafts.measure(fixed_llm(1, 2, 4), without_drafts, "kind", ("prompt",), 0.0, 2)
     assert not gain.is_same and gain.tokens == 4 and gain.ratio == 1.0

@@ -1,4 +1,4 @@
-"""`weft bench gpu`: the workloads match the recorded results, the bound holds, and it runs without a GPU."""
+"""`weft bench gpu`: its workloads are those of the recorded figures, the bound holds, and it runs without a card."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.errors import InvalidRequestError, WeftError
 from weft.llm import LLM
 
 
-def test_the_workloads_have_the_sizes_of_the_recorded_results() -> None:
+def test_the_workloads_have_the_sizes_of_the_recorded_figures() -> None:
     offline = make_work("offline256", "0.6b")
     assert (sum(map(len, offline.prompts)), sum(offline.new_tokens)) == (142_507, 139_062)
     assert max(map(len, offline.prompts)) + max(offline.new_tokens) <= gpu_work.MAX_CONTEXT
@@ -37,7 +37,7 @@ def test_a_shortened_workload_keeps_prompts_and_proportions() -> None:
 
 def test_the_bound_of_one_stream_is_reading_every_weight_once_per_token() -> None:
     work = make_work("single", "8b")
-    # 7.5 billion weights of 2 bytes, without the token embeddings: 3.43 ms per token.
+    # 7.5 billion weights of 2 bytes, without the embedding table: 3.43 ms per token.
     assert work.tokens / least_seconds(work, "8b") == pytest.approx(291, rel=0.01)
 
 
@@ -48,7 +48,7 @@ def test_the_bound_of_prompts_is_their_matrix_products() -> None:
     assert least_seconds(work, "8b") == pytest.approx(2 * products / 785e12)
 
 
-def test_the_bound_is_the_sum_of_the_reads_of_all_steps() -> None:
+def test_the_bound_is_the_sum_over_all_steps() -> None:
     """Two answers of 2 and 3 tokens: the second step computes both, the third only one."""
     prompts = ([1] * 4, [2] * 6)
     alone = [least_seconds(Work("w", prompts, (1, 1)), "8b"), least_seconds(Work("w", prompts, (2, 2)), "8b")]
@@ -59,7 +59,7 @@ def test_the_bound_is_the_sum_of_the_reads_of_all_steps() -> None:
     assert both - alone[1] == pytest.approx(2 * (weights + cached * 8) / 4.38e12)
 
 
-def test_no_recorded_result_is_above_the_bound() -> None:
+def test_no_recorded_figure_is_above_the_bound() -> None:
     for shape, figures in RECORDED.items():
         for name in WORK[1:]:
             work = make_work(name, shape)
@@ -78,7 +78,7 @@ def test_the_command_runs_on_the_cpu_without_torch_and_writes_what_it_prints(tmp
     assert done.returncode == 0, done.stderr
     lines = [line.split()[:2] for line in done.stdout.splitlines() if line.startswith("tiny")]
     assert lines == [["tiny", "start,"]] * 3 + [["tiny", "single"], ["tiny", "batch8"]]
-    assert "Warm-up: each work once" in done.stdout
+    assert "Warm-up: each workload once" in done.stdout
     document = json.loads(written.read_text())
     speeds = {speed["work"]: speed for speed in document["speeds"]}
     assert [speeds[name]["tokens"] for name in ("single", "batch8")] == [256, 2048]
@@ -99,7 +99,7 @@ def test_an_unknown_shape_or_workload_is_refused_with_the_known_ones() -> None:
         gpu.main([], ["sing"], "cpu", False, 64, None)
 
 
-def test_a_machine_without_a_gpu_is_refused_before_anything_starts(
+def test_a_missing_card_is_reported_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(registry, "why_no_card", lambda: "no card is here")
@@ -110,8 +110,10 @@ def test_a_machine_without_a_gpu_is_refused_before_anything_starts(
 
 def test_answers_that_are_too_short_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with gpu.Options("cpu", invariant=False, step_tokens=64).open("tiny") as llm:
-        whole = LLM.generate
-        monkeypatch.setattr(llm, "generate", lambda prompts, params, **rest: whole(llm, prompts, params[0]))
+        original = LLM.generate
+        monkeypatch.setattr(
+            llm, "generate", lambda prompts, params, **rest: original(llm, prompts, params[0])
+        )
         with pytest.raises(WeftError, match="1 tokens of 2 were generated"):
             gpu.run(llm, Work("w", ([1, 2], [3]), (1, 2)))
 

@@ -1,4 +1,4 @@
-"""`weft bench kv-cache` with a tiny model: admission, retrieval of facts, speed, targets."""
+"""`python -m benchmarks kv-cache` with small sizes: admission, facts, speed, and criteria."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from weft.bench import kv_cache, kv_cache_admission, kv_cache_quality, kv_cache_speed
+from benchmarks import kv_cache, kv_cache_admission, kv_cache_quality, kv_cache_speed
+from benchmarks.kv_cache import Options, Report
+from benchmarks.kv_cache_admission import Admission, JointRun, largest
+from benchmarks.kv_cache_kinds import FULL, Kind, Setup, engine_config, kinds
+from benchmarks.kv_cache_quality import Fact, Reading, Retrieval, evaluate, is_found, make_facts
+from benchmarks.kv_cache_speed import Speed
+from benchmarks.peers_environment import PeerError
+from benchmarks.perplexity import Difference
 from weft.bench.gpu_work import open_shape
-from weft.bench.kv_cache import Options, Report
-from weft.bench.kv_cache_admission import Admission, Company, largest
-from weft.bench.kv_cache_kinds import FULL, Kind, Setup, engine_config, kinds
-from weft.bench.kv_cache_quality import Fact, Reading, Retrieval, is_found, judge, make_facts
-from weft.bench.kv_cache_speed import Speed
-from weft.bench.peers_environment import PeerError
-from weft.bench.perplexity import Difference
 from weft.config import KvCachePoolConfig
 from weft.errors import InvalidRequestError, WeftError
 from weft.plan import BackendInfo
@@ -46,7 +46,7 @@ def count(info: BackendInfo) -> int:
 # --- admission ----------------------------------------------------------------------------------------------------
 
 
-def test_contexts_are_admitted_as_long_as_blocks_for_their_whole_length_are_free() -> None:
+def test_as_many_contexts_are_admitted_as_have_blocks_for_their_full_length() -> None:
     assert count(plain_info(3 * 8)) == 3
     assert count(plain_info(3 * 8 - 1)) == 2
     assert count(plain_info(3 * 8 + 7)) == 3
@@ -56,13 +56,13 @@ def test_contexts_are_admitted_as_long_as_blocks_for_their_whole_length_are_free
     ("changes", "fits"),
     [({}, True), ({"most": 3}, False), ({"preemptions": 1}, False), ({"shortest": CONTEXT - 32}, False)],
 )
-def test_contexts_fit_if_all_run_at_once_with_their_whole_length_and_none_is_preempted(
+def test_contexts_fit_if_all_ran_at_once_at_full_length_without_preemption(
     changes: dict[str, int], fits: bool
 ) -> None:
-    company = Company(
-        CONTEXT, asked=4, most=4, preemptions=0, shortest=CONTEXT - 31, first_steps=(1, 2, 3, 4)
+    joint = JointRun(
+        CONTEXT, requested=4, most=4, preemptions=0, shortest=CONTEXT - 31, first_steps=(1, 2, 3, 4)
     )
-    assert dataclasses.replace(company, **changes).fits is fits  # type: ignore[arg-type]
+    assert dataclasses.replace(joint, **changes).fits is fits  # type: ignore[arg-type]
 
 
 def test_a_wrong_estimate_is_corrected_by_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,16 +71,16 @@ def test_a_wrong_estimate_is_corrected_by_the_runs(monkeypatch: pytest.MonkeyPat
         assert count(plain_info(3 * 8)) == 3
 
 
-def test_all_contexts_run_together_at_nearly_their_whole_length() -> None:
-    """Otherwise the first context would end before the last one starts."""
-    lengths, company = largest(plain_info(6 * 8), engine_config(KvCachePoolConfig(), 32), CONTEXT)
-    assert company.shortest >= CONTEXT - 8 and not company.preemptions
+def test_contexts_run_together_at_nearly_their_full_length() -> None:
+    """With equal answers, the first context would end before the last one starts."""
+    lengths, joint = largest(plain_info(6 * 8), engine_config(KvCachePoolConfig(), 32), CONTEXT)
+    assert joint.shortest >= CONTEXT - 8 and not joint.preemptions
     assert [prompt + answer for prompt, answer in lengths] == [CONTEXT] * 6
     answers = [answer for _, answer in lengths]
     assert answers == sorted(answers, reverse=True)
 
 
-def test_the_real_backend_computes_the_plans_on_request() -> None:
+def test_with_confirm_the_real_backend_computes_what_was_planned() -> None:
     planned = kv_cache_admission.admit(TINY, Kind(FULL, None), CONTEXT, contexts=6, memory=None)
     assert planned.contexts == 6 and planned.seconds is None
     found = kv_cache_admission.admit(TINY, Kind(FULL, None), CONTEXT, contexts=6, memory=None, confirm=True)
@@ -97,7 +97,7 @@ def test_a_two_tier_cache_admits_what_fits_into_its_memory(kind: Kind) -> None:
     full = kv_cache_admission.admit(TINY, Kind(FULL, None), 512, contexts=4, memory=None)
     found = kv_cache_admission.admit(TINY, kind, 512, contexts=4, memory=full.memory, confirm=True)
     assert full.contexts == 4
-    # Heads of 16 values: a token takes 26 bytes in full precision, 18 or 10 in the store, which holds all but 48 of 512.
+    # Heads of 16 values: a token takes 26 bytes in full, 18 or 10 in the store; 464 of the 512 tokens are in the store.
     in_store = {8: 18 / 26, 4: 10 / 26}[kind.bits or 0]
     expected = 4 / (48 / 512 + 464 / 512 * in_store)
     assert 0.95 * expected - 1 <= found.contexts <= expected
@@ -108,7 +108,7 @@ def test_a_two_tier_cache_admits_what_fits_into_its_memory(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", TWO_TIER, ids=lambda kind: kind.name)
-def test_text_scored_with_both_tiers_differs_a_little(kind: Kind, default_model_path: Path) -> None:
+def test_a_two_tier_cache_scores_text_a_little_differently(kind: Kind, default_model_path: Path) -> None:
     setup = Setup(kv_cache.open_checkpoint(default_model_path), "cpu")
     words = tuple(range(1000, 1000 + 96))
     full, other = kv_cache_quality.read_text(setup, [Kind(FULL, None), kind], [words])
@@ -116,11 +116,11 @@ def test_text_scored_with_both_tiers_differs_a_little(kind: Kind, default_model_
     assert 0 < other.difference.of_a_token < 0.5
 
 
-def test_facts_lie_before_the_tail_and_depend_only_on_their_seed(default_tokenizer: Tokenizer) -> None:
+def test_facts_are_before_the_tail_and_are_fixed_by_their_seed(default_tokenizer: Tokenizer) -> None:
     facts = make_facts(default_tokenizer, 12, (200, 300), tail_length=64)
     assert facts == make_facts(default_tokenizer, 12, (200, 300), tail_length=64)
     assert facts != make_facts(default_tokenizer, 12, (200, 300), tail_length=64, seed=1)
-    assert len({fact.prompt[:32] for fact in facts}) == 12, "two contexts begin alike"
+    assert len({fact.prompt[:32] for fact in facts}) == 12, "contexts have no common prefix"
     for fact in facts:
         assert 200 <= len(fact.prompt) <= 300
         before = default_tokenizer.decode(fact.prompt[:-64])
@@ -130,7 +130,7 @@ def test_facts_lie_before_the_tail_and_depend_only_on_their_seed(default_tokeniz
     assert min(fact.depth for fact in facts) < 0.3 and max(fact.depth for fact in facts) > 0.5
 
 
-def test_a_fact_is_found_only_if_the_answer_is_exactly_its_code() -> None:
+def test_a_fact_is_found_if_the_answer_is_its_code_and_not_a_longer_number() -> None:
     fact = Fact((1,), "12345", 0.5)
     assert is_found(fact, "12345.\n") and is_found(fact, "12345")
     assert not is_found(fact, "123456") and not is_found(fact, "1234") and not is_found(fact, "The 12345")
@@ -139,10 +139,10 @@ def test_a_fact_is_found_only_if_the_answer_is_exactly_its_code() -> None:
 def test_only_facts_that_the_full_cache_finds_count_for_the_others() -> None:
     facts = [Fact((1,), str(code), 0.5) for code in (10001, 10002, 10003, 10004)]
     full = ["10001", "10002.", "99999", "10004"]
-    found = judge(Kind("8 bits", 8), facts, ["10001", "none", "10003", "10004"], full)
+    found = evaluate(Kind("8 bits", 8), facts, ["10001", "none", "10003", "10004"], full)
     assert (found.asked, found.found, found.kept, found.expected) == (4, 3, 2, 3)
     assert found.share == pytest.approx(2 / 3) and found.lost == ("10002 at 50%: 'none'",)
-    assert judge(Kind("8 bits", 8), facts, full, ["none"] * 4).share == 0
+    assert evaluate(Kind("8 bits", 8), facts, full, ["none"] * 4).share == 0
 
 
 def test_the_real_model_finds_a_fact_in_every_kind_of_cache(
@@ -151,7 +151,7 @@ def test_the_real_model_finds_a_fact_in_every_kind_of_cache(
     setup = Setup(kv_cache.open_checkpoint(default_model_path), "cpu")
     facts = make_facts(default_tokenizer, 2, (400, 500), tail_length=64)
     for kind in kinds(64):
-        answers = kv_cache_quality.ask(setup, kind, default_tokenizer, facts)
+        answers = kv_cache_quality.answer_facts(setup, kind, default_tokenizer, facts)
         assert [is_found(fact, answer) for fact, answer in zip(facts, answers, strict=True)] == [True, True]
 
 
@@ -175,27 +175,27 @@ def test_only_steps_of_the_whole_batch_are_measured(kind: Kind) -> None:
     assert entered == ["in", "out"]
 
 
-def test_the_speed_is_that_of_the_median_round_after_the_last_context_starts() -> None:
-    # Steps of 1 s until the second context starts at 10; then rounds of 16 steps of 0.5, 4 and 1 s.
+def test_the_speed_is_that_of_the_median_round_after_the_last_context_started() -> None:
+    # Steps of 1 s until the second context begins at 10; then rounds of 16 steps of 0.5, 4 and 1 s.
     moments = [float(moment) for moment in range(11)]
     for seconds in (0.5, 4.0, 1.0):
         moments += [moments[-1] + seconds * step for step in range(1, 17)]
     rate, rounds = kv_cache_speed._rate([moments, moments[10:]], since=5.0, batch=2, rounds=3)
     assert rounds == pytest.approx((0.5, 4.0, 1.0)) and rate == pytest.approx(2 / 1.0)
-    # Rounds before the machine is quiet do not count: from 18 on there is one round of 4 s and one of 1 s.
+    # Steps before `since` do not count: from 18 on, one round of 4 s and one of 1 s.
     assert kv_cache_speed._rate([moments, moments[10:]], since=18.0, batch=2, rounds=3)[1] == (4.0, 1.0)
 
 
-def test_contexts_that_never_run_together_give_no_speed() -> None:
-    with pytest.raises(WeftError, match="never decoded as a whole"):
+def test_contexts_that_never_ran_together_give_no_speed() -> None:
+    with pytest.raises(WeftError, match="never decoded together"):
         kv_cache_speed._rate([[1.0, 2.0], [3.0]], since=0.0, batch=2, rounds=1)
 
 
-# --- the whole ----------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------------------------
 
 
 def report(contexts: int, rise: float, kept: int, speed: float, device: str = "cuda") -> Report:
-    """A report of a full cache and one of 8 bits."""
+    """A report of a full cache and one with 8 bits."""
     return Report(
         "a machine",
         "a model",
@@ -214,7 +214,7 @@ def report(contexts: int, rise: float, kept: int, speed: float, device: str = "c
     )
 
 
-def test_every_part_has_its_own_target() -> None:
+def test_every_part_has_its_own_criterion() -> None:
     assert [check.is_met for check in report(18, 0.002, 49, 100.0).checks] == [True] * 4
     assert [check.is_met for check in report(17, 0.002, 49, 100.0).checks] == [False, True, True, True]
     assert report(14, 0.002, 49, 100.0, "cpu").checks[0].is_met, "its full cache is smaller"
@@ -231,7 +231,7 @@ def test_the_table_has_a_column_for_each_part_and_the_verdicts(capsys: pytest.Ca
     assert "missed" in printed and printed.count("met") >= 3
 
 
-def test_the_command_writes_its_results_after_each_part(
+def test_the_command_writes_its_measurements_part_by_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(kv_cache, "pull", lambda model: model)
@@ -270,7 +270,7 @@ def run_main(**changes: Any) -> None:
 
 
 def test_a_wrong_part_or_tail_is_refused_before_a_model_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "pull", lambda model: pytest.fail("a model was fetched for nothing"))
+    monkeypatch.setattr(kv_cache, "pull", lambda model: pytest.fail("a model was downloaded"))
     with pytest.raises(InvalidRequestError, match="--part is 'sped'; allowed: admission, perplexity"):
         run_main(part=["sped"])
     with pytest.raises(InvalidRequestError, match="tail_length is 40 and block_size 16"):
@@ -280,12 +280,12 @@ def test_a_wrong_part_or_tail_is_refused_before_a_model_is_fetched(monkeypatch: 
 def test_the_chart_gets_the_document_and_a_failure_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plotting library has its own environment. Here a script replaces it."""
+    """The plotting library has its own environment; here a script replaces it."""
     shell = tmp_path / "python"
     shell.write_text(f'#!/bin/sh\ncat > "{tmp_path}/input.json"\necho "$2" > "{tmp_path}/target"\n')
     shell.chmod(0o755)
     monkeypatch.setattr(kv_cache, "peers_directory", lambda: tmp_path / "home")
-    monkeypatch.setattr(kv_cache, "python_of", lambda environment, home, say: shell)
+    monkeypatch.setattr(kv_cache, "python_of", lambda environment, home, print_status: shell)
     kv_cache.draw(report(18, 0.001, 49, 120.0), tmp_path / "chart.png")
     assert json.loads((tmp_path / "input.json").read_text())["admissions"][1]["contexts"] == 18
     assert (tmp_path / "target").read_text().strip() == str(tmp_path / "chart.png")

@@ -1,4 +1,4 @@
-"""`weft bench peers` with small scripts and a noop server as engines: real processes, no real peers."""
+"""`python -m benchmarks peers` with real processes but no peers: engines are small scripts, or a server on noop."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from peer_cases import DRIVER, asked, cell, driver, make_bench
-from weft.bench import peers, peers_environment
-from weft.bench.peers import Bench, choose_engines, choose_work, groups
-from weft.bench.peers_cells import START
-from weft.bench.peers_engines import ENGINES, OURS_OTHERWISE, PEERS, Engine, Launch, Workshop
-from weft.bench.peers_environment import Environment, PeerError, last_error, python_of, run_logged
-from weft.bench.peers_process import RunningEngine, driver_records, free_port
-from weft.bench.peers_report import Report, document, print_report, ratios
+from benchmarks import peers, peers_environment
+from benchmarks.peers import Bench, choose_engines, choose_work, groups
+from benchmarks.peers_cells import START
+from benchmarks.peers_engines import ENGINES, OURS_WITHOUT_DRAFTS, PEERS, Engine, Launch, PeerFiles
+from benchmarks.peers_environment import Environment, PeerError, last_error, python_of, run_logged
+from benchmarks.peers_process import RunningEngine, driver_records, free_port
+from benchmarks.peers_report import Report, document, print_report, ratios
+from peer_cases import DRIVER, cell, driver, make_bench, measured_calls
 from weft.bench.serve_load import WORKLOADS, Item, Phase
 from weft.bench.serve_machine import MachineUse
 from weft.errors import InvalidRequestError
 
-LAUNCH = Path(__file__).parents[1] / "server" / "launch.py"
+ROOT = Path(__file__).parents[2]
+LAUNCH = ROOT / "tests" / "server" / "launch.py"
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def state_of(pid: int) -> str:
-    """The kernel's letter for the state of a process; empty if there is no such process."""
+    """The state letter of the kernel; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
     except OSError:
@@ -42,20 +43,20 @@ def state_of(pid: int) -> str:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < give_up
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 # --- runs and their order -----------------------------------------------------------------------------------------
 
 
-def test_engines_alternate_within_each_workload(tmp_path: Path) -> None:
-    diary = tmp_path / "diary"
-    bench = make_bench(tmp_path, [driver("a", diary), driver("b", diary)], ["W8", "W32"])
+def test_engines_take_turns_within_each_workload(tmp_path: Path) -> None:
+    call_log = tmp_path / "call_log"
+    bench = make_bench(tmp_path, [driver("a", call_log), driver("b", call_log)], ["W8", "W32"])
     bench.run()
-    assert asked(diary) == ["a 8", "b 8", "a 32", "b 32"]
+    assert measured_calls(call_log) == ["a 8", "b 8", "a 32", "b 32"]
     assert bench.cells["a", "W8"].figure.output_tokens == 8 * 128
     assert bench.cells["b", "W32"].figure.first_token_p50 == pytest.approx(0.001)
     assert bench.cells["b", "W32"].figure.gap_p99 == pytest.approx(0.001)
@@ -66,16 +67,16 @@ def test_engines_alternate_within_each_workload(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_fails_is_reported_with_its_reason_and_the_others_continue(tmp_path: Path) -> None:
-    diary = tmp_path / "diary"
+    call_log = tmp_path / "call_log"
 
-    def refuse(_: Workshop) -> Callable[[int], Launch]:
+    def refuse(_: PeerFiles) -> Callable[[int], Launch]:
         raise PeerError("no such wheel")
 
     broken = "import sys; print('RuntimeError: no such model', file=sys.stderr); sys.exit(3)"
     engines = [
         Engine("unknown", "unknown", "1", refuse),
-        driver("broken", diary, program=broken),
-        driver("fine", diary),
+        driver("broken", call_log, program=broken),
+        driver("fine", call_log),
     ]
     bench = make_bench(tmp_path, engines, ["W8"])
     bench.run()
@@ -84,24 +85,24 @@ def test_an_engine_that_fails_is_reported_with_its_reason_and_the_others_continu
     assert list(bench.cells) == [("fine", "W8")]
 
 
-def test_an_engine_does_not_run_workloads_that_it_does_not_support(tmp_path: Path) -> None:
-    diary = tmp_path / "diary"
-    bench = make_bench(tmp_path, [driver("static", diary, ("W8",)), driver("b", diary)], ["W8", "W32"])
+def test_an_engine_gets_only_the_workloads_that_it_supports(tmp_path: Path) -> None:
+    call_log = tmp_path / "call_log"
+    bench = make_bench(tmp_path, [driver("static", call_log, ("W8",)), driver("b", call_log)], ["W8", "W32"])
     bench.run()
-    assert asked(diary) == ["static 8", "b 8", "b 32"]
+    assert measured_calls(call_log) == ["static 8", "b 8", "b 32"]
 
 
 def test_the_second_start_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starts: list[float] = []
     start = Bench._start
 
-    def noted(bench: Bench, engine: Engine) -> tuple[RunningEngine, float, MachineUse]:
+    def recorded(bench: Bench, engine: Engine) -> tuple[RunningEngine, float, MachineUse]:
         running, seconds, use = start(bench, engine)
         starts.append(seconds)
         return running, seconds, use
 
-    monkeypatch.setattr(Bench, "_start", noted)
-    bench = make_bench(tmp_path, [driver("a", tmp_path / "diary")], [START])
+    monkeypatch.setattr(Bench, "_start", recorded)
+    bench = make_bench(tmp_path, [driver("a", tmp_path / "call_log")], [START])
     bench.run()
     bench.end()
     assert len(starts) == 2
@@ -112,23 +113,23 @@ def test_an_engine_that_starts_slowly_is_kept_and_frozen_while_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "SLOW_START", 0.0)
-    diary = tmp_path / "diary"
-    bench = make_bench(tmp_path, [driver("a", diary)], ["W8", "W32"])
+    call_log = tmp_path / "call_log"
+    bench = make_bench(tmp_path, [driver("a", call_log)], ["W8", "W32"])
     bench.run()
     pid = bench._running["a"]._process.pid
     wait_for(lambda: state_of(pid) == "T")  # stopped
-    assert diary.read_text().splitlines() == ["a 1", "a 2", "a 8", "a 2", "a 32"]  # one start in all
+    assert call_log.read_text().splitlines() == ["a 1", "a 2", "a 8", "a 2", "a 32"]  # one start in all
     bench.end()
     assert state_of(pid) == ""
 
 
-def test_wshare_warm_reuses_the_cache_of_wshare() -> None:
+def test_wshare_warm_runs_with_the_cache_that_wshare_filled() -> None:
     assert choose_work("W8,Wshare-warm") == ["W8", "Wshare", "Wshare-warm"]
     assert groups(["W8", "Wshare", "Wshare-warm"]) == [["W8"], ["Wshare", "Wshare-warm"]]
     assert choose_work(None) == [START, *WORKLOADS]
 
 
-def test_unknown_names_are_refused_with_the_known_ones() -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidRequestError, match=r"no workload 'W9'; there are start, W1"):
         choose_work("W9")
     with pytest.raises(
@@ -142,7 +143,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
     ) == PEERS
 
 
-def test_an_optional_engine_is_measured_only_if_it_is_named() -> None:
+def test_an_engine_outside_the_default_is_measured_if_it_is_named() -> None:
     unusual = ("weft-in-process", "openvino-f16")
     assert choose_engines(None) == [engine for engine in ENGINES if engine.peer not in unusual]
     assert [engine.name for engine in choose_engines("openvino-f16")] == [
@@ -179,12 +180,12 @@ def test_a_server_is_measured_from_the_start_of_its_process_to_its_last_token(
     assert first.summary.output_tokens == 64
     assert first.machine.server is not None and first.machine.others is not None
     assert first.peak_rss >= first.pss * 0.9 > 1 << 20
-    # The warm-up gives the first run no prefix hits. The first run gives them to the second.
+    # Start and warm-up leave nothing in the cache that the first phase hits; the second phase repeats the first.
     assert first.summary.cached_tokens == 0 < second.summary.cached_tokens
     assert state_of(running._process.pid) == ""
 
 
-def test_a_server_that_ends_during_its_start_fails_at_once(tmp_path: Path) -> None:
+def test_a_server_that_ends_while_it_starts_fails_at_once(tmp_path: Path) -> None:
     command = (sys.executable, "-c", "raise SystemExit('ValueError: no memory')")
     running = RunningEngine(Launch(command, free_port(), dict(os.environ)), tmp_path / "log")
     try:
@@ -200,31 +201,33 @@ def test_a_child_that_outlives_its_engine_is_ended_too(tmp_path: Path) -> None:
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); {DRIVER.strip().splitlines()[0]}\n"
         + "\n".join(DRIVER.strip().splitlines()[1:])
     )
-    command = (sys.executable, "-c", program, str(tmp_path / "diary"), "a")
+    command = (sys.executable, "-c", program, str(tmp_path / "call_log"), "a")
     running = RunningEngine(Launch(command, None, dict(os.environ)), tmp_path / "log")
     running.first_token([1, 2, 3])
     child = int((tmp_path / "pid").read_text())
     assert state_of(child) != ""
     running.end()
-    wait_for(lambda: state_of(child) in ("", "Z"))  # gone, or a zombie
+    wait_for(lambda: state_of(child) in ("", "Z"))  # gone, or a zombie until its new parent waits for it
 
 
-def test_a_killed_bench_leaves_no_frozen_engine(tmp_path: Path) -> None:
+def test_a_killed_benchmark_leaves_no_stopped_engine_behind(tmp_path: Path) -> None:
     program = f"""
 import os, signal, sys
 from pathlib import Path
-from weft.bench.peers_engines import Launch
-from weft.bench.peers_process import RunningEngine
+from benchmarks.peers_engines import Launch
+from benchmarks.peers_process import RunningEngine
 running = RunningEngine(Launch(("sleep", "600"), None, dict(os.environ)), Path({str(tmp_path / "log")!r}))
 running.freeze()
 print(running._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    printed = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=False).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, check=False
+    ).stdout
     wait_for(lambda: state_of(int(printed)) in ("", "Z"))
 
 
-def test_the_answers_of_a_driver_are_checked() -> None:
+def test_the_answer_of_a_driver_is_checked() -> None:
     phase = Phase("two", (Item((1, 2), 2), Item((3,), 3, at=1.0)))
     whole = [
         {"began": 0.0, "tokens": [0.5, 0.7], "ended": 0.7},
@@ -234,7 +237,7 @@ def test_the_answers_of_a_driver_are_checked() -> None:
     assert first.is_answered and first.first_token == 0.5 and first.prompt_tokens == 2
     assert second.failure_kind == "wrong length" and second.due == 1.0
     for junk in (b"oh no\n", b"{}\n", b"[1, 2]\n", json.dumps(whole[:1]).encode()):
-        with pytest.raises(PeerError, match="which is no list of requests"):
+        with pytest.raises(PeerError, match="which is not a list of requests"):
             driver_records(phase, junk)
 
 
@@ -264,7 +267,7 @@ def test_an_environment_is_made_once_and_again_when_its_versions_change(
     assert ran[-1][-1] == "peer==2"
 
 
-def test_an_install_that_fails_reports_the_reason_and_is_retried_the_next_time(
+def test_a_failed_install_reports_its_reason_and_is_tried_again_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(command: Sequence[str], log: Path, problem: str) -> None:
@@ -279,20 +282,20 @@ def test_an_install_that_fails_reports_the_reason_and_is_retried_the_next_time(
         python_of(Environment("huge", "Huge", ("huge==1",), 1 << 40), tmp_path, lambda _: None)
 
 
-def test_a_command_that_fails_reports_the_line_with_the_reason(tmp_path: Path) -> None:
+def test_a_failed_command_is_reported_with_the_line_that_contains_the_error(tmp_path: Path) -> None:
     log = tmp_path / "log"
     program = "print('ERROR: no matching wheel'); print('a hint'); raise SystemExit(2)"
     with pytest.raises(PeerError, match=r"it broke \(exit code 2\): ERROR: no matching wheel \(see "):
         run_logged((sys.executable, "-c", program), log, "it broke")
-    assert last_error(tmp_path / "none").startswith("it said nothing")
+    assert last_error(tmp_path / "none").startswith("no output")
 
 
 # --- the report ---------------------------------------------------------------------------------------------------
 
 
 def some_report() -> Report:
-    diary = Path("diary")
-    engines = (driver("weft", diary), driver("fast", diary), driver("slow", diary))
+    call_log = Path("call_log")
+    engines = (driver("weft", call_log), driver("fast", call_log), driver("slow", call_log))
     cells = (
         cell("weft", "W8", first_token_p99=0.5, peak_rss=300 << 20, pss=200 << 20),
         cell("fast", "W8", tokens_per_second=50.0, first_token_p99=1.0, peak_rss=600 << 20, others=0.2),
@@ -303,7 +306,7 @@ def some_report() -> Report:
     return Report("a machine", "model.gguf", engines, (START, "W8"), cells, {"gone": "no wheel"}, None)
 
 
-def test_ratios_show_how_many_times_better_weft_is() -> None:
+def test_a_ratio_is_how_many_times_better_weft_is() -> None:
     report = some_report()
     assert ratios(report, "W8", lambda measured: measured.tokens_per_second, True) == {
         "fast": 2.0,
@@ -322,11 +325,13 @@ def test_ratios_show_how_many_times_better_weft_is() -> None:
 def test_the_tables_show_the_best_peer_mark_disturbed_runs_and_list_missing_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Other configurations of weft are listed, but are not peers."""
+    """weft without drafts is in the tables, but is no peer, even if it is faster."""
     report = some_report()
-    otherwise = driver(OURS_OTHERWISE, Path("diary"))
-    faster = cell(OURS_OTHERWISE, "W8", tokens_per_second=80.0, first_token_p99=0.5)
-    report = dataclasses.replace(report, engines=(*report.engines, otherwise), cells=(*report.cells, faster))
+    without_drafts = driver(OURS_WITHOUT_DRAFTS, Path("call_log"))
+    faster = cell(OURS_WITHOUT_DRAFTS, "W8", tokens_per_second=80.0, first_token_p99=0.5)
+    report = dataclasses.replace(
+        report, engines=(*report.engines, without_drafts), cells=(*report.cells, faster)
+    )
     print_report(report)
     printed = capsys.readouterr().out
     assert "50.0* (2.00x)" in printed and "25.0 (4.00x)" in printed
@@ -335,4 +340,4 @@ def test_the_tables_show_the_best_peer_mark_disturbed_runs_and_list_missing_ones
         == "2.00x"
     )
     assert "300 / 200" in printed
-    assert "gone: not measured, or not in full: no wheel" in printed
+    assert "gone: not measured, or only in part: no wheel" in printed

@@ -1,4 +1,4 @@
-"""The benches with a real model: measured batching criteria, and the perplexity of the kernels."""
+"""The benchmarks on a real model: the criteria of batching, and the perplexity of the kernels."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import batching, criteria, perplexity
+from benchmarks.jobs import Job, Run
 from weft.backends.cost_model import ZEN3_SMOLLM2_135M
 from weft.backends.cpu.kernels import instruction_set
-from weft.bench import batching, criteria, perplexity
-from weft.bench.jobs import Job, Run
 from weft.config import SchedulerConfig
 from weft.errors import InvalidRequestError
 from weft.loading.checkpoint import open_checkpoint
@@ -29,7 +29,7 @@ def run_on_the_cost_model(config: SchedulerConfig, jobs: Sequence[Job], num_bloc
 # ---------------------------------------------------------------------- criteria
 
 
-def test_criteria_measured_on_the_cost_model_equal_those_of_the_cost_model() -> None:
+def test_the_criteria_are_computed_from_the_runs() -> None:
     report = criteria.measure(run_on_the_cost_model)
     by_rows, by_memory = report.comparisons
     assert by_memory.ratio > by_rows.ratio > 1
@@ -38,15 +38,15 @@ def test_criteria_measured_on_the_cost_model_equal_those_of_the_cost_model() -> 
     assert len(report.checks) == 6
 
 
-def test_a_criterion_run_on_the_real_model_gives_every_job_its_tokens(default_model_path: Path) -> None:
+def test_on_the_real_model_every_job_gets_its_tokens(default_model_path: Path) -> None:
     run = criteria.engine_runs(open_checkpoint(default_model_path), threads=None)
     result = run(SchedulerConfig(), [Job(0.0, 8, 3), Job(0.05, 20, 2)], None)
     assert sorted(len(trace.token_times) for trace in result.traces) == [2, 3]
     assert all(trace.first_token > 0 for trace in result.traces)
-    assert result.seconds > 0.05 and 0 < result.unused_cells < result.held_cells
+    assert result.seconds > 0.05 and 0 < result.unused_positions < result.held_positions
 
 
-def test_the_criteria_are_printed_with_their_targets(
+def test_the_criteria_are_printed_with_their_limits(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(criteria, "engine_runs", lambda checkpoint, threads: run_on_the_cost_model)
@@ -61,14 +61,14 @@ def test_the_criteria_are_printed_with_their_targets(
 # ---------------------------------------------------------------------- perplexity
 
 
-def test_the_perplexity_of_the_kernels_equals_that_of_the_dequantised_reference(
+def test_the_perplexity_of_the_kernels_is_that_of_the_dequantised_reference(
     default_model_path: Path, default_tokenizer: Tokenizer
 ) -> None:
-    """256 tokens give the ratio to half a percent. `weft bench perplexity` uses 2,048."""
+    """256 tokens determine the difference to half a percent; `python -m benchmarks perplexity` scores 2,048."""
     if instruction_set() is None:
-        pytest.skip("there are no kernels here")
+        pytest.skip("weft is installed without kernels")
     checkpoint = open_checkpoint(default_model_path)
-    windows = perplexity.cut(default_tokenizer, None, 512, 1)
+    windows = perplexity.make_windows(default_tokenizer, None, 512, 1)
     reference = perplexity.score(checkpoint, windows, "numpy", dtype=np.float32)
     kernels = perplexity.score(checkpoint, windows, "kernels")
     assert len(reference.logprobs) == len(kernels.logprobs) == 256
@@ -78,7 +78,7 @@ def test_the_perplexity_of_the_kernels_equals_that_of_the_dequantised_reference(
     assert 1 < reference.perplexity < 100
 
 
-def test_a_difference_is_measured_token_by_token() -> None:
+def test_the_difference_is_computed_token_by_token() -> None:
     reference = perplexity.Scores("reference", (-1.0, -5.0), 0.0)
     worse = perplexity.Scores("worse", (-1.1, -5.1), 0.0)
     found = perplexity.compare(worse, reference)
@@ -91,17 +91,17 @@ def test_a_difference_is_measured_token_by_token() -> None:
 def test_a_text_is_split_into_whole_windows_and_a_short_one_is_refused(
     default_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    windows = perplexity.cut(default_tokenizer, READING, 64, 3)
+    windows = perplexity.make_windows(default_tokenizer, READING, 64, 3)
     ids = default_tokenizer.encode(READING.read_text(encoding="utf-8"), add_bos=False)
     assert [len(window) for window in windows] == [64, 64, 64]
     assert [token for window in windows for token in window] == ids[: 3 * 64]
     short = tmp_path / "short.txt"
     short.write_text("Three words here")
-    with pytest.raises(InvalidRequestError, match="has 3 tokens, and one window takes 64"):
-        perplexity.cut(default_tokenizer, short, 64, 1)
+    with pytest.raises(InvalidRequestError, match="has 3 tokens, and one window needs 64"):
+        perplexity.make_windows(default_tokenizer, short, 64, 1)
 
 
-def test_the_perplexity_bench_prints_its_table_and_json(
+def test_the_perplexity_benchmark_prints_its_table_and_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scores = {"numpy, f32": (-2.0, -3.0), "kernels, portable": (-2.001, -3.001)}

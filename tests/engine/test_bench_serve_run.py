@@ -1,6 +1,6 @@
-"""The load generator against a fake server that answers, dies, stalls or sends invalid data.
+"""The load generator against a test server that answers, dies, stalls or sends invalid data.
 
-No test depends on timing: the server waits for the test, and the tests check counts.
+No test depends on timing: the server waits for events of the test, and the tests check counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Handler = Callable[["Call"], Awaitable[None]]
 
 
 class Call:
-    """One request that the server received, and methods to answer it."""
+    """A received request, and methods to answer it."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Call:
 
 
 class Server:
-    """A minimal HTTP server. Passes every completion to `handler` and answers the probe itself."""
+    """A minimal HTTP server. Every completion goes to `handler`; probes are answered directly."""
 
     def __init__(self, handler: Handler, answer_probe: bool = True) -> None:
         self.handler, self.answer_probe = handler, answer_probe
@@ -124,7 +124,7 @@ class Server:
 async def load(server: Server | str, phase: Phase, seconds: float = 30.0, **options: Any) -> Report:
     url = server if isinstance(server, str) else server.url
     options = {"targets": Targets(), "decode": lambda ids: " ".join(map(str, ids)), **options}
-    return await measure(Client(url), [phase], seconds=seconds, say=lambda line: None, **options)
+    return await measure(Client(url), [phase], seconds=seconds, print_status=lambda line: None, **options)
 
 
 def measured(
@@ -145,7 +145,7 @@ def items(count: int, max_tokens: int = 3, at: float = 0.0) -> tuple[Item, ...]:
 # ---------------------------------------------------------------------- load
 
 
-def test_every_request_of_a_closed_loop_is_answered_on_kept_connections() -> None:
+def test_every_request_of_a_closed_loop_is_answered_on_reused_connections() -> None:
     result, server = measured(Call.answer, Phase("p", items(20, max_tokens=5), clients=4))
     summary = result.summary
     assert (summary.requests, summary.answered, summary.failures) == (20, 20, {})
@@ -157,15 +157,15 @@ def test_every_request_of_a_closed_loop_is_answered_on_kept_connections() -> Non
     assert sorted(call.prompt[0] for call in server.calls) == list(range(20))
 
 
-def test_a_closed_loop_never_has_more_active_requests_than_clients() -> None:
-    num_active, most = 0, 0
+def test_a_closed_loop_never_has_more_open_requests_than_clients() -> None:
+    num_open, most = 0, 0
 
     async def handler(call: Call) -> None:
-        nonlocal num_active, most
-        num_active += 1
-        most = max(most, num_active)
+        nonlocal num_open, most
+        num_open += 1
+        most = max(most, num_open)
         await asyncio.sleep(0.001)
-        num_active -= 1  # before the end is sent: then the client may send its next request
+        num_open -= 1  # before the answer: after its end the client may send its next request
         await call.answer()
 
     measured(handler, Phase("p", items(30), clients=3))
@@ -174,11 +174,11 @@ def test_a_closed_loop_never_has_more_active_requests_than_clients() -> None:
 
 def test_arrivals_do_not_wait_for_answers() -> None:
     count, all_arrived = 12, asyncio.Event()
-    server_saw: list[Call] = []
+    received: list[Call] = []
 
     async def handler(call: Call) -> None:
-        server_saw.append(call)
-        if len(server_saw) == count:
+        received.append(call)
+        if len(received) == count:
             all_arrived.set()
         await all_arrived.wait()  # a closed loop would wait here forever
         await call.answer()
@@ -192,7 +192,7 @@ def test_arrivals_do_not_wait_for_answers() -> None:
 
 
 def test_connections_are_open_before_the_clock_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.bench.serve_run.LEAD", 0.0)  # the test must not depend on the lead time
+    monkeypatch.setattr("weft.bench.serve_run.LEAD", 0.0)  # the connections must not depend on the lead time
     connections_at_first_request: list[int] = []
 
     async def test() -> None:
@@ -207,7 +207,7 @@ def test_connections_are_open_before_the_clock_starts(monkeypatch: pytest.Monkey
     assert connections_at_first_request[0] == 6
 
 
-def test_gaps_are_between_chunks_even_if_one_read_returns_several() -> None:
+def test_gaps_are_between_chunks_even_if_one_read_brings_several() -> None:
     async def handler(call: Call) -> None:
         call.begin()
         one = json.dumps({"choices": [{"text": "x", "finish_reason": None}]}).encode()
@@ -239,7 +239,7 @@ def test_goodput_is_counted_on_a_real_run() -> None:
     assert result.summary.good_share == 1.0 and result.summary.goodput is not None
 
 
-# ---------------------------------------------------------------------- failures of servers
+# ---------------------------------------------------------------------- faults of servers
 
 
 async def refuse(call: Call) -> None:
@@ -258,14 +258,14 @@ async def die_in_the_answer(call: Call) -> None:
 
 
 async def stall_before(call: Call) -> None:
-    await call.reader.read()  # until the client gives up
+    await call.reader.read()  # until the client disconnects
 
 
 async def stall_in_the_answer(call: Call) -> None:
     call.begin()
     call.token()
     await call.writer.drain()
-    await call.reader.read()  # until the client gives up
+    await call.reader.read()  # until the client disconnects
 
 
 async def send_junk(call: Call) -> None:
@@ -300,7 +300,7 @@ async def stop_without_end(call: Call) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failure", "kind"),
+    ("fault", "kind"),
     [
         (refuse, "HTTP 503"),
         (die_before, "closed before the first token"),
@@ -313,11 +313,11 @@ async def stop_without_end(call: Call) -> None:
         (stop_without_end, "cut short"),
     ],
 )
-def test_a_failure_is_counted_by_its_kind_and_the_other_requests_are_answered(
-    failure: Handler, kind: str
+def test_a_fault_is_counted_by_its_kind_and_the_other_requests_are_answered(
+    fault: Handler, kind: str
 ) -> None:
     async def handler(call: Call) -> None:
-        await (failure(call) if call.prompt[0] % 2 else call.answer())
+        await (fault(call) if call.prompt[0] % 2 else call.answer())
 
     result, _ = measured(handler, Phase("p", items(6), clients=2))
     assert result.summary.failures == {kind: 3}
@@ -326,7 +326,7 @@ def test_a_failure_is_counted_by_its_kind_and_the_other_requests_are_answered(
     assert all(record.ended >= record.began for record in result.records)
 
 
-def test_the_wait_for_a_stalled_server_ends_after_its_timeout() -> None:
+def test_a_request_to_a_server_that_stalls_ends_at_its_timeout() -> None:
     result, _ = measured(stall_before, Phase("p", items(3), clients=1), seconds=0.1)
     assert result.summary.failures == {"timed out before the first token": 3}
     for seconds in (0.2, 2.0, 20.0):  # long enough for the first token, which is sent at once
@@ -354,11 +354,11 @@ def test_requests_to_a_server_that_has_ended_are_counted_as_refused() -> None:
     assert result.summary.failures == {"refused": 4}
 
 
-def test_a_connection_that_the_server_closed_while_idle_is_replaced() -> None:
+def test_a_request_on_a_connection_that_the_server_closed_is_sent_again_and_answered() -> None:
     used: set[asyncio.StreamWriter] = set()
 
     async def handler(call: Call) -> None:
-        if call.writer in used:  # closed without a response, like an idle connection
+        if call.writer in used:  # closed without a response, as a server closes idle connections
             call.writer.transport.abort()
         else:
             used.add(call.writer)
@@ -369,7 +369,7 @@ def test_a_connection_that_the_server_closed_while_idle_is_replaced() -> None:
     assert result.reconnects == 4 and server.num_connections == 5
 
 
-def test_a_complete_answer_counts_even_if_the_body_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_without_an_end_does_not_fail_a_complete_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.bench.serve_client.CLOSING_SECONDS", 0.01)
 
     async def handler(call: Call) -> None:
@@ -377,16 +377,16 @@ def test_a_complete_answer_counts_even_if_the_body_never_ends(monkeypatch: pytes
         call.token()
         call.event(b"data: [DONE]\n\n")
         await call.writer.drain()
-        await call.reader.read()  # until the client gives up
+        await call.reader.read()  # until the client disconnects
 
     result, _ = measured(handler, Phase("p", items(2, max_tokens=1), clients=1))
     assert result.summary.answered == 2
 
 
-# ---------------------------------------------------------------------- detecting the features of a server
+# ---------------------------------------------------------------------- probing the API
 
 
-def shapes_of(refuses: Callable[[dict[str, Any]], bool], **options: Any) -> tuple[Report, list[Call]]:
+def probe_server(refuses: Callable[[dict[str, Any]], bool], **options: Any) -> tuple[Report, list[Call]]:
     async def handler(call: Call) -> None:
         if refuses(call.body):
             call.whole("400 Bad Request", {"error": {"message": "not that"}})
@@ -400,29 +400,29 @@ def shapes_of(refuses: Callable[[dict[str, Any]], bool], **options: Any) -> tupl
     return asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def test_a_server_with_all_features_gets_exact_requests() -> None:
-    report, calls = shapes_of(lambda body: False)
+def test_a_server_that_accepts_every_field_gets_all_of_them() -> None:
+    report, calls = probe_server(lambda body: False)
     assert report.dialect.takes_ids and report.dialect.takes_exact_length and report.dialect.takes_usage
-    assert len(calls) == 3, "one probe request is sent"
-    assert calls[0].prompt == [8, 7, 0], "the probe has another prefix than the measured requests"
+    assert len(calls) == 3, "one probe"
+    assert calls[0].prompt == [8, 7, 0], "reversed, so that the first measured request gets no prefix hit"
     assert report.dialect.model == "test-model"
 
 
 def test_a_server_without_ignore_eos_or_token_ids_gets_requests_without_them() -> None:
-    report, calls = shapes_of(lambda body: "ignore_eos" in body)
+    report, calls = probe_server(lambda body: "ignore_eos" in body)
     assert report.dialect.takes_ids and not report.dialect.takes_exact_length
-    report, calls = shapes_of(lambda body: isinstance(body["prompt"], list))
+    report, calls = probe_server(lambda body: isinstance(body["prompt"], list))
     assert not report.dialect.takes_ids and report.dialect.takes_exact_length
     assert calls[-1].prompt == "1 7 8"
-    report, calls = shapes_of(
+    report, calls = probe_server(
         lambda body: isinstance(body["prompt"], list) or "ignore_eos" in body or "stream_options" in body
     )
     assert report.phases[0].summary.answered == 2
     assert not report.phases[0].summary.tokens_from_usage
 
 
-def test_a_chat_request_has_messages() -> None:
-    report, calls = shapes_of(lambda body: False, is_chat=True)
+def test_a_chat_is_sent_as_messages() -> None:
+    report, calls = probe_server(lambda body: False, is_chat=True)
     assert {call.path for call in calls} == {"/v1/chat/completions"}
     assert report.phases[0].summary.answered == 2
     assert calls[-1].prompt == "1 7 8"
@@ -430,17 +430,17 @@ def test_a_chat_request_has_messages() -> None:
 
 def test_a_server_that_refuses_every_request_is_not_measured() -> None:
     with pytest.raises(ServerError, match=r"did not answer a request of two tokens: HTTP 400.*not that"):
-        shapes_of(lambda body: True)
+        probe_server(lambda body: True)
 
 
 def test_a_missing_server_and_a_missing_list_of_models_are_reported() -> None:
-    with pytest.raises(ServerError, match=r"nothing that speaks HTTP answers at http://127.0.0.1:1:"):
+    with pytest.raises(ServerError, match=r"no HTTP server answers at http://127.0.0.1:1:"):
         asyncio.run(load("http://127.0.0.1:1", Phase("p", items(1))))
 
     async def lost(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
-        writer.close()  # from Python 3.12 on, closing a server waits for its connections
+        writer.close()  # since Python 3.12, a closing server waits for its connections
 
     async def test() -> None:
         async with await asyncio.start_server(lost, "127.0.0.1", 0) as server:
@@ -456,7 +456,7 @@ def test_a_missing_server_and_a_missing_list_of_models_are_reported() -> None:
 
 @pytest.fixture
 def running_server() -> Any:
-    """A server in its own thread, for commands that start an event loop."""
+    """A server in its own thread, for commands with their own event loop."""
     started, loop = threading.Event(), asyncio.new_event_loop()
     found: list[Server] = []
 
@@ -485,7 +485,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(stop.value.code or 0)
 
 
-def test_the_command_prints_and_writes_what_it_measured(
+def test_the_command_prints_and_writes_its_measurements(
     running_server: Server,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -508,7 +508,7 @@ def test_the_command_prints_and_writes_what_it_measured(
         assert "very-secret" not in text
 
 
-def test_the_exit_code_is_1_if_requests_fail_and_2_for_invalid_options(
+def test_the_command_ends_with_1_if_requests_failed_and_with_2_if_an_option_is_invalid(
     running_server: Server,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -526,11 +526,11 @@ def test_the_exit_code_is_1_if_requests_fail_and_2_for_invalid_options(
     assert command(monkeypatch, running_server.url, "--ttft", "250") == 2
     assert "250ms" in capsys.readouterr().err
     assert command(monkeypatch, "http://127.0.0.1:1", "--trace", str(trace)) == 1
-    assert "Is the server up?" in capsys.readouterr().err
+    assert "Is the server running?" in capsys.readouterr().err
 
 
-def test_the_reading_speed_of_the_client_is_printed() -> None:
-    """The target is 50,000 tokens/s on one core. Here server and client share a core, so nothing is asserted."""
+def test_the_tokens_per_second_that_the_client_reads_are_printed() -> None:
+    """The criterion is 50,000 on one core. Here server and client share a core, so the figure is only printed."""
 
     async def handler(call: Call) -> None:
         one = (

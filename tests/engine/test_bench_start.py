@@ -1,4 +1,4 @@
-"""`weft bench start` with real servers and a small model."""
+"""`weft bench start` with real servers and the default model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.bench import start
 from weft.errors import WeftError
 
 
-def test_a_start_is_measured_from_the_process_to_the_first_token(
+def test_a_start_is_timed_from_the_process_to_the_first_token(
     default_model_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start, "_TOKENS", 8)
@@ -29,7 +29,7 @@ def test_a_start_is_measured_from_the_process_to_the_first_token(
     assert document["checks"][0]["bar"] == "1 s"
 
 
-def test_a_server_that_does_not_start_is_reported_with_its_output(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_is_reported_with_its_error_output(tmp_path: Path) -> None:
     with pytest.raises(WeftError, match=r"exit code 2: weft: .*nothing\.gguf.*does not exist"):
         start.main(str(tmp_path / "nothing.gguf"), starts=1, streams=[], json=True)
 
@@ -41,7 +41,7 @@ def test_the_table_shows_the_measurements(capsys: pytest.CaptureFixture[str]) ->
     peaks = [start.Peak(8, 500.0, 450.0)]
     start._print(measured, peaks, start._checks(measured, peaks))
     printed = capsys.readouterr().out
-    assert "1 of 1 starts ran beside other work" in printed
+    assert "1 of 1 starts ran beside other load" in printed
     assert "0.625" in printed and "1.50" in printed and "480 MiB" in printed and "missed" in printed
 
 
@@ -51,5 +51,5 @@ def test_streams_are_whole_numbers(text: str) -> None:
         start.parse_streams(text)
 
 
-def test_zero_streams_are_allowed() -> None:
+def test_streams_may_be_empty() -> None:
     assert start.parse_streams("") == [] and start.parse_streams("8,32") == [8, 32]

@@ -1,4 +1,4 @@
-"""The kernel benchmark measures every instruction set and restores the one in use."""
+"""`python -m benchmarks kernels` measures every instruction set, and restores the selected one."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 _kernels = pytest.importorskip("weft._kernels")
 
-from weft.bench import kernels  # noqa: E402
+from benchmarks import kernels  # noqa: E402
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_SECONDS", 0.0)
 
 
-def test_the_report_has_every_layer_on_every_instruction_set(
+def test_every_layer_is_reported_on_every_instruction_set(
     small: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = _kernels.in_use()

@@ -1,4 +1,4 @@
-"""`weft bench peers` converts a model for other engines: the converted files hold the same model."""
+"""The converted models of `python -m benchmarks peers`: they must be the same model as the original."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_models import Reader, prompt
 
-from weft.bench.peers_models import keep, quantise_q4_0, write_folder, write_q4_0
+from benchmarks.peers_models import make_once, quantise_q4_0, write_folder, write_q4_0
 from weft.loading.checkpoint import open_checkpoint
 from weft.models.registry import build_decoder
 from weft.ops.reference import ReferenceOps
@@ -83,7 +83,9 @@ def logits_of(path: Path) -> np.ndarray:
     return Reader(decoder, len(tokens), 16).feed(tokens)
 
 
-def test_the_safetensors_folder_gives_the_logits_of_its_source_file(source: Path, tmp_path: Path) -> None:
+def test_the_folder_of_safetensors_gives_the_logits_of_the_original_file(
+    source: Path, tmp_path: Path
+) -> None:
     write_folder(source, tmp_path / "folder")
     ours, theirs = logits_of(source), logits_of(tmp_path / "folder")
     assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(ours).max()
@@ -113,13 +115,13 @@ def test_the_q4_0_file_is_the_same_model_in_four_bits(source: Path, tmp_path: Pa
     for name, tensor in after.tensors.items():
         values, expected = tensor.to_float32(), before.tensors[name].to_float32()
         assert tensor.format_name == ("Q4_0" if values.ndim == 2 else "F32")
-        blocks = expected.reshape(-1, 32)
-        step = np.abs(blocks).max(axis=1, keepdims=True) / 8 if values.ndim == 2 else 0.0
-        # The error is up to one step if only the largest value of a block has its sign, else up to half a step.
-        assert (np.abs(values.reshape(blocks.shape) - blocks) <= step * 1.01).all()
+        groups = expected.reshape(-1, 32)
+        step = np.abs(groups).max(axis=1, keepdims=True) / 8 if values.ndim == 2 else 0.0
+        # Codes go from -8 to 7: a value opposite to the largest one may be off by a whole step, others by half a step.
+        assert (np.abs(values.reshape(groups.shape) - groups) <= step * 1.01).all()
 
 
-def test_q4_0_blocks_are_those_of_the_gguf_package() -> None:
+def test_q4_0_groups_are_those_of_the_gguf_package() -> None:
     random = np.random.default_rng(2)
     values = random.normal(size=(64, 96)).astype(np.float32)
     values[0, :32] = 0.0
@@ -127,7 +129,7 @@ def test_q4_0_blocks_are_those_of_the_gguf_package() -> None:
     assert (quantise_q4_0(values) == expected.reshape(-1, 18)).all()
 
 
-def test_a_conversion_that_failed_halfway_is_repeated(tmp_path: Path) -> None:
+def test_an_incomplete_target_is_made_again(tmp_path: Path) -> None:
     target = tmp_path / "models" / "made"
 
     def fail(partial: Path) -> None:
@@ -136,8 +138,8 @@ def test_a_conversion_that_failed_halfway_is_repeated(tmp_path: Path) -> None:
         raise RuntimeError("the disk is full")
 
     with pytest.raises(RuntimeError):
-        keep(target, fail)
+        make_once(target, fail)
     assert not target.exists()
-    keep(target, lambda partial: partial.write_text("whole"))
-    keep(target, fail)
+    make_once(target, lambda partial: partial.write_text("whole"))
+    make_once(target, fail)
     assert target.read_text() == "whole"

@@ -120,28 +120,28 @@ class FaultClient(SoakClient):
             code = None
             try:
                 async with asyncio.timeout(_ANSWER_SECONDS):
-                    outcome = await self._ask(conduct)
+                    outcome = await self._run_request(conduct)
                 self._ledger.outcomes[conduct, outcome] += 1
                 code = outcome[len("error ") :] if outcome.startswith("error ") else None
             except TimeoutError:
-                self._violate(conduct, f"no end after {_ANSWER_SECONDS:g} s")
+                self._add_violation(conduct, f"no end after {_ANSWER_SECONDS:g} s")
             except (Lost, OSError):
                 self._drop()
                 self._ledger.outcomes[conduct, "lost"] += 1
                 code = "lost"
             except (Violation, JunkError, LookupError, TypeError, ValueError) as error:
-                self._violate(conduct, f"{type(error).__name__}: {error}")
+                self._add_violation(conduct, f"{type(error).__name__}: {error}")
             if code is not None:
                 failures.append(Failure(began, time.monotonic(), code))
                 await asyncio.sleep(random.uniform(0.1, 0.4))
         self._drop()
 
-    def _excuse(self, error: dict[str, Any]) -> str:
+    def _check_error(self, error: dict[str, Any]) -> str:
         code = str(error["code"])
         return code if code in _ALWAYS_ALLOWED else f"error {code}"
 
-    async def _ask_wrongly(self, number: int) -> str:
-        outcome = await super()._ask_wrongly(number)
+    async def _run_wrong_request(self, number: int) -> str:
+        outcome = await super()._run_wrong_request(number)
         return outcome if outcome == "refused" else f"error {outcome}"
 
 

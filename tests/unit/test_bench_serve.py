@@ -1,4 +1,4 @@
-"""The load generator without a server: reading streams, arrivals, arithmetic, notes and the report."""
+"""The load generator without a server: parsing of streams, arrivals, statistics, notes and the report."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from weft.errors import InvalidRequestError
 
 
 def cuts(data: bytes) -> list[list[bytes]]:
-    """The data whole, byte by byte, and in two pieces cut at every place."""
+    """The data in one piece, byte by byte, and in two pieces for every split position."""
     return [
         [data],
         [data[i : i + 1] for i in range(len(data))],
@@ -90,7 +90,7 @@ def test_a_chunked_body_is_not_ended_by_the_end_of_the_connection() -> None:
     assert not reader.is_complete
 
 
-def test_a_server_that_says_close_is_not_asked_again_on_that_connection() -> None:
+def test_a_connection_with_the_header_close_is_not_reused() -> None:
     reader = ResponseReader()
     reader.feed(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nConnection: Close\r\n\r\n")
     assert reader.is_complete and not reader.keeps_connection
@@ -112,7 +112,7 @@ def test_a_server_that_says_close_is_not_asked_again_on_that_connection() -> Non
         b"HTTP/1.1 200 OK\r\n" + b"x" * 100_000,
     ],
 )
-def test_what_is_no_http_is_called_junk(junk: bytes) -> None:
+def test_invalid_http_is_junk(junk: bytes) -> None:
     with pytest.raises(JunkError):
         ResponseReader().feed(junk)
 
@@ -175,7 +175,7 @@ JSON_VALUES = st.recursive(
 
 
 @given(JSON_VALUES)
-def test_an_event_of_any_shape_is_taken_or_called_junk(value: object) -> None:
+def test_an_event_of_any_json_is_accepted_or_junk(value: object) -> None:
     answer = Answer(0.0)
     try:
         answer.take(json.dumps(value).encode(), 1.0)
@@ -209,14 +209,14 @@ def delta_chunk(finish_reason: str | None = None, **delta: object) -> dict[str, 
     return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]}
 
 
-def test_a_token_without_text_counts_and_a_closing_note_does_not() -> None:
+def test_a_token_without_text_counts_and_a_last_chunk_without_tokens_does_not() -> None:
     answer = answered(text_chunk("a"), text_chunk(""), text_chunk("é"), text_chunk("", "length"), b"[DONE]")
     assert answer.chunk_times == [1.0, 2.0, 3.0]
     assert answer.finish_reason == "length"
     assert answer.is_done and answer.ended == 5.0
 
 
-def test_the_opening_of_a_chat_is_no_token_but_reasoning_and_tool_calls_are() -> None:
+def test_the_first_chunk_of_a_chat_is_no_token_but_reasoning_and_tool_calls_are() -> None:
     answer = answered(
         delta_chunk(role="assistant", content=""),
         delta_chunk(reasoning_content="hm"),
@@ -227,7 +227,7 @@ def test_the_opening_of_a_chat_is_no_token_but_reasoning_and_tool_calls_are() ->
     assert answer.chunk_times == [2.0, 3.0, 4.0]
 
 
-def test_the_server_counts_tokens_where_it_can() -> None:
+def test_the_token_counts_of_the_server_are_used() -> None:
     usage = {"prompt_tokens": 9, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}
     answer = answered(text_chunk("several tokens"), {"choices": [], "usage": usage}, b"[DONE]")
     assert (answer.prompt_tokens, answer.completion_tokens, answer.cached_tokens) == (9, 7, 4)
@@ -235,7 +235,7 @@ def test_the_server_counts_tokens_where_it_can() -> None:
     assert (record.prompt_tokens, record.output_tokens, record.has_usage) == (9, 7, True)
 
 
-def test_without_usage_chunks_are_counted_and_the_prompt_is_as_long_as_it_was_sent() -> None:
+def test_without_usage_chunks_are_counted_and_the_prompt_length_is_the_one_that_was_sent() -> None:
     answer = answered(text_chunk("a"), text_chunk("b"), b"[DONE]")
     record = record_of(answer, Item((1, 2, 3), 7), start=0.0, due=None)
     assert (record.prompt_tokens, record.output_tokens, record.has_usage) == (3, 2, False)
@@ -317,7 +317,7 @@ def test_percentiles_are_values_that_were_measured() -> None:
     assert distribution([3.0]) == dataclasses.replace(found, count=1, mean=3, p50=3, p90=3, p99=3, max=3)
 
 
-def test_throughput_counts_what_was_answered_over_all_of_the_time() -> None:
+def test_throughput_is_the_answered_work_over_the_whole_time() -> None:
     records = [
         record(1.0, 2.0, 3.0, tokens=20),
         record(2.0, 4.0, 6.0, tokens=30),
@@ -342,7 +342,7 @@ def test_short_answers_are_counted() -> None:
     assert summary.short_answers == 1
 
 
-def test_goodput_counts_the_requests_that_keep_every_target() -> None:
+def test_goodput_counts_the_requests_that_meet_every_target() -> None:
     slow_start = record(0.0, 2.0, 2.1)
     slow_gap = record(0.0, 0.1, 1.2)
     slow_end = record(0.0, 0.1, 0.2, ended=10.0)
@@ -357,17 +357,17 @@ def test_goodput_counts_the_requests_that_keep_every_target() -> None:
     assert good_ones(end_to_end=5.0) == 3 / 5
     assert good_ones(first_token=1.0, gap=1.0, end_to_end=5.0) == 1 / 5
     assert summarise(records, Targets(1.0, 1.0, 5.0)).goodput == 1 / 10.0
-    assert Targets(first_token=0.1, end_to_end=0.2).are_met(good), "a target is kept by being equal to it"
+    assert Targets(first_token=0.1, end_to_end=0.2).are_met(good), "a value equal to the target meets it"
 
 
-def test_one_hiccup_in_a_hundred_gaps_is_forgiven_and_two_are_not() -> None:
-    def with_hiccups(count: int) -> Record:
+def test_one_slow_gap_in_a_hundred_is_allowed_and_two_are_not() -> None:
+    def with_slow_gaps(count: int) -> Record:
         gaps = [9.0] * count + [1.0] * (100 - count)
         return record(0.0, *(sum(gaps[:n]) for n in range(101)))
 
     targets = Targets(gap=1.0)
-    assert targets.are_met(with_hiccups(1))
-    assert not targets.are_met(with_hiccups(2))
+    assert targets.are_met(with_slow_gaps(1))
+    assert not targets.are_met(with_slow_gaps(2))
 
 
 def test_an_empty_or_wholly_failed_run_has_no_latencies_and_no_division_by_zero() -> None:
@@ -381,7 +381,7 @@ def sweep_point(rate: float, latency: float, good_share: float | None = None) ->
     return rate, dataclasses.replace(summary, good_share=good_share)
 
 
-def test_a_sweep_says_between_which_rates_latency_bends() -> None:
+def test_a_sweep_reports_between_which_rates_latency_bends() -> None:
     points = [
         sweep_point(8, 9.0, 0.1),
         sweep_point(1, 1.0, 1.0),
@@ -409,19 +409,19 @@ def test_poisson_arrivals_are_fixed_by_their_seed_and_have_the_rate_they_are_giv
     mean = sum(gaps) / len(gaps)
     deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
     assert mean == pytest.approx(0.25, rel=0.02)
-    assert deviation == pytest.approx(mean, rel=0.03), "the mark of a Poisson process"
+    assert deviation == pytest.approx(mean, rel=0.03), "the gaps of a Poisson process have this property"
 
 
-def test_bursts_come_together_and_again_after_their_time() -> None:
+def test_the_requests_of_a_burst_arrive_together_and_bursts_are_repeated() -> None:
     assert burst_times(5, size=2, every=0.5) == [0.0, 0.0, 0.5, 0.5, 1.0]
 
 
 def numbered_text(run: int = 0) -> Text:
-    """As many tokens as there are characters, each its own number, so that a slice says where it is from."""
+    """One token per character, numbered from 0, so that a slice shows its position."""
     return Text(lambda whole: range(len(whole)), run)
 
 
-def test_items_take_consecutive_text_and_lengths_in_their_range() -> None:
+def test_items_have_consecutive_text_and_lengths_in_their_range() -> None:
     items = make_items(numbered_text(), [0.0] * 200, Lengths(3, 9), Lengths(5, 5), seed=1)
     assert [token for item in items for token in item.prompt] == list(
         range(sum(len(i.prompt) for i in items))
@@ -458,19 +458,19 @@ def test_the_workloads_are_the_published_ones() -> None:
     assert len({item.prompt for item in share}) == 64
 
 
-def test_a_workload_has_the_same_prompts_whichever_others_are_asked_for() -> None:
+def test_the_prompts_of_a_workload_do_not_depend_on_the_other_workloads() -> None:
     alone, all_of_them = by_name(("Wmix",)), by_name()
     assert alone["Wmix"] == all_of_them["Wmix"]
 
 
-def test_another_run_takes_other_text() -> None:
+def test_another_run_uses_other_text() -> None:
     first, second = by_name(run=0), by_name(run=1)
     assert second["W1"].items[0].prompt[0] == 40_000
     seen = {item.prompt for phase in first.values() for item in phase.items}
     assert not seen & {item.prompt for phase in second.values() for item in phase.items}
 
 
-def test_a_warm_share_is_warmed_by_the_cold_one_or_by_a_request_of_its_own() -> None:
+def test_wshare_warm_is_warmed_by_wshare_or_by_a_warm_up_request() -> None:
     assert by_name()["Wshare-warm"].warm_up == ()
     (warm,) = by_name(("Wshare-warm",))["Wshare-warm"].warm_up
     item = by_name()["Wshare-warm"].items[0]
@@ -491,10 +491,10 @@ def test_a_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "complaint"),
+    ("line", "message"),
     [
-        ("{", "no JSON"),
-        ("[1]", "no object"),
+        ("{", "not JSON"),
+        ("[1]", "not a JSON object"),
         ('{"prompt": "a", "max_tokens": 1}', "'at' is None"),
         ('{"at": -1, "prompt": "a", "max_tokens": 1}', "'at' is -1"),
         ('{"at": NaN, "prompt": "a", "max_tokens": 1}', "'at' is nan"),
@@ -505,10 +505,10 @@ def test_a_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:
         ('{"at": 0, "prompt": "", "max_tokens": 1}', "'prompt' is neither"),
     ],
 )
-def test_a_bad_line_of_a_trace_is_refused_with_its_number(tmp_path: Path, line: str, complaint: str) -> None:
+def test_a_bad_line_of_a_trace_is_refused_with_its_number(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"at": 0, "prompt": "a", "max_tokens": 1}\n' + line + "\n")
-    with pytest.raises(InvalidRequestError, match=rf"line 2: .*{complaint}"):
+    with pytest.raises(InvalidRequestError, match=rf"line 2: .*{message}"):
         read_trace(path)
 
 
@@ -522,14 +522,14 @@ def test_a_trace_that_is_empty_or_missing_is_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- options
 
 
-def test_work_says_when_requests_arrive_in_one_way_only() -> None:
+def test_only_one_arrival_process_may_be_given() -> None:
     with pytest.raises(InvalidRequestError, match="give one"):
         plan(Work(clients=2, rates=(1.0,)), numbered_text)
     (phase,) = plan(Work(requests=5), numbered_text)
     assert (phase.clients, len(phase.items)) == (8, 5)
     phases = plan(Work(rates=(1.0, 2.0), requests=5), numbered_text)
     assert [phase.rate for phase in phases] == [1.0, 2.0]
-    assert phases[0].items[0].prompt != phases[1].items[0].prompt, "a cache would help the second rate"
+    assert phases[0].items[0].prompt != phases[1].items[0].prompt, "the second rate would get prefix hits"
     assert [item.at * 1.0 for item in phases[0].items] == pytest.approx(
         [item.at * 2.0 for item in phases[1].items]
     )
@@ -546,7 +546,7 @@ def test_a_trace_needs_no_tokenizer(tmp_path: Path) -> None:
     assert phase.rate == 0.5
 
 
-def test_times_and_lengths_and_rates_are_read_as_people_write_them() -> None:
+def test_durations_lengths_and_rates_are_parsed() -> None:
     assert parse_duration("250ms", "--ttft") == 0.25
     assert parse_duration("1.5s", "--ttft") == 1.5
     assert parse_duration(None, "--ttft") is None
@@ -563,9 +563,7 @@ def test_times_and_lengths_and_rates_are_read_as_people_write_them() -> None:
         *((parse_rates, text) for text in ("", "0", "1,,2", "nan", "inf", "-1")),
     ],
 )
-def test_an_option_that_makes_no_sense_is_refused_by_name(
-    parse: Callable[[str, str], object], text: str
-) -> None:
+def test_an_invalid_option_is_refused_by_name(parse: Callable[[str, str], object], text: str) -> None:
     with pytest.raises(InvalidRequestError, match="--option"):
         parse(text, "--option")
 
@@ -578,11 +576,11 @@ def test_the_address_may_end_in_v1_and_never_shows_its_password() -> None:
     )
     assert Client("localhost").port == 80
     for bad in ("ftp://x", "http://", "http://x:99999999", "http://x:port", "http://a..b", "http://[x"):
-        with pytest.raises(InvalidRequestError, match="no address"):
+        with pytest.raises(InvalidRequestError, match="is not the address of a server"):
             Client(bad)
 
 
-def test_a_request_says_what_the_server_takes() -> None:
+def test_a_request_has_only_the_fields_that_the_server_accepts() -> None:
     item = Item((1, 2), 7)
     body = json.loads(Dialect("m").body(item, str))
     assert body["prompt"] == [1, 2] and body["max_tokens"] == body["min_tokens"] == 7
@@ -600,20 +598,20 @@ def test_a_request_says_what_the_server_takes() -> None:
 # ---------------------------------------------------------------------- the machine
 
 
-def test_a_process_is_read_whatever_its_name() -> None:
+def test_a_process_with_brackets_in_its_name_is_parsed() -> None:
     line = "42 (a (b) c) S 7 40 40 0 -1 4194304 1 2 3 4 100 23 5 6 20 0 1 0 99 1 1"
     assert serve_machine.parse_stat(line) == Process(42, 7, 40, "a (b) c", 123)
 
 
 def test_cpu_time_is_split_into_client_server_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
     tick = os.sysconf("SC_CLK_TCK")
-    us, server, other = os.getpid(), 1_000_001, 1_000_002
+    own_pid, server, other = os.getpid(), 1_000_001, 1_000_002
     monkeypatch.setattr(serve_machine, "find_server", lambda host, port, processes: frozenset({server}))
 
     def snapshot(at: float, busy: float, client: float, **seconds: float) -> Snapshot:
         processes = {
             pid: Process(pid, 1, pid, name, int(seconds.get(name, 0) * tick))
-            for pid, name in ((us, "us"), (server, "server"), (other, "other"))
+            for pid, name in ((own_pid, "client"), (server, "server"), (other, "other"))
         }
         return Snapshot(at, int(busy * tick), 0, client, processes)
 
@@ -628,25 +626,27 @@ def test_cpu_time_is_split_into_client_server_and_others(monkeypatch: pytest.Mon
     assert not dataclasses.replace(use, cores=2, others=0.09).is_disturbed
     monkeypatch.setattr(serve_machine, "find_server", lambda host, port, processes: frozenset())
     unseen = serve_machine.use_between(before, after, "localhost", 1)
-    assert unseen.others is None and not unseen.is_disturbed, "one of the others is the server"
+    assert unseen.others is None and not unseen.is_disturbed, "the server is among the others"
     elsewhere = serve_machine.use_between(before, after, "192.0.2.1", 1)
     assert elsewhere.others == pytest.approx(1.6)
     assert not use.client_is_busy and dataclasses.replace(use, client=0.9).client_is_busy
 
 
-def test_the_server_is_its_whole_family_but_not_who_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    us = os.getpid()
-    family = [
+def test_the_server_is_its_whole_process_tree_without_ancestors_of_the_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own_pid = os.getpid()
+    process_list = [
         Process(1, 0, 1, "init", 0),
         Process(10, 1, 10, "shell", 0),
-        Process(us, 10, us, "bench", 0),
+        Process(own_pid, 10, own_pid, "bench", 0),
         Process(20, 10, 20, "supervisor", 0),
         Process(21, 20, 20, "http", 0),
         Process(22, 20, 20, "engine", 0),
         Process(23, 22, 22, "worker", 0),
-        Process(30, 10, 30, "stranger", 0),
+        Process(30, 10, 30, "other", 0),
     ]
-    processes = {process.pid: process for process in family}
+    processes = {process.pid: process for process in process_list}
     monkeypatch.setattr(serve_machine, "_owners", lambda inodes, processes: {21})
     assert serve_machine.find_server("127.0.0.1", 1, processes) == {20, 21, 22, 23}
     in_a_script = {pid: dataclasses.replace(process, group=10) for pid, process in processes.items()}
@@ -687,7 +687,7 @@ def test_the_html_report_is_well_formed_and_fetches_nothing() -> None:
     text = serve_html.page(many_phases())
     tree = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
     assert "<script>" not in text
-    # What the sweep shows, the distributions, and one plot over time for each phase.
+    # The plots of the sweep, of the distributions, and one over time per phase.
     assert len(list(tree.iter("svg"))) == 3 + 3 + 3
     for element in tree.iter():
         assert element.tag not in ("script", "link", "img", "iframe", "image", "use")
@@ -695,7 +695,7 @@ def test_the_html_report_is_well_formed_and_fetches_nothing() -> None:
     assert "url(" not in text and "@import" not in text
 
 
-def test_every_point_of_a_plot_is_inside_of_it() -> None:
+def test_every_point_of_a_plot_is_inside_the_plot() -> None:
     tree = ElementTree.fromstring(serve_html.page(many_phases()).removeprefix("<!DOCTYPE html>"))
     places = [
         tuple(float(number) for number in point.split(","))
@@ -749,40 +749,40 @@ def test_the_table_shows_every_phase_and_measure(capsys: pytest.CaptureFixture[s
         assert word in out
 
 
-def test_what_a_server_says_has_no_effect_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    rude = dataclasses.replace(failed(), failure_detail="[/] [red]no\x1b[2J")
-    serve_report.print_report(report_of(phase_result("[bold]p", [rude]), model="[/b]\x07"))
+def test_text_from_a_server_has_no_effect_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = dataclasses.replace(failed(), failure_detail="[/] [red]no\x1b[2J")
+    serve_report.print_report(report_of(phase_result("[bold]p", [hostile]), model="[/b]\x07"))
     out = capsys.readouterr().out
     assert "[/] [red]no\\x1b[2J" in out and "[bold]p" in out and "[/b]\\x07" in out
 
 
-def test_notes_say_what_spoils_a_figure() -> None:
-    loud = dataclasses.replace(QUIET, others=0.5, loudest=("compiler 50%",), client=0.9)
-    unsure = [record(0.0, 1.0, has_usage=False, asked_tokens=9, due=-0.1), failed(kind="HTTP 503")]
-    phase = dataclasses.replace(phase_result("p", unsure, use=loud), reconnects=3)
-    said = "\n".join(serve_report.notes(report_of(phase)))
+def test_notes_name_what_makes_figures_unreliable() -> None:
+    busy = dataclasses.replace(QUIET, others=0.5, loudest=("compiler 50%",), client=0.9)
+    records = [record(0.0, 1.0, has_usage=False, asked_tokens=9, due=-0.1), failed(kind="HTTP 503")]
+    phase = dataclasses.replace(phase_result("p", records, use=busy), reconnects=3)
+    text = "\n".join(serve_report.notes(report_of(phase)))
     for words in (
         "1 of 2 failed, HTTP 503: why",
-        "DISTURBED: others used 0.50 of 2 cores (compiler 50%)",
+        "DISTURBED: other processes used 0.50 of 2 cores (compiler 50%)",
         "the client itself used 90% of a core",
         "sent late, 100.0 ms",
-        "3 requests found their connection closed",
-        "1 of 1 answers were shorter than asked",
-        "each chunk was taken for one",
+        "3 requests were sent again, because the server had closed their connection",
+        "1 of 1 answers were shorter than requested",
+        "each chunk was counted as one token",
     ):
-        assert words in said
+        assert words in text
     assert serve_report.notes(report_of(phase_result("p", [record(0.0, 1.0)]))) == []
 
 
-def test_a_note_says_when_chunks_are_bundles_a_cache_helped_or_a_run_was_too_short() -> None:
+def test_notes_name_bundled_tokens_prefix_hits_and_a_run_that_was_too_short() -> None:
     bundled = [record(0.0, 1.0, 2.0, tokens=8, cached_tokens=5, due=0.0)]
-    said = "\n".join(serve_report.notes(report_of(phase_result("p", bundled, rate=4.0))))
-    assert "4.00 tokens on average" in said
-    assert "50% of the prompt tokens came from a cache" in said
-    assert "ask for more requests" in said
+    text = "\n".join(serve_report.notes(report_of(phase_result("p", bundled, rate=4.0))))
+    assert "4.00 tokens on average" in text
+    assert "50% of the prompt tokens came from a cache" in text
+    assert "send more requests" in text
 
 
-def test_a_server_on_another_machine_is_said_to_be_unseen() -> None:
+def test_a_note_says_that_a_server_on_another_machine_is_not_observed() -> None:
     elsewhere = dataclasses.replace(QUIET, server=None)
     (note,) = serve_report.notes(report_of(phase_result("p", [record(0.0, 1.0)], use=elsewhere)))
     assert "not found on this machine" in note

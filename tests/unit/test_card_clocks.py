@@ -1,4 +1,4 @@
-"""What `weft bench gpu` says of the card: read from the lines of nvidia-smi, for the time that is asked about."""
+"""The state of the card in `weft bench gpu`: parsed from the lines of nvidia-smi, for an interval."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ def samples(*lines: str) -> list[Sample]:
     return [sample for line in lines if (sample := read_sample(line, 0.0)) is not None]
 
 
-def test_a_card_that_was_held_back_is_told_by_what_and_how_often() -> None:
+def test_the_state_of_a_throttled_card_says_by_what_and_how_often() -> None:
     state = state_of(samples(FULL, CAPPED, FULL, FULL))
     assert state is not None
     assert (state.megahertz, state.lowest_megahertz, state.most_megahertz) == (1980, 1350, 1980)
     assert (state.watts, state.most_watts, state.celsius) == (569.65, 700, 52)
     assert (state.capped, state.capped_by) == (0.25, ("power limit",))
-    assert str(state) == "1,980 MHz (1,350 at least), 570 W, 52 °C, 25% held back by power limit"
+    assert str(state) == "1,980 MHz (1,350 at least), 570 W, 52 °C, 25% throttled by power limit"
 
 
-def test_an_idle_card_is_not_held_back() -> None:
+def test_an_idle_card_is_not_throttled() -> None:
     state = state_of(samples(IDLE, FULL))
-    assert state is not None and state.capped == 0 and "held back" not in str(state)
+    assert state is not None and state.capped == 0 and "throttled" not in str(state)
 
 
 @pytest.mark.parametrize(
     "line", ["", "No devices were found\n", "1980, [N/A], 3201, [N/A], 700.00, 47, 0x0\n"]
 )
-def test_a_line_without_figures_is_no_sample(line: str) -> None:
+def test_a_line_without_figures_is_not_a_sample(line: str) -> None:
     assert read_sample(line, 0.0) is None
     assert state_of(samples(line)) is None
 
 
-def test_a_watch_tells_of_the_time_it_is_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_summarises_the_requested_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\nwhile true; do echo '{CAPPED.strip()}'; sleep 0.02; done\n")
     tool.chmod(0o755)
@@ -56,7 +56,7 @@ def test_a_watch_tells_of_the_time_it_is_asked_about(tmp_path: Path, monkeypatch
     assert watch.between(began - 2, began - 1) is None
 
 
-def test_without_the_tool_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvidia_smi_there_are_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     watch = CardWatch()
     assert watch.between(0.0, time.perf_counter()) is None

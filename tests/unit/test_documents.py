@@ -9,10 +9,19 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from weft.cli.main import app
+from benchmarks.__main__ import app as benchmarks_app
+from weft.cli.main import app as weft_app
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROGRAM = r"(?:weft|make|(?:\.venv/bin/)?python -m benchmarks)"
+# Engines and ratios in the tables of `python -m benchmarks peers`.
+NOT_COMMANDS = (
+    "weft in process",
+    "weft without drafts",
+    "weft / best peer",
+    "weft in process / best in process",
+)
 documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
 
@@ -27,11 +36,14 @@ def anchors(document: Path) -> set[str]:
 
 
 def commands(text: str) -> Iterator[str]:
-    """Commands in the text: code lines that begin with weft or make, with continued lines joined, and inline code."""
+    """The commands of a page: indented lines and inline code that begin with a program of PROGRAM.
+
+    A command that is continued with a backslash is one line here.
+    """
     joined = re.sub(r"\\\n\s*", "", text)
-    for line in re.findall(r"^(?: {4}|\t)((?:weft|make) .*)$", joined, re.M):
+    for line in re.findall(rf"^(?: {{4}}|\t)({PROGRAM} .*)$", joined, re.M):
         yield from (part.strip() for part in line.partition(" #")[0].split(";"))
-    yield from re.findall(r"`((?:weft|make) [^`]*)`", without_blocks(joined))
+    yield from re.findall(rf"`({PROGRAM} [^`]*)`", without_blocks(joined))
 
 
 @documents
@@ -49,19 +61,22 @@ def test_every_link_leads_to_a_page_and_a_heading_that_exist(document: Path) -> 
 def test_every_command_and_flag_that_is_shown_exists(document: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
     for line in commands(document.read_text("utf-8")):
-        program, *words = line.split()
+        if line in NOT_COMMANDS:
+            continue
+        program, *words = re.sub(r"^\S*python -m benchmarks", "benchmarks", line).split()
         if program == "make":
             words = [word for word in words if "=" not in word]
             assert words and words[0] in targets, f"{document.name}: {line}"
             continue
-        command = get_command(app)
+        app = get_command(benchmarks_app if program == "benchmarks" else weft_app)
+        command = app
         while words and words[0] in getattr(command, "commands", {}):
             command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
         known = {option for parameter in command.params for option in parameter.opts} | {
             "--help",
             "--version",
         }
-        assert command is not get_command(app), f"{document.name}: {line}"
+        assert command is not app or words[0] in known, f"{document.name}: {line}"
         for word in words:
             if word.startswith("-") and word != "-":
                 assert word.partition("=")[0] in known, f"{document.name}: {line}"

@@ -1,4 +1,4 @@
-"""The import rules of the architecture: which room of src/weft may know which, and what may be imported where.
+"""The import rules of the architecture: which room of src/weft may know which, and what benchmarks may import.
 
 Every import counts: at the top of a module, inside a function, under TYPE_CHECKING, and through `import_module`.
 """
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "src"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src"
 
 VOCABULARY = (
     "weft.clock",
@@ -60,14 +61,25 @@ class Rule:
 RULES = (
     Rule(
         ("weft",),
+        "benchmarks are not part of the wheel",
+        never=("benchmarks",),
+    ),
+    Rule(
+        ("benchmarks.peer_scripts",),
+        "these scripts run in environments without weft",
+        weft=(),
+        never=("benchmarks",),
+    ),
+    Rule(
+        ("weft", "benchmarks"),
         "torch and triton are imported in backends/cuda and ops/triton only",
         but=("weft.backends.cuda", "weft.ops.triton"),
         never=("torch", "triton"),
     ),
     Rule(
         ("weft",),
-        "the C++ kernels are called by ops/cpu, the CPU backend, who measures or checks them, and who reads vocabularies",
-        but=("weft.ops.cpu", "weft.backends.cpu", "weft.bench", "weft.cli.doctor", "weft.loading.gguf"),
+        "the C++ kernels are called by ops/cpu, the CPU backend, the doctor, and the reader of GGUF vocabularies",
+        but=("weft.ops.cpu", "weft.backends.cpu", "weft.cli.doctor", "weft.loading.gguf"),
         never_weft=("weft._kernels",),
     ),
     Rule(
@@ -136,6 +148,7 @@ RULES = (
 
 # Rooms whose imports only the general rules bound. A new room has to be named here or above.
 OTHER_ROOMS = (
+    "benchmarks",
     "weft._kernels",
     "weft.bench",
     "weft.cli",
@@ -194,9 +207,11 @@ def broken_by(rule: Rule, module: str, target: str) -> bool:
     if not inside(module, rule.rooms) or inside(module, rule.but):
         return False
     if inside(target, ("weft",)):
+        if inside(target, rule.never_weft):
+            return True
         if target == "weft" or inside(target, rule.rooms):
             return False
-        return inside(target, rule.never_weft) or (rule.weft is not None and not inside(target, rule.weft))
+        return rule.weft is not None and not inside(target, rule.weft)
     from_outside = target.partition(".")[0] not in sys.stdlib_module_names
     return inside(target, rule.never) or (
         from_outside and rule.third_party is not None and not inside(target, rule.third_party)
@@ -215,15 +230,19 @@ def complaints(module: str, source: str, is_package: bool, known: frozenset[str]
 
 
 def tree() -> dict[str, Path]:
-    """The modules in Python, and the one in C++, which its stub stands for."""
+    """The modules in Python, and the stub of the one in C++."""
     return {
-        module_name(path): path for path in sorted((SOURCE / "weft").rglob("*.py*")) if path.suffix != ".pyc"
+        module_name(path, source): path
+        for source, package in ((SOURCE, "weft"), (ROOT, "benchmarks"))
+        for path in sorted((source / package).rglob("*.py*"))
+        if path.suffix != ".pyc"
     }
 
 
 def test_every_import_in_the_package_obeys_the_rules() -> None:
     modules = tree()
     assert "weft.cli.main" in modules, f"the package is not under {SOURCE}"
+    assert "benchmarks.__main__" in modules, f"the benchmarks are not under {ROOT}"
     known = frozenset(modules)
     found = [
         complaint
@@ -243,6 +262,7 @@ KNOWN = frozenset(
     {
         *VOCABULARY,
         "weft",
+        "weft._kernels",
         "weft.backends",
         "weft.backends.base",
         "weft.backends.cpu",
@@ -306,6 +326,13 @@ PLANTED = [
     ("weft.ops.triton.program", "from weft.backends.cuda.runner import CudaBackend"),
     ("weft.ops.triton.program", "import transformers"),
     ("weft.bench.gpu", "import torch"),
+    ("weft.bench.gpu", "from benchmarks.jobs import Job"),
+    ("weft.bench.gpu", "from benchmarks import jobs"),
+    ("weft.bench.gpu", "from weft import _kernels"),
+    ("benchmarks.kernels", "import torch"),
+    ("benchmarks.kernels", "from weft import LLM"),
+    ("benchmarks.peer_scripts.drive_openvino", "from weft.errors import WeftError"),
+    ("benchmarks.peer_scripts.drive_openvino", "from benchmarks import jobs"),
     ("weft.loading.random_checkpoint", "def fill():\n    import torch"),
     ("weft.loading.gguf", "import jax"),
     ("weft.loading.gguf", "from safetensors.torch import load_file"),
@@ -353,6 +380,12 @@ ALLOWED = [
         "import starlette\nfrom weft.engine.ipc.client import Client\nfrom weft.text import Detokenizer",
     ),
     ("weft.text", "from weft import __version__"),
+    (
+        "benchmarks.kernels",
+        "from weft import _kernels\nfrom weft.scheduling.scheduler import Scheduler\nimport time",
+    ),
+    ("benchmarks.kernels", "from benchmarks import jobs\nfrom benchmarks.machine_speed import SpeedProbe"),
+    ("benchmarks.peer_scripts.drive_openvino", "import openvino_genai"),
 ]
 
 

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -10,13 +11,17 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 import weft
+from benchmarks import __main__ as benchmarks_cli
 from weft import errors
+from weft.cli import bench as bench_cli
 from weft.cli import main as cli
+
+ROOT = Path(__file__).parents[2]
 
 
 def run_python(code: str) -> str:
@@ -89,7 +94,7 @@ def test_the_command_prints_its_version() -> None:
     ("arguments", "expected"),
     [
         ([], ["pull", "generate", "chat", "serve", "replay", "simulate-check", "bench"]),
-        (["bench"], ["scheduler", "batching"]),
+        (["bench"], ["serve", "soak", "start", "overhead", "gpu"]),
         (["generate"], ["--max-tokens", "--temperature"]),
         (["serve"], ["--host", "--port", "--api-key", "--context"]),
         (["simulate-check"], ["--scenarios", "--seed", "--jobs"]),
@@ -101,7 +106,18 @@ def test_help_lists_commands_and_options(arguments: list[str], expected: list[st
     assert [word for word in expected if word not in result.stdout] == []
 
 
-def test_help_imports_no_implementation() -> None:
+def test_the_benchmarks_of_maintainers_are_commands_of_the_source_tree_alone() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    bench_help = run_weft("bench", "--help").stdout
+    for name in ("scheduler", "batching", "criteria", "perplexity", "kv-cache", "peers", "kernels", "drafts"):
+        assert re.search(rf"^  {name} ", result.stdout, re.M), name
+        assert not re.search(rf"^  {name} ", bench_help, re.M), name
+
+
+def test_help_imports_nothing_that_does_the_work() -> None:
     code = (
         "import sys; sys.argv = ['weft', '--help']\n"
         "from weft.cli.main import main\n"
@@ -120,16 +136,17 @@ def test_help_imports_no_implementation() -> None:
     assert not {"numpy", "torch", "tokenizers", "minijinja"} & set(modules)
 
 
-def test_every_command_has_an_implementation() -> None:
+@pytest.mark.parametrize(("declarations", "at_least"), [(cli, 7), (bench_cli, 7), (benchmarks_cli, 9)])
+def test_every_command_has_an_implementation(declarations: ModuleType, at_least: int) -> None:
     lazy = [
         (node.module, alias.name)
-        for function in ast.parse(Path(cli.__file__).read_text("utf-8")).body
+        for function in ast.parse(Path(str(declarations.__file__)).read_text("utf-8")).body
         if isinstance(function, ast.FunctionDef)
         for node in ast.walk(function)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     ]
-    assert len(lazy) >= 7
+    assert len(lazy) >= at_least
     for module, name in lazy:
         assert callable(getattr(import_module(str(module)), name))
 
@@ -143,14 +160,14 @@ def test_a_wrong_option_is_refused_with_exit_code_2() -> None:
 
 @pytest.fixture
 def fail_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
-    """Makes the implementation of `weft bench batching` fail, and the command line call it."""
+    """Makes the implementation of `weft bench overhead` fail, and the command line call it."""
 
     def arrange(error: BaseException) -> None:
         def main(json: bool) -> None:
             raise error
 
-        monkeypatch.setitem(sys.modules, "weft.bench.batching", SimpleNamespace(main=main))
-        monkeypatch.setattr(sys, "argv", ["weft", "bench", "batching"])
+        monkeypatch.setitem(sys.modules, "weft.bench.overhead", SimpleNamespace(main=main))
+        monkeypatch.setattr(sys, "argv", ["weft", "bench", "overhead"])
 
     return arrange
 

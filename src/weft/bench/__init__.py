@@ -1,1 +1,1 @@
-"""The benches: what the scheduler costs the host, what its plans are worth, and what the clients of a server see."""
+"""`weft bench`: measures servers (serve, soak, start, overhead) and the engine on a GPU (gpu)."""

@@ -1,7 +1,7 @@
-"""`weft bench gpu`: every work of `gpu_work` through `LLM.generate` on models of random weights, beside vLLM's figures.
+"""`weft bench gpu`: the workloads of `gpu_work` through `LLM.generate` on models with random weights, compared with vLLM.
 
-Prompts are token ids on the host, the scheduler is in the loop, answers are greedy. Before a work is measured it is run
-once with short answers, so that what is compiled or captured when it is first needed is there.
+Prompts are token ids on the host, the whole engine runs, sampling is greedy. Each workload first runs once with short
+answers, so that kernels are compiled and graphs are captured before the measurement.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ from weft.request import SamplingParams
 STEP_TOKENS = 8192
 _WARM_UP_TOKENS = 32
 _WARM_UP_SHARE = 8
-"""Answers of a warm-up have at most that many tokens, or that part of the longest where that is more: on their way out
-all numbers of requests that run together are met several times."""
+"""Warm-up answers have at most `_WARM_UP_TOKENS` tokens, or 1/`_WARM_UP_SHARE` of the longest answer if that is more.
+As these answers end, the batch runs at every size several times."""
 _RUNS = 3
 _SECONDS = 3.0
-"""A work is run again while it was run fewer times than that, in less time than that."""
-_HEADER = f"{'shape':<6}{'work':<16}{'tokens/s':>10}{'vLLM':>9}{'ratio':>7}{'at best':>9}{'share':>7}{'steps':>7}{'ms/step':>9}  seconds; the card meanwhile"
+"""A workload is repeated until it has run `_RUNS` times or `_SECONDS` have passed."""
+_HEADER = f"{'shape':<6}{'work':<16}{'tokens/s':>10}{'vLLM':>9}{'ratio':>7}{'at best':>9}{'share':>7}{'steps':>7}{'ms/step':>9}  seconds; state of the card"
 
 
 @dataclass(frozen=True)
 class Speed:
-    """One work on one shape. `seconds` has an entry for each run; the speed is that of the median."""
+    """One workload on one shape. `seconds` has an entry per run; the speed is that of the median run."""
 
     shape: str
     work: str
     tokens: int
     seconds: tuple[float, ...]
     steps: int
-    """Of the engine, in the last run."""
+    """Steps of the engine in the last run."""
     tokens_per_second: float
     recorded: float | None
-    """vLLM's figure."""
+    """The recorded speed of vLLM."""
     ratio: float | None
     at_best: float | None
-    """Tokens a second that an H200 allows."""
+    """Upper bound on an H200, in tokens per second."""
     share: float | None
     card: CardState | None
-    """While it ran."""
+    """State of the card during the runs."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Options:
             max_prefill_tokens=self.step_tokens,
             max_chunk_tokens=self.step_tokens,
             prefix_caching=False,
-            max_draft_tokens=0,  # random weights go round in circles, which would be guessed
+            max_draft_tokens=0,  # random weights repeat tokens: too many draft tokens would be accepted
         )
 
 
@@ -104,15 +104,15 @@ def main(
 ) -> None:
     device = registry.chosen(device, {})
     options = Options(device, invariant, step_tokens)
-    names = chosen(work, WORK, "--work", without=WORK)
-    models = chosen(shapes, tuple(SHAPES), "--shape", without=("0.6b", "8b"))
+    names = chosen(work, WORK, "--work", default=WORK)
+    models = chosen(shapes, tuple(SHAPES), "--shape", default=("0.6b", "8b"))
     cards = gpus() or [] if options.is_card else []
     watch = CardWatch() if options.is_card else None
     speeds: list[Speed] = []
     starts: list[Start] = []
 
     def save() -> None:
-        """After every line: a run that is cut off leaves what it had."""
+        """Called after every line, so that an interrupted run keeps its results."""
         if json_path is not None:
             document = {
                 "weft": __version__,
@@ -128,15 +128,15 @@ def main(
     print_line(f"{'; '.join([*cards, machine()])}; weft {__version__} on {device}{mode}")
     print_line(
         f"Random weights, greedy, {MAX_RUNNING} sequences at most, {step_tokens} prompt tokens a step at most, "
-        f"no prefix cache. Warm-up: each work once with shortened answers ({_WARM_UP_TOKENS} tokens at most, or 1/"
+        f"no prefix cache. Warm-up: each workload once with shortened answers ({_WARM_UP_TOKENS} tokens at most, or 1/"
         f"{_WARM_UP_SHARE} of the longest); then up to {_RUNS} runs while they take less than {_SECONDS:g} s; the "
-        "median counts. vLLM: version 0.24.0, recorded on an H200. At best: what that card's memory and products allow."
+        "median counts. vLLM: version 0.24.0, recorded on an H200. At best: the limit of that card's memory and arithmetic."
     )
     print(_HEADER, flush=True)
     try:
         for shape in models:
             if START in names:
-                # Before the model is opened here: a process that starts needs the memory of the card.
+                # Before this process loads the model: the started processes need the memory of the card.
                 for start in measure_starts(shape, device):
                     starts.append(start)
                     _print_start(start)
@@ -149,8 +149,8 @@ def main(
                         save()
         if (card := next((speed.card for speed in speeds if speed.card), None)) is not None:
             print_line(
-                f"The card's clocks are {card.most_megahertz:,.0f} MHz at most (memory {card.memory_megahertz:,.0f}), "
-                f"its power {card.most_watts:.0f} W."
+                f"Limits of the card: {card.most_megahertz:,.0f} MHz (memory {card.memory_megahertz:,.0f} MHz), "
+                f"{card.most_watts:.0f} W."
             )
     finally:
         if watch is not None:
@@ -158,7 +158,7 @@ def main(
 
 
 def measure(llm: LLM, shape: str, work: Work, is_card: bool, watch: CardWatch | None = None) -> Speed:
-    """Ratios and shares make sense on a card only."""
+    """Measures one workload. It is compared with vLLM and with the upper bound on a card only."""
     run(llm, work.shortened(max(_WARM_UP_TOKENS, max(work.new_tokens) // _WARM_UP_SHARE)))
     seconds: list[float] = []
     steps = 0
@@ -186,7 +186,7 @@ def measure(llm: LLM, shape: str, work: Work, is_card: bool, watch: CardWatch | 
 
 
 def run(llm: LLM, work: Work) -> float:
-    """Seconds from the first prompt to the last token."""
+    """Runs the workload once. Returns the seconds from the first prompt to the last token."""
     params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in work.new_tokens]
     began = time.perf_counter()
     results = llm.generate(work.prompts, params, show_progress=False)

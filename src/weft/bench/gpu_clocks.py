@@ -1,7 +1,6 @@
-"""How the card ran while it was measured: clocks, power and temperature, and whether something held it back.
+"""State of the card during a measurement: clocks, power, temperature, and whether it was throttled.
 
-Asked of `nvidia-smi`, which tells a line several times a second for as long as it runs. Where it is not there, nothing is
-known, and the bench goes on without.
+`nvidia-smi` prints a sample several times per second. Without it, the benchmark runs without these figures.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ _FIELDS = (
     "temperature.gpu",
     "clocks_throttle_reasons.active",
 )
-_HOLDS = {
+_THROTTLE_REASONS = {
     0x04: "power limit",
     0x08: "hardware slowdown",
     0x20: "temperature",
     0x40: "temperature, by hardware",
     0x80: "power brake",
 }
-"""By their bits, those reasons for lower clocks that are no choice of anybody's: not idleness, not clocks that were set."""
+"""Throttle reasons by bit. Idleness and clocks that the operator has set are not listed: they are not throttling."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One line of the tool, and when it came."""
+    """One line of nvidia-smi, and its arrival time."""
 
     at: float
     megahertz: float
@@ -51,35 +50,37 @@ class Sample:
 
 @dataclass(frozen=True)
 class CardState:
-    """Of the samples of some time."""
+    """Summary of the samples of an interval."""
 
     samples: int
     megahertz: float
-    """The median; the lowest is beside it."""
+    """Median of the samples."""
     lowest_megahertz: float
     most_megahertz: float
     memory_megahertz: float
     watts: float
     most_watts: float
     celsius: float
-    """The highest."""
+    """Highest temperature of the samples."""
     capped: float
-    """In which share of the samples the card was held back."""
+    """Share of the samples in which the card was throttled."""
     capped_by: tuple[str, ...]
 
     def __str__(self) -> str:
-        held = f", {self.capped:.0%} held back by {' and '.join(self.capped_by)}" if self.capped else ""
+        throttled = f", {self.capped:.0%} throttled by {' and '.join(self.capped_by)}" if self.capped else ""
         lowest = (
             "" if self.lowest_megahertz == self.megahertz else f" ({self.lowest_megahertz:,.0f} at least)"
         )
-        return f"{self.megahertz:,.0f} MHz{lowest}, {self.watts:.0f} W, {self.celsius:.0f} °C{held}"
+        return f"{self.megahertz:,.0f} MHz{lowest}, {self.watts:.0f} W, {self.celsius:.0f} °C{throttled}"
 
 
 def state_of(samples: Sequence[Sample]) -> CardState | None:
     if not samples:
         return None
-    held = [sample for sample in samples if any(sample.reasons & bit for bit in _HOLDS)]
-    names = (name for bit, name in _HOLDS.items() if any(sample.reasons & bit for sample in held))
+    throttled = [sample for sample in samples if any(sample.reasons & bit for bit in _THROTTLE_REASONS)]
+    names = (
+        name for bit, name in _THROTTLE_REASONS.items() if any(sample.reasons & bit for sample in throttled)
+    )
     last = samples[-1]
     return CardState(
         len(samples),
@@ -90,13 +91,13 @@ def state_of(samples: Sequence[Sample]) -> CardState | None:
         statistics.median_low(sample.watts for sample in samples),
         last.most_watts,
         max(sample.celsius for sample in samples),
-        len(held) / len(samples),
+        len(throttled) / len(samples),
         tuple(names),
     )
 
 
 def read_sample(line: str, at: float) -> Sample | None:
-    """None for a line that has no such figures: a card may not tell some of them."""
+    """Parses a line of nvidia-smi. None if a figure is missing: some cards do not report all."""
     *figures, reasons = line.split(",")
     try:
         megahertz, most_megahertz, memory, watts, most_watts, celsius = map(float, figures)
@@ -106,7 +107,7 @@ def read_sample(line: str, at: float) -> Sample | None:
 
 
 class CardWatch:
-    """Watches the first card that CUDA sees, from its making until `close`."""
+    """Samples the first visible card from construction until `close`."""
 
     def __init__(self) -> None:
         self._samples: list[Sample] = []
@@ -133,7 +134,7 @@ class CardWatch:
                 self._samples.append(sample)
 
     def between(self, begin: float, end: float) -> CardState | None:
-        """From one `time.perf_counter()` to another; None where nothing was told in that time."""
+        """Summary between two values of `time.perf_counter()`; None if there are no samples."""
         return state_of([sample for sample in self._samples if begin <= sample.at <= end])
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""What `weft bench gpu` measures: the shapes of models, the work, and what a card allows for it at best.
+"""Model shapes and workloads of `weft bench gpu`, and the upper bound of their speed on a card.
 
-The work is that of the figures in `RECORDED`: the same lengths, drawn in the same order.
+The workloads are those of the figures in `RECORDED`: the same lengths, drawn in the same order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.models.registry import build_config
 MAX_RUNNING = 256
 MAX_CONTEXT = 4096
 START = "start"
-"""Not a list of requests: how long a new process takes to its first token."""
+"""Not a list of requests: the time of a new process to its first token."""
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "0.6b": {
@@ -65,7 +65,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""By name: those of Qwen3-0.6B and Llama-3.1-8B, and one to see whether the command runs."""
+"""The shapes of Qwen3-0.6B and Llama-3.1-8B, and a tiny one to test the command."""
 
 RECORDED: Mapping[str, Mapping[str, float]] = {
     "0.6b": {
@@ -90,11 +90,11 @@ RECORDED: Mapping[str, Mapping[str, float]] = {
     },
 }
 """vLLM 0.24.0 on an H200 with bf16 and random weights: torch 2.11, FlashAttention 3, CUDA graphs, asynchronous
-scheduling, torch.compile, 256 sequences, no prefix cache. Tokens a second; of the start, seconds until ready."""
+scheduling, torch.compile, 256 sequences, no prefix cache. Tokens per second; for the start, seconds until ready."""
 
 BYTES_PER_SECOND = 4.38e12
 OPERATIONS_PER_SECOND = 785e12
-"""Measured on that H200: reading memory, and products of 8192 x 8192 in bf16."""
+"""Measured on that H200: memory bandwidth, and bf16 products of 8192 x 8192 matrices."""
 _BYTES_PER_VALUE = 2
 
 _TOKEN_IDS = (10, 10_000)
@@ -102,59 +102,61 @@ _TOKEN_IDS = (10, 10_000)
 
 @dataclass(frozen=True)
 class Work:
-    """Requests that are there at once: a prompt and a number of new tokens for each."""
+    """Requests that arrive together: a prompt and a number of new tokens for each."""
 
     name: str
     prompts: tuple[list[int], ...]
     new_tokens: tuple[int, ...]
     counts_prompts: bool = False
-    """Its speed is in tokens of prompts, not of answers."""
+    """The speed is in prompt tokens, not in generated tokens."""
 
     @property
     def tokens(self) -> int:
         return sum(map(len, self.prompts)) if self.counts_prompts else sum(self.new_tokens)
 
     def shortened(self, longest: int) -> Work:
-        """The same prompts with answers of at most so many tokens, in the same proportions: the same numbers of requests
-        run together on the way."""
+        """The same prompts with answers of at most `longest` tokens, scaled in proportion.
+
+        Requests end in the same order, so that steps have the same batch sizes.
+        """
         most = max(self.new_tokens)
         scaled = (-(-count * min(longest, most) // most) for count in self.new_tokens)
         return Work(self.name, self.prompts, tuple(scaled), self.counts_prompts)
 
 
-def _alike(
+def _uniform(
     name: str, count: int, prompt: int, new: int, counts_prompts: bool = False
 ) -> Callable[[int], Work]:
     def make(vocabulary: int) -> Work:
-        chance = random.Random(1)
-        prompts = tuple(_prompt(chance, prompt, vocabulary) for _ in range(count))
+        rng = random.Random(1)
+        prompts = tuple(_prompt(rng, prompt, vocabulary) for _ in range(count))
         return Work(name, prompts, (new,) * count, counts_prompts)
 
     return make
 
 
 def _offline(vocabulary: int) -> Work:
-    chance = random.Random(0)
+    rng = random.Random(0)
     prompts, new_tokens = [], []
     for _ in range(256):
-        prompts.append(_prompt(chance, chance.randint(100, 1024), vocabulary))
-        new_tokens.append(chance.randint(100, 1024))
+        prompts.append(_prompt(rng, rng.randint(100, 1024), vocabulary))
+        new_tokens.append(rng.randint(100, 1024))
     return Work("offline256", tuple(prompts), tuple(new_tokens))
 
 
-def _prompt(chance: random.Random, length: int, vocabulary: int) -> list[int]:
+def _prompt(rng: random.Random, length: int, vocabulary: int) -> list[int]:
     low, high = _TOKEN_IDS
-    return [chance.randrange(low, min(high, vocabulary)) for _ in range(length)]
+    return [rng.randrange(low, min(high, vocabulary)) for _ in range(length)]
 
 
 _MAKERS: dict[str, Callable[[int], Work]] = {
-    "single": _alike("single", 1, 128, 256),
-    "batch8": _alike("batch8", 8, 128, 256),
-    "batch64": _alike("batch64", 64, 128, 256),
-    "batch256": _alike("batch256", 256, 128, 256),
+    "single": _uniform("single", 1, 128, 256),
+    "batch8": _uniform("batch8", 8, 128, 256),
+    "batch64": _uniform("batch64", 64, 128, 256),
+    "batch256": _uniform("batch256", 256, 128, 256),
     "offline256": _offline,
-    "prefill32x2048": _alike("prefill32x2048", 32, 2048, 1, counts_prompts=True),
-    "long16x3500": _alike("long16x3500", 16, 3500, 128),
+    "prefill32x2048": _uniform("prefill32x2048", 32, 2048, 1, counts_prompts=True),
+    "long16x3500": _uniform("long16x3500", 16, 3500, 128),
 }
 WORK = (START, *_MAKERS)
 
@@ -164,14 +166,13 @@ def make_work(name: str, shape: str) -> Work:
 
 
 def chosen(
-    names: list[str], known: tuple[str, ...], option: str, without: tuple[str, ...]
+    names: list[str], known: tuple[str, ...], option: str, default: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """What an option asks for, in the order of `known`; each value may name several, with commas. `without` it was
-    not given."""
-    asked = {name for value in names for name in value.split(",") if name}
-    if strangers := asked - set(known):
-        raise InvalidRequestError(f"{option} is {min(strangers)!r}; allowed: {', '.join(known)}")
-    return tuple(name for name in known if name in (asked or without))
+    """The names given to an option, in the order of `known`. A value may contain several, separated by commas."""
+    given = {name for value in names for name in value.split(",") if name}
+    if unknown := given - set(known):
+        raise InvalidRequestError(f"{option} is {min(unknown)!r}; allowed: {', '.join(known)}")
+    return tuple(name for name in known if name in (given or default))
 
 
 def open_shape(shape: str) -> Checkpoint:
@@ -179,8 +180,11 @@ def open_shape(shape: str) -> Checkpoint:
 
 
 def least_seconds(work: Work, shape: str) -> float:
-    """No engine on that H200 is faster: all prompts are computed at once, then everyone gets a token in every step; a step
-    takes as long as its bytes or its products do, whichever is longer. Activations, sampling and the host are free."""
+    """Lower bound of the time on that H200.
+
+    All prompts are computed in one step; then every step gives each running request a token. A step takes the longer of
+    its memory reads and its products. Activations, sampling and the host cost nothing.
+    """
     checkpoint = open_shape(shape)
     config = build_config(checkpoint.layout, checkpoint.metadata, checkpoint.tensors)
     lengths = [len(prompt) for prompt in work.prompts]
@@ -191,7 +195,7 @@ def least_seconds(work: Work, shape: str) -> float:
     running, context = len(answers), sum(lengths)
     ended = 0
     for number in range(1, answers[-1][0]):
-        # The first token of an answer came with its prompt; in step `number` everyone adds the token before it.
+        # The first token of an answer comes with its prompt. In step `number` each running request adds one token to its context.
         while answers[ended][0] <= number:
             running -= 1
             context -= answers[ended][1] + number - 1
@@ -202,7 +206,7 @@ def least_seconds(work: Work, shape: str) -> float:
 
 
 def _step_seconds(config: ModelConfig, tokens: int, sampled: int, pairs: int, cached: int) -> float:
-    """A step over so many tokens that attend `pairs` times in all and read the K and V of `cached` tokens once."""
+    """Time of a step over `tokens` tokens with `pairs` query-key pairs that reads K and V of `cached` tokens once."""
     layers, head = config.multiplications_per_token, config.vocabulary_size * config.hidden_size
     per_cached = 2 * config.layers * config.kv_size
     read = _BYTES_PER_VALUE * (layers + head + per_cached * cached)

@@ -1,4 +1,7 @@
-"""`weft bench overhead`: what HTTP adds to the engine, on a server that computes nothing: time to the first token, and tokens a second."""
+"""`weft bench overhead`: what HTTP adds to the time to first token, and how many tokens per second a server streams.
+
+The server runs the noop backend, so that only the runtime is measured.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class Throughput:
     tokens_each: int
     tokens_per_second: float
     server_seconds: float
-    """CPU time of all of the server's processes, the engine's too."""
+    """CPU time of all server processes, including the engine."""
 
 
 def main(json: bool) -> None:
@@ -45,16 +48,18 @@ def main(json: bool) -> None:
     direct = first.pop("engine alone")
     checks = [
         Check(
-            f"first token, {name}: added at the median",
+            f"time to first token, {name}: added to the median",
             f"{1000 * (quantile(times, 0.5) - quantile(direct, 0.5)):.2f} ms",
             f"{1000 * ADDED_SECONDS:g} ms",
             quantile(times, 0.5) - quantile(direct, 0.5) < ADDED_SECONDS,
         )
         for name, times in first.items()
     ]
-    best = max(one.tokens_per_second for one in throughputs)
+    best = max(result.tokens_per_second for result in throughputs)
     checks.append(
-        Check("streamed tokens a second", f"{best:,.0f}", f"{TOKENS_PER_SECOND:,}", best >= TOKENS_PER_SECOND)
+        Check(
+            "streamed tokens per second", f"{best:,.0f}", f"{TOKENS_PER_SECOND:,}", best >= TOKENS_PER_SECOND
+        )
     )
     figures = {"engine alone": direct, **first}
     if json:
@@ -64,7 +69,7 @@ def main(json: bool) -> None:
         return
     print_line(machine())
     print_table(
-        f"First token of {_NUM_FIRST_TOKENS} requests, one after the other, ms",
+        f"Time to first token of {_NUM_FIRST_TOKENS} requests, one after another, ms",
         ("", "p50", "p99", "largest"),
         [
             (
@@ -78,15 +83,15 @@ def main(json: bool) -> None:
         ],
     )
     print_table(
-        "Streams at once",
-        ("streams x tokens", "tokens/s", "server's CPU seconds"),
+        "Concurrent streams",
+        ("streams x tokens", "tokens/s", "server CPU seconds"),
         [
             (
-                f"{one.streams} x {one.tokens_each}",
-                f"{one.tokens_per_second:,.0f}",
-                f"{one.server_seconds:.2f}",
+                f"{result.streams} x {result.tokens_each}",
+                f"{result.tokens_per_second:,.0f}",
+                f"{result.server_seconds:.2f}",
             )
-            for one in throughputs
+            for result in throughputs
         ],
     )
     print_checks(checks)
@@ -111,14 +116,14 @@ async def _measure(
 
 
 async def _first_tokens(engine: EngineClient, client: Client, prompt: list[int]) -> dict[str, list[float]]:
-    """Each way in turn, so that whatever else the machine does hits all of them."""
+    """Measures the variants in turn, so that other load on the machine affects all of them."""
     completion, chat = "/v1/completions", "/v1/chat/completions"
-    ways: dict[str, tuple[str, dict[str, Any]]] = {
+    variants: dict[str, tuple[str, dict[str, Any]]] = {
         "HTTP, token ids": (completion, {"prompt": prompt}),
         "HTTP, text": (completion, {"prompt": _TEXT}),
         "HTTP, chat": (chat, {"messages": [{"role": "user", "content": _TEXT}]}),
     }
-    times: dict[str, list[float]] = {"engine alone": [], **{name: [] for name in ways}}
+    times: dict[str, list[float]] = {"engine alone": [], **{name: [] for name in variants}}
     for number in range(_NUM_FIRST_TOKENS + 20):
         is_warm = number >= 20
         began = time.perf_counter()
@@ -128,13 +133,13 @@ async def _first_tokens(engine: EngineClient, client: Client, prompt: list[int])
             times["engine alone"].append(time.perf_counter() - began)
         while not outputs[-1].is_final:
             outputs = await answer.read()
-        for name, (path, fields) in ways.items():
+        for name, (path, fields) in variants.items():
             body = json_module.dumps({**fields, "max_tokens": 8, "stream": True}).encode()
-            said, _ = await client.ask(client.message("POST", path, body), 30.0)
-            if said.failure:
-                raise WeftError(f"{name}: {said.failure.kind}: {said.failure.detail}")
+            streamed, _ = await client.send(client.message("POST", path, body), 30.0)
+            if streamed.failure:
+                raise WeftError(f"{name}: {streamed.failure.kind}: {streamed.failure.detail}")
             if is_warm:
-                times[name].append(said.chunk_times[0] - said.began)
+                times[name].append(streamed.chunk_times[0] - streamed.began)
     return times
 
 
@@ -143,7 +148,7 @@ async def _throughput(client: Client, streams: int, tokens: int, prompt: list[in
     message = client.message("POST", "/v1/completions", json_module.dumps(fields).encode())
     await client.open_idle(streams)
     before, began = _server_ticks(client), time.perf_counter()
-    answers = await asyncio.gather(*(client.ask(message, 120.0) for _ in range(streams)))
+    answers = await asyncio.gather(*(client.send(message, 120.0) for _ in range(streams)))
     seconds = time.perf_counter() - began
     failed = [answer.failure for answer, _ in answers if answer.failure]
     if failed:

@@ -1,4 +1,4 @@
-"""What the benches share: quantiles, a bar with its verdict, and the way results are printed."""
+"""Shared by all benchmarks: quantiles, checks, and printed tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Check:
-    """A criterion, what was measured, and whether that meets the bar."""
+    """A criterion, the measured value, the required value (the bar), and whether it is met."""
 
     criterion: str
     measured: str
@@ -27,13 +27,13 @@ class Check:
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """The smallest value that `share` of them do not exceed."""
+    """The smallest value v such that at least `share` of the values are at most v."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def machine() -> str:
-    """Processor, its load and the interpreter: a time says nothing without them."""
+    """Processor, load and interpreter: times cannot be compared without them."""
     processor = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
@@ -48,7 +48,7 @@ def print_json(document: dict[str, Any]) -> None:
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return dataclasses.asdict(value)
-        raise TypeError(f"{type(value).__name__} has no place in a report")
+        raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
     print(json.dumps(document, indent=2, default=plain))
 
@@ -65,7 +65,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 def print_checks(checks: Iterable[Check]) -> None:
     table = Table(title="Criteria", title_justify="left")
-    for column in ("criterion", "measured", "bar", "verdict"):
+    for column in ("criterion", "measured", "required", "verdict"):
         table.add_column(column, overflow="fold")
     for check in checks:
         verdict = "[green]met[/]" if check.is_met else "[red]missed[/]"
@@ -78,6 +78,6 @@ def print_line(text: str) -> None:
 
 
 def _console() -> Console:
-    """Of a fixed width where the output is no terminal: a table in a file or a log is not cut."""
+    """A console. Its width is fixed if the output is not a terminal, so that tables in files and logs are not cut."""
     console = Console()
     return console if console.is_terminal else Console(width=140)

@@ -1,4 +1,4 @@
-"""`weft bench serve`: puts load on any OpenAI-compatible server, and says what its clients see."""
+"""`weft bench serve`: load-tests an OpenAI-compatible server and reports what its clients see."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(
     json_path: Path | None,
     html_path: Path | None,
 ) -> bool:
-    """Measures, prints and writes; whether every request was answered."""
+    """Measures, prints and writes. True if every request was answered."""
 
     def decode(token_ids: Sequence[int]) -> str:
         return _open_tokenizer(tokenizer).decode(token_ids)
@@ -56,7 +56,7 @@ def main(
             is_chat=chat,
             decode=decode,
             seconds=timeout,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
+            print_status=lambda line: print(line, file=sys.stderr, flush=True),
         )
     )
     print_report(report)
@@ -68,7 +68,7 @@ def main(
 
 
 def parse_duration(text: str | None, option: str) -> float | None:
-    """Seconds of '250ms' or '2s'. A bare number is refused: other tools take it for either."""
+    """Seconds from '250ms' or '2s'. A bare number is an error: some tools read it as ms, others as s."""
     if text is None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s)", text.strip())
@@ -80,14 +80,14 @@ def parse_duration(text: str | None, option: str) -> float | None:
 
 
 def parse_lengths(text: str, option: str) -> Lengths:
-    """'128', or '16-512' for lengths drawn evenly from there."""
+    """'128', or '16-512' for lengths drawn uniformly from that range."""
     low, dash, high = text.partition("-")
     if not (low.isdecimal() and (high.isdecimal() or not dash)):
         raise InvalidRequestError(f"{option} is {text!r}; write a count such as 128, or 16-512", field=option)
     lengths = Lengths(int(low), int(high) if dash else int(low))
     if not 1 <= lengths.low <= lengths.high:
         raise InvalidRequestError(
-            f"{option} goes from {lengths.low} to {lengths.high}; it needs at least 1, and the larger last",
+            f"{option} goes from {lengths.low} to {lengths.high}; write at least 1, and the larger number last",
             field=option,
         )
     return lengths
@@ -103,7 +103,7 @@ def parse_rates(text: str | None, option: str) -> tuple[float, ...]:
         rates = ()
     if not rates or not all(0 < rate < math.inf for rate in rates):
         raise InvalidRequestError(
-            f"{option} is {text!r}; write requests a second above 0, such as 4 or 1,2,4,8", field=option
+            f"{option} is {text!r}; write requests per second above 0, such as 4 or 1,2,4,8", field=option
         )
     return rates
 

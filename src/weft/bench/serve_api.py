@@ -1,4 +1,4 @@
-"""How one server wants to be asked: the parts of the OpenAI API it takes are found out before anything is measured."""
+"""Probes which parts of the OpenAI API a server accepts, before anything is measured."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from weft.errors import WeftError
 
 PROBE_SECONDS = 120.0
 _REFUSALS = ("HTTP 400", "HTTP 422", "HTTP 500", "HTTP 501")
-"""What servers answer to a request whose shape they do not know; 500 is what some make of a list as a prompt."""
+"""Answers to a request with unknown fields. Some servers answer 500 to a prompt that is a list."""
 
 
 class ServerError(WeftError):
-    """The server cannot be measured: it does not answer, or not as the OpenAI API says."""
+    """The server cannot be measured: it does not answer, or its answers do not follow the OpenAI API."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """The shape of the requests."""
+    """The form of the requests: which optional fields the server accepts."""
 
     model: str
     is_chat: bool = False
     takes_ids: bool = True
-    """Prompts as token ids; else as text."""
+    """Prompts are sent as token ids; otherwise as text."""
     takes_exact_length: bool = True
-    """`ignore_eos` and `min_tokens`: every answer gets as long as was asked."""
+    """Accepts `ignore_eos` and `min_tokens`: every answer has exactly `max_tokens` tokens."""
     takes_usage: bool = True
-    """`stream_options`: the server counts the tokens."""
+    """Accepts `stream_options`: the server reports token counts."""
 
     @property
     def path(self) -> str:
@@ -59,26 +59,26 @@ class Dialect:
 
     def describe(self) -> str:
         prompt = "token ids" if self.takes_ids else "text"
-        length = "lengths exact (ignore_eos)" if self.takes_exact_length else "answers may end early"
+        length = "exact lengths (ignore_eos)" if self.takes_exact_length else "answers may end early"
         return f"{self.path}, model {self.model}, prompts as {prompt}, {length}"
 
 
 async def served_model(client: Client) -> str:
     """The first model that the server lists."""
-    answer, exchange = await client.ask(client.message("GET", "/v1/models"), PROBE_SECONDS)
+    answer, exchange = await client.send(client.message("GET", "/v1/models"), PROBE_SECONDS)
     if exchange is None or exchange.response.status == 0:
         reason = answer.failure.detail if answer.failure else "no answer"
-        raise ServerError(f"nothing that speaks HTTP answers at {client.url}: {reason}. Is the server up?")
+        raise ServerError(f"no HTTP server answers at {client.url}: {reason}. Is the server running?")
     if exchange.response.status in (401, 403):
         raise ServerError(
-            f"{client.url} wants an API key (HTTP {exchange.response.status}): give one with --api-key"
+            f"{client.url} requires an API key (HTTP {exchange.response.status}): give one with --api-key"
         )
     try:
         name = json.loads(exchange.body)["data"][0]["id"]
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         status = exchange.response.status
         raise ServerError(
-            f"{client.url}/v1/models names no model (HTTP {status}): say which to ask for with --served-model"
+            f"{client.url}/v1/models lists no model (HTTP {status}): name one with --served-model"
         ) from None
     return str(name)
 
@@ -86,22 +86,21 @@ async def served_model(client: Client) -> str:
 async def find_dialect(
     client: Client, model: str, items: Sequence[Item], is_chat: bool, decode: Callable[[Sequence[int]], str]
 ) -> Dialect:
-    """The richest shape of request that the server answers, tried with short requests like those to come."""
+    """The form with the most optional fields that the server accepts, found with short requests."""
     has_ids = any(isinstance(item.prompt, tuple) for item in items)
     sample = next((item for item in items if isinstance(item.prompt, tuple)), items[0])
-    probe = Item(
-        sample.prompt[:-17:-1], 2
-    )  # backwards, so that no cache has the beginning of what is measured
-    shapes = [
+    # Reversed, so that the probe leaves no prefix of a measured prompt in the server's cache.
+    probe = Item(sample.prompt[:-17:-1], 2)
+    forms = [
         Dialect(model, is_chat, ids and has_ids and not is_chat, exact, usage)
         for usage in (True, False)
         for ids in (True, False)
         for exact in (True, False)
     ]
     reason = ""
-    for dialect in dict.fromkeys(shapes):
+    for dialect in dict.fromkeys(forms):
         message = client.message("POST", dialect.path, dialect.body(probe, decode))
-        answer, _ = await client.ask(message, PROBE_SECONDS)
+        answer, _ = await client.send(message, PROBE_SECONDS)
         if answer.failure is None:
             return dialect
         reason = f"{answer.failure.kind}: {' '.join(answer.failure.detail.split())[:300]}"

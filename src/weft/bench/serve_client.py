@@ -1,7 +1,7 @@
-"""The connections of the load generator: lean HTTP/1.1 over asyncio, kept alive, one answer at a time on each.
+"""HTTP/1.1 connections of the load generator: asyncio, keep-alive, one request at a time on each.
 
-Clocks are read where bytes come out of the socket. Whatever a server does (refuse, die, stall, talk nonsense), the
-request ends with a failure of a kind that can be counted, and the run goes on.
+Times are taken when bytes are read from the socket. Whatever the server does (refuse, crash, stall, send invalid data),
+the request ends with a failure kind that is counted, and the run continues.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from weft.bench.serve_stream import LONGEST_ERROR, Answer, EventReader, JunkErro
 from weft.errors import InvalidRequestError
 
 CONNECT_SECONDS = 10.0
-# Between the last event and the end of the body. The clock has stopped; only the connection's next use waits for it.
+# Limit between the last event and the end of the body. The answer is complete; only the reuse of the connection waits.
 CLOSING_SECONDS = 1.0
 
 
 class Exchange:
-    """One request on a connection: turns what arrives into an answer, and says when the response is over."""
+    """One request on a connection: parses the received bytes into an answer, and sets `over` when the response ends."""
 
     def __init__(self, answer: Answer, over: asyncio.Future[None]) -> None:
         self.answer = answer
         self.response = ResponseReader()
         self.body = b""
-        """Of a response that is no stream: an error, or a document that was asked for."""
+        """Body of a response that is not an event stream: an error or a JSON document."""
         self._over = over
         self._events = EventReader()
-        self._is_stream: bool | None = None  # until the headers are there
+        self._is_stream: bool | None = None  # None until the headers are read
         self.has_bytes = False
 
     @property
@@ -54,7 +54,7 @@ class Exchange:
             self._finish(now)
 
     def end_of_stream(self, now: float, why: str) -> None:
-        """The server closed the connection."""
+        """Ends the exchange: the server closed the connection, or a time limit passed."""
         self.response.end_of_stream()
         if not self.response.is_complete and not self.answer.is_done:
             self.answer.fail(f"closed {self.where}", why, now)
@@ -72,7 +72,7 @@ class Exchange:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One socket. A buffer of its own spares an allocation at every read."""
+    """One socket. It owns its receive buffer, which saves an allocation per read."""
 
     def __init__(self) -> None:
         self._buffer = bytearray(64 << 10)
@@ -84,7 +84,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def was_used(self) -> bool:
-        """Whether it had been kept alive before its last request."""
+        """Whether the last request was not the first on this connection."""
         return self._num_requests > 1
 
     @property
@@ -92,7 +92,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._transport is not None and not self._transport.is_closing()
 
     async def exchange(self, request: bytes, answer: Answer, seconds: float) -> Exchange:
-        """Sends a request and waits until its response is over, or has taken too long."""
+        """Sends a request and waits for the end of its response, at most `seconds`."""
         loop = asyncio.get_running_loop()
         over: asyncio.Future[None] = loop.create_future()
         self._exchange = exchange = Exchange(answer, over)
@@ -128,7 +128,7 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         now = perf_counter()
         exchange = self._exchange
-        if exchange is None:  # nobody asked
+        if exchange is None:  # bytes without a request
             self.abort()
             return
         exchange.feed(bytes(self._view[:nbytes]), now)
@@ -155,17 +155,17 @@ class Connection(asyncio.BufferedProtocol):
 
 
 class Client:
-    """Connections to one server. They are opened before a request is due where possible, and used again."""
+    """Connections to one server. They are opened before a request is sent if possible, and reused."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port, name = parts.port, (parts.hostname or "").encode("idna")
-        except ValueError:  # brackets without end, a port that is none, a name that cannot be one
+        except ValueError:  # unclosed brackets, an invalid port, or an invalid host name
             parts, port, name = urlsplit(""), None, b""
         if parts.scheme not in ("http", "https") or not parts.hostname or not name:
             raise InvalidRequestError(
-                f"{url!r} is no address of a server; give one such as http://127.0.0.1:8000", field="url"
+                f"{url!r} is not the address of a server; give one such as http://127.0.0.1:8000", field="url"
             )
         self.host = parts.hostname
         self.port = port or (443 if parts.scheme == "https" else 80)
@@ -178,7 +178,7 @@ class Client:
         self._address = ""
 
     def message(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """A whole request, ready to be written: nothing of it is made while a clock runs."""
+        """The bytes of a whole request. They are built before the measurement, so that this costs no measured time."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [
             f"{method} {self.prefix}{path} HTTP/1.1",
@@ -193,14 +193,14 @@ class Client:
         return "\r\n".join([*lines, "\r\n"]).encode() + body
 
     async def reserve(self) -> Connection:
-        """An open connection that nobody else uses; an OSError where the server takes none."""
+        """An open connection for one request. Raises OSError if the server accepts none."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
                 return connection
         return await self._connect()
 
-    def give_back(self, connection: Connection) -> None:
+    def release(self, connection: Connection) -> None:
         if connection.is_open:
             self._idle.append(connection)
 
@@ -210,21 +210,21 @@ class Client:
         self._idle.clear()
 
     async def open_idle(self, count: int) -> None:
-        """Has `count` connections ready. A server that refuses them will refuse the requests too, and be counted then."""
+        """Opens connections until `count` are idle. Ignores failures: the requests will fail too and be counted."""
         self._idle = [connection for connection in self._idle if connection.is_open]
         missing = count - len(self._idle)
         found = await asyncio.gather(*(self._connect() for _ in range(missing)), return_exceptions=True)
         self._idle += [connection for connection in found if isinstance(connection, Connection)]
 
-    async def ask(
+    async def send(
         self, request: bytes, seconds: float, connection: Connection | None = None
     ) -> tuple[Answer, Exchange | None]:
-        """Sends a request, on `connection` where one was reserved for it. The clock of the answer starts here."""
+        """Sends a request on `connection`, by default on an idle or new one. The clock of the answer starts here."""
         answer = Answer(perf_counter())
-        give_up = answer.began + seconds
+        deadline = answer.began + seconds
         try:
             connection = connection or await self.reserve()
-            exchange = await connection.exchange(request, answer, give_up - perf_counter())
+            exchange = await connection.exchange(request, answer, deadline - perf_counter())
             failure = answer.failure
             if (
                 failure
@@ -232,22 +232,22 @@ class Client:
                 and not exchange.has_bytes
                 and connection.was_used
             ):
-                # A server may close a connection that was idle at the very moment it is used; a new one is right.
+                # A server may close an idle connection just when it is reused. Retry once on a new connection.
                 self.num_reconnects += 1
                 answer.failure = None
                 connection = await self._connect()
-                exchange = await connection.exchange(request, answer, give_up - perf_counter())
+                exchange = await connection.exchange(request, answer, deadline - perf_counter())
         except (OSError, TimeoutError) as error:
             answer.fail(*_describe(error), perf_counter())
             return answer, None
-        self.give_back(connection)
+        self.release(connection)
         _check_status(answer, exchange)
         return answer, exchange
 
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_SECONDS):
-            if not self._address:  # looked up once: names are not what is measured
+            if not self._address:  # resolved once: DNS is not measured
                 found = await loop.getaddrinfo(self.host, self.port, type=1)
                 addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
             else:
@@ -271,7 +271,7 @@ class Client:
 
 
 def _check_status(answer: Answer, exchange: Exchange) -> None:
-    """A response that was read whole and is no stream of tokens is a failure as well."""
+    """Marks a complete response without a stream of tokens as failed."""
     if answer.failure is None and not answer.is_done:
         status = exchange.response.status
         text = exchange.body.decode("utf-8", "replace")

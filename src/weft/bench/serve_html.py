@@ -1,4 +1,4 @@
-"""The report of `weft bench serve` as one HTML file: tables and plots drawn as inline SVG, nothing fetched from anywhere."""
+"""The report of `weft bench serve` as one HTML file: tables and plots as inline SVG, without external resources."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from weft.bench.serve_run import PhaseResult, Report
 WIDTH, HEIGHT = 560, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 26, 14, 44
 MOST_POINTS = 2000
-"""Of one series: a plot shows no more, and a file of a million points opens nowhere."""
+"""Most points of one series: more are not visible, and a browser cannot open a file with a million points."""
 NUM_COLOURS = 8
 SHORTEST = 0.1
-"""Milliseconds at which an axis of powers of ten begins at the earliest: what came in one read is 0 apart."""
+"""Lowest value of a logarithmic axis, in ms. Chunks from one read have a gap of 0, which has no logarithm."""
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --faint: #6b7280; --grid: #e3e6ea; --paper: #fff; --note: #fff6dd;
@@ -58,7 +58,7 @@ svg .mark { stroke: var(--faint); stroke-dasharray: 4 4; }
 
 @dataclass(frozen=True)
 class Series:
-    """Points under one name; joined by a line, or dots."""
+    """Named points, drawn as a line or as dots."""
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -68,7 +68,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to pixels, straight or by powers of ten."""
+    """Maps values to pixels, linearly or logarithmically."""
 
     low: float
     high: float
@@ -95,9 +95,9 @@ def write_html(report: Report, path: Path) -> None:
 
 
 def page(report: Report) -> str:
-    """The whole document. Names that came from a server or a file are escaped."""
+    """The whole document. Names from a server or a file are escaped."""
     has_targets = report.targets.is_given
-    said = notes(report)
+    warnings = notes(report)
     targets = f" Targets: {escape(describe_targets(report))}." if has_targets else ""
     about = (
         f"weft {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC. {escape(report.dialect.describe())}. "
@@ -107,7 +107,9 @@ def page(report: Report) -> str:
     latency = latency_rows(report.phases)
     parts = [
         f"<h1>{escape(report.url)}</h1>\n<p class='about'>{about}</p>",
-        f"<ul class='notes'>{''.join(f'<li>{escape(note)}</li>' for note in said)}</ul>" if said else "",
+        f"<ul class='notes'>{''.join(f'<li>{escape(note)}</li>' for note in warnings)}</ul>"
+        if warnings
+        else "",
         "<h2>Throughput</h2>" + _table(throughput_columns(has_targets), throughput),
         "<h2>Latency, ms</h2><div class='latency'>"
         + _table(("work", "", "p50", "p90", "p99", "max", "mean", "count"), latency)
@@ -136,9 +138,9 @@ def plot(
     target: float | None = None,
     diagonal: bool = False,
 ) -> str:
-    """A figure with axes, series and their key; nothing where there is nothing to show.
+    """A figure with axes, series and a legend; empty if there are no points.
 
-    `target` is a value of x to compare with, `diagonal` what y would be if it were x.
+    `target` draws a vertical line at that x, `diagonal` the line y = x.
     """
     points = [point for line in series for point in line.points]
     if not points:
@@ -286,7 +288,7 @@ def _round_step(step: float) -> float:
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """At most about `MOST_POINTS`, evenly taken, with the last."""
+    """Every n-th point and the last one, about `MOST_POINTS` in all."""
     if len(points) <= MOST_POINTS:
         return points
     step = math.ceil(len(points) / MOST_POINTS)

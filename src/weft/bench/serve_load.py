@@ -1,7 +1,7 @@
-"""What is asked of a server, and when: arrivals, workloads and trace files, all fixed by their seed.
+"""The requests that a server gets, and when: workloads, arrival processes and trace files, all fixed by a seed.
 
-The workloads are those that weft and its peers are compared on: consecutive slices of English text (the topics of
-Python's own help), so that every prompt is real text and none is like another unless sharing is the point.
+Prompts are consecutive slices of English text (Python's help topics): real text, without shared prefixes except in the
+Wshare workloads.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from weft.errors import InvalidRequestError
 
 WORKLOADS = ("W1", "W8", "W32", "Wmix", "Wshare", "Wshare-warm")
 TOKENS_PER_RUN = 40_000
-"""Of the text; more than the workloads take, so that another run finds nothing in a cache."""
+"""Tokens of text reserved for one run, more than the workloads use. The next run starts after them: no prefix hits."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One request: a prompt in token ids or text, the length of the answer, and its arrival after the start."""
+    """One request: the prompt as token ids or text, the length of the answer, and the arrival time in seconds."""
 
     prompt: tuple[int, ...] | str
     max_tokens: int
@@ -33,20 +33,20 @@ class Item:
 
 @dataclass(frozen=True)
 class Phase:
-    """Work that is measured as one: items at their times, or, with `clients`, one after the other by each client."""
+    """Requests that are measured together: sent at their arrival times, or, with `clients`, in a closed loop."""
 
     name: str
     items: tuple[Item, ...]
     clients: int | None = None
     rate: float | None = None
-    """Requests a second on average, where the arrivals have one."""
+    """Average requests per second; None if the arrivals have no rate."""
     warm_up: tuple[Item, ...] = ()
     """Sent before the clock starts, and not measured."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Token counts, drawn evenly from `low` to `high`."""
+    """Token counts, drawn uniformly from `low` to `high`."""
 
     low: int
     high: int
@@ -56,10 +56,10 @@ class Lengths:
 
 
 class Text:
-    """English as token ids, handed out in consecutive slices; it starts over when it ends."""
+    """English text as token ids, returned in consecutive slices. After the end it starts again."""
 
     def __init__(self, encode: Callable[[str], Sequence[int]], run: int = 0) -> None:
-        from pydoc_data.topics import topics  # half a megabyte, for those who need it
+        from pydoc_data.topics import topics  # half a megabyte: imported only if needed
 
         self._ids = encode("\n".join(topics[name] for name in sorted(topics)))
         self._next = run * TOKENS_PER_RUN
@@ -70,7 +70,7 @@ class Text:
 
 
 def workloads(names: Sequence[str], text: Text) -> list[Phase]:
-    """The named workloads. Each gets the same prompts whichever others are asked for."""
+    """The named workloads. The prompts of each do not depend on which others are named."""
     unknown = [name for name in names if name not in WORKLOADS]
     if unknown:
         raise InvalidRequestError(
@@ -88,7 +88,7 @@ def workloads(names: Sequence[str], text: Text) -> list[Phase]:
     prefix = text.take(512)
     share = tuple(Item(prefix + text.take(32), 64) for _ in range(32))
     warm = tuple(Item(prefix + text.take(32), 64) for _ in range(32))
-    # Warm means that Wshare has left the prefix in the server's cache; without it, one request has to.
+    # Wshare-warm needs the prefix in the server's cache. Without Wshare before it, a warm-up request puts it there.
     warm_up = () if "Wshare" in itertools.takewhile("Wshare-warm".__ne__, names) else (Item(prefix, 1),)
     phases = {
         "W1": Phase("W1", one, clients=1),
@@ -102,14 +102,14 @@ def workloads(names: Sequence[str], text: Text) -> list[Phase]:
 
 
 def poisson_times(count: int, rate: float, seed: int) -> list[float]:
-    """Arrivals that know nothing of each other, `rate` a second on average; the first at once."""
+    """Independent arrivals, `rate` per second on average. The first is at 0."""
     source = random.Random(seed)
     gaps = (source.expovariate(rate) for _ in range(count - 1))
     return list(itertools.accumulate(gaps, initial=0.0))
 
 
 def burst_times(count: int, size: int, every: float) -> list[float]:
-    """`size` arrivals together, again after `every` seconds, until there are `count`."""
+    """`count` arrivals in bursts of `size`, one burst every `every` seconds."""
     return [every * (number // size) for number in range(count)]
 
 
@@ -142,20 +142,20 @@ def _trace_item(path: Path, number: int, line: str) -> Item:
     try:
         fields: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise refuse(f"no JSON ({error})") from None
+        raise refuse(f"not JSON ({error})") from None
     if not isinstance(fields, dict):
-        raise refuse("no object")
+        raise refuse("not a JSON object")
     at, prompt, max_tokens = (fields.get(name) for name in ("at", "prompt", "max_tokens"))
     if not isinstance(at, int | float) or isinstance(at, bool) or not 0 <= at < math.inf:
-        raise refuse(f"'at' is {at!r}, not a number of seconds from 0 on")
+        raise refuse(f"'at' is {at!r}, not a number of seconds of at least 0")
     if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
-        raise refuse(f"'max_tokens' is {max_tokens!r}, not a whole number from 1 on")
-    if isinstance(prompt, list) and prompt and all(_is_count(token) for token in prompt):
+        raise refuse(f"'max_tokens' is {max_tokens!r}, not a whole number of at least 1")
+    if isinstance(prompt, list) and prompt and all(_is_token_id(token) for token in prompt):
         return Item(tuple(prompt), max_tokens, float(at))
     if isinstance(prompt, str) and prompt:
         return Item(prompt, max_tokens, float(at))
     raise refuse("'prompt' is neither text nor a list of token ids, or is empty")
 
 
-def _is_count(value: Any) -> bool:
+def _is_token_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,7 +1,7 @@
-"""Who else used the machine during a run: CPU time from /proc, split into the client, the server, and everyone else.
+"""CPU time used during a run, from /proc: by the client, by the server, and by all other processes.
 
-A figure taken beside other work is no figure. The server is found by the port it listens on; where it runs on another
-machine, only this side can be watched, and the report says so.
+Other load on the machine makes figures unreliable. The server is found by the port it listens on. If it runs on another
+machine, only the client's machine is observed, and the report says so.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 from time import perf_counter
 
 DISTURBED = 0.05
-"""Share of the machine's CPU time that others may take before a run counts as disturbed."""
+"""A run is disturbed if other processes take more than this share of the machine's CPU time."""
 CLIENT_BUSY = 0.8
-"""Share of a core from which on the client may itself be what is measured."""
+"""Above this share of a core, the client itself may limit the figures."""
 _PROC = Path("/proc")
 _LISTENING = "0A"
 
@@ -41,16 +41,16 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class MachineUse:
-    """CPU use during a phase, in cores. None: the system does not tell, or the server is elsewhere."""
+    """CPU use during a phase, in cores. None: there is no /proc, or the processes of the server are not visible."""
 
     cores: int
     load_average: float
     client: float
     server: float | None
     others: float | None
-    """All other processes, those that came and went too; stolen time of a virtual machine is among it."""
+    """All other processes, including those that ended meanwhile, and stolen time of a virtual machine."""
     loudest: tuple[str, ...]
-    """The other processes that took the most, with their share of a core."""
+    """The other processes with the most CPU time, with their share of a core."""
 
     @property
     def is_disturbed(self) -> bool:
@@ -62,7 +62,7 @@ class MachineUse:
 
 
 def take_snapshot() -> Snapshot | None:
-    """None where there is no /proc to read."""
+    """Reads the CPU counters. None if there is no /proc."""
     times = os.times()
     try:
         fields = [int(field) for field in (_PROC / "stat").read_text().split("\n", 1)[0].split()[1:]]
@@ -74,16 +74,19 @@ def take_snapshot() -> Snapshot | None:
 
 
 def use_between(before: Snapshot | None, after: Snapshot | None, host: str, port: int) -> MachineUse:
-    """What happened between two snapshots, the first taken right before a phase and the second right after it."""
+    """CPU use between two snapshots, taken right before and right after a phase."""
     server_pids = find_server(host, port, after.processes) if after else frozenset()
-    # A server that is here and cannot be seen (another user's) cannot be told from the others.
-    return use_of(before, after, server_pids, is_told_apart=bool(server_pids) or not _is_here(host))
+    # The processes of another user's local server are not visible: their time cannot be separated from the others'.
+    return use_of(before, after, server_pids, is_server_separable=bool(server_pids) or not _is_local(host))
 
 
 def use_of(
-    before: Snapshot | None, after: Snapshot | None, server_pids: frozenset[int], is_told_apart: bool = True
+    before: Snapshot | None,
+    after: Snapshot | None,
+    server_pids: frozenset[int],
+    is_server_separable: bool = True,
 ) -> MachineUse:
-    """The same where the processes of the server are known."""
+    """CPU use between two snapshots, with the processes of the server given."""
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
     if before is None or after is None or after.at <= before.at:
         return MachineUse(cores, load, 0.0, None, None, ())
@@ -97,53 +100,53 @@ def use_of(
         for pid, process in after.processes.items()
     }
     server = sum(spent[pid] for pid in server_pids) if server_pids else None
-    everyone = (after.busy - before.busy + after.stolen - before.stolen) / tick / seconds
-    strangers = sorted(spent.keys() - server_pids - {os.getpid()}, key=lambda pid: -spent[pid])
+    all_use = (after.busy - before.busy + after.stolen - before.stolen) / tick / seconds
+    other_pids = sorted(spent.keys() - server_pids - {os.getpid()}, key=lambda pid: -spent[pid])
     return MachineUse(
         cores=cores,
         load_average=load,
         client=client,
         server=server,
-        others=max(0.0, everyone - client - (server or 0.0)) if is_told_apart else None,
+        others=max(0.0, all_use - client - (server or 0.0)) if is_server_separable else None,
         loudest=tuple(
-            f"{after.processes[pid].name} {spent[pid]:.0%}" for pid in strangers[:3] if spent[pid] >= 0.01
+            f"{after.processes[pid].name} {spent[pid]:.0%}" for pid in other_pids[:3] if spent[pid] >= 0.01
         ),
     )
 
 
-def family_of(pid: int, processes: Mapping[int, Process]) -> frozenset[int]:
+def process_tree(pid: int, processes: Mapping[int, Process]) -> frozenset[int]:
     """A process and all its descendants."""
-    return frozenset(other for other in processes if pid in _line_of(other, processes))
+    return frozenset(other for other in processes if pid in _ancestors_of(other, processes))
 
 
 def find_server(host: str, port: int, processes: Mapping[int, Process]) -> frozenset[int]:
-    """The processes of a server on this machine: who listens on the port, and its family.
+    """The processes of a local server: the process that listens on the port, and related ones.
 
-    The family goes up to the eldest of the same process group, so that an engine beside the HTTP process counts, but
-    not to anyone who started this client as well; and from there to all descendants.
+    The root is the highest ancestor of the listener in its process group that is not an ancestor of this client. The
+    root and all its descendants count, so that an engine process beside the HTTP process is included.
     """
-    if not _is_here(host):
+    if not _is_local(host):
         return frozenset()
     owners = _owners(_listening_inodes(port), processes)
-    our_line = set(_line_of(os.getpid(), processes))
+    own_ancestors = set(_ancestors_of(os.getpid(), processes))
     roots = set()
     for pid in owners:
         root = pid
-        for ancestor in _line_of(pid, processes)[1:]:
-            if ancestor in our_line or processes[ancestor].group != processes[pid].group:
+        for ancestor in _ancestors_of(pid, processes)[1:]:
+            if ancestor in own_ancestors or processes[ancestor].group != processes[pid].group:
                 break
             root = ancestor
         roots.add(root)
-    return frozenset(pid for pid in processes if roots & set(_line_of(pid, processes)))
+    return frozenset(pid for pid in processes if roots & set(_ancestors_of(pid, processes)))
 
 
-def _line_of(pid: int, processes: Mapping[int, Process]) -> list[int]:
-    """A process and its ancestors, as far as they can be seen."""
-    line: list[int] = []
-    while pid in processes and pid not in line:
-        line.append(pid)
+def _ancestors_of(pid: int, processes: Mapping[int, Process]) -> list[int]:
+    """A process and its visible ancestors."""
+    ancestors: list[int] = []
+    while pid in processes and pid not in ancestors:
+        ancestors.append(pid)
         pid = processes[pid].parent
-    return line
+    return ancestors
 
 
 def _processes() -> dict[int, Process]:
@@ -152,21 +155,21 @@ def _processes() -> dict[int, Process]:
         if entry.name.isdecimal():
             try:
                 process = parse_stat((entry / "stat").read_text(errors="replace"))
-            except (OSError, ValueError, IndexError):  # it ended meanwhile
+            except (OSError, ValueError, IndexError):  # the process ended meanwhile
                 continue
             found[process.pid] = process
     return found
 
 
 def parse_stat(line: str) -> Process:
-    """A line of /proc/PID/stat. The name stands in brackets and may hold spaces and brackets itself."""
+    """Parses /proc/PID/stat. The name is in brackets and may itself contain spaces and brackets."""
     pid, _, rest = line.partition(" (")
     name, _, rest = rest.rpartition(") ")
     fields = rest.split()
     return Process(int(pid), int(fields[1]), int(fields[2]), name, int(fields[11]) + int(fields[12]))
 
 
-def _is_here(host: str) -> bool:
+def _is_local(host: str) -> bool:
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except OSError:
@@ -196,12 +199,12 @@ def _listening_inodes(port: int) -> set[str]:
 
 
 def _owners(inodes: set[str], processes: Mapping[int, Process]) -> set[int]:
-    wanted = {f"socket:[{inode}]" for inode in inodes}
+    links = {f"socket:[{inode}]" for inode in inodes}
     owners = set()
     for pid in processes:
         try:
-            if any(os.readlink(entry) in wanted for entry in os.scandir(_PROC / str(pid) / "fd")):
+            if any(os.readlink(entry) in links for entry in os.scandir(_PROC / str(pid) / "fd")):
                 owners.add(pid)
-        except OSError:  # not ours to look at, or gone
+        except OSError:  # no permission, or the process ended
             continue
     return owners - {os.getpid()}

@@ -1,4 +1,4 @@
-"""What a run of requests amounts to: a record of each, percentiles, throughput, goodput, and where a sweep bends."""
+"""Evaluates a run: a record of each request, percentiles, throughput, goodput, and the rate where latency bends."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from weft.bench.serve_load import Item
 from weft.bench.serve_stream import Answer
 
 BEND = 2.0
-"""Latency has bent where the median is this many times that of the lowest rate."""
+"""Latency bends at the first rate whose median is more than this many times the median at the lowest rate."""
 MET = 0.9
-"""A rate is carried where this share of the requests is within the targets."""
+"""A rate meets the targets if this share of its requests is within them."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Record:
     """One request. Times are seconds after the start of its phase."""
 
     due: float | None
-    """When it was to be sent; None where clients send one after the other."""
+    """Scheduled send time; None in a closed loop."""
     began: float
     chunk_times: tuple[float, ...]
     ended: float
@@ -31,7 +31,7 @@ class Record:
     prompt_tokens: int
     cached_tokens: int
     has_usage: bool
-    """Whether the server said how many tokens there were; else chunks are counted."""
+    """Whether the server reported token counts; otherwise each chunk counts as one token."""
     finish_reason: str | None
     failure_kind: str | None
     failure_detail: str | None
@@ -46,7 +46,7 @@ class Record:
 
     @property
     def gaps(self) -> list[float]:
-        """The silences a reader sees. A chunk of several tokens is one arrival: none inside it."""
+        """Times between chunks. A chunk with several tokens has no gaps inside."""
         return [later - earlier for earlier, later in itertools.pairwise(self.chunk_times)]
 
     @property
@@ -55,7 +55,7 @@ class Record:
 
     @property
     def per_token(self) -> float | None:
-        """Mean time of a token after the first chunk; unlike gaps it is the same however tokens are bundled."""
+        """Mean time per token after the first chunk. Unlike gaps, it does not depend on the tokens per chunk."""
         if self.output_tokens < 2 or len(self.chunk_times) < 2:
             return None
         return (self.chunk_times[-1] - self.chunk_times[0]) / (self.output_tokens - 1)
@@ -82,11 +82,11 @@ def record_of(answer: Answer, item: Item, start: float, due: float | None) -> Re
 
 @dataclass(frozen=True)
 class Targets:
-    """What a request has to keep, in seconds, to count as good; None asks for nothing."""
+    """Latency limits in seconds; None means no limit. A request within all limits counts for goodput."""
 
     first_token: float | None = None
     gap: float | None = None
-    """For 99% of a request's gaps: one hiccup in a hundred tokens is forgiven."""
+    """Limit for 99% of the gaps of a request: one slow gap in 100 is allowed."""
     end_to_end: float | None = None
 
     @property
@@ -117,13 +117,13 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Summary:
-    """One phase in figures. Latencies are in seconds and of answered requests; None where there was none."""
+    """Results of one phase. Latencies are in seconds, over the answered requests; None if there are none."""
 
     requests: int
     answered: int
     failures: dict[str, int]
     seconds: float
-    """From the first request to the end of the last."""
+    """From the start of the first request to the end of the last."""
     requests_per_second: float
     output_tokens_per_second: float
     prompt_tokens_per_second: float
@@ -133,17 +133,17 @@ class Summary:
     tokens_per_chunk: float
     tokens_from_usage: bool
     short_answers: int
-    """Answered with fewer tokens than were asked for."""
+    """Answers with fewer tokens than requested."""
     first_token: Distribution | None
     gap: Distribution | None
     per_token: Distribution | None
     end_to_end: Distribution | None
     good_share: float | None
-    """Of all requests, those within the targets; None where there are no targets."""
+    """Share of all requests that are within the targets; None without targets."""
     goodput: float | None
-    """Requests a second within the targets."""
+    """Requests per second within the targets."""
     late_start: Distribution | None
-    """By how much the generator itself was late; not part of any latency."""
+    """Delay of the load generator itself: actual minus scheduled send time. Not part of any latency."""
 
 
 def distribution(values: Iterable[float]) -> Distribution | None:
@@ -193,7 +193,7 @@ def summarise(records: Sequence[Record], targets: Targets) -> Summary:
 
 
 def describe_sweep(points: Sequence[tuple[float, Summary]]) -> list[str]:
-    """Where latency bends as the rate grows, and the highest rate that keeps the targets, in sentences."""
+    """Sentences for the report: where latency bends as the rate grows, and the highest rate within the targets."""
     points = sorted(points, key=lambda point: point[0])
     measured = [(rate, s.end_to_end.p50) for rate, s in points if s.end_to_end is not None]
     if len(measured) < 2:
@@ -202,20 +202,22 @@ def describe_sweep(points: Sequence[tuple[float, Summary]]) -> list[str]:
     bent = [index for index, (_, median) in enumerate(measured) if median > BEND * base]
     if bent:
         (before, _), (rate, median) = measured[bent[0] - 1], measured[bent[0]]
-        said = [
+        sentences = [
             f"Latency bends between {before:g} and {rate:g} requests/s: the median end to end is {median:.3f} s, "
             f"{median / base:.1f} times that at {lowest:g}."
         ]
     else:
         rate, median = measured[-1]
-        said = [
+        sentences = [
             f"Latency does not bend up to {rate:g} requests/s: the median end to end is {median:.3f} s, "
             f"{median / base:.1f} times that at {lowest:g}."
         ]
     shares = [(rate, summary.good_share) for rate, summary in points if summary.good_share is not None]
     kept = list(itertools.takewhile(lambda point: point[1] >= MET, shares))
     if kept:
-        said.append(f"{MET:.0%} of the requests are within the targets up to {kept[-1][0]:g} requests/s.")
+        sentences.append(
+            f"{MET:.0%} of the requests are within the targets up to {kept[-1][0]:g} requests/s."
+        )
     elif shares:
-        said.append(f"At no rate are {MET:.0%} of the requests within the targets.")
-    return said
+        sentences.append(f"At no rate are {MET:.0%} of the requests within the targets.")
+    return sentences

@@ -1,6 +1,6 @@
-"""What a run of `weft bench serve` says: tables for a person, a JSON document for programs, and the notes in both.
+"""The report of `weft bench serve`: tables for the terminal, a JSON document, and the notes in both.
 
-Notes are what a reader has to know before quoting a figure: failures, other work on the machine, how tokens were counted.
+Notes are warnings about the figures: failures, other load on the machine, how tokens were counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.errors import InvalidRequestError
 from weft.terminal import printable
 
 LATE = 0.005
-"""Seconds by which the generator may be late at p99 before it is said."""
+"""A note is added if the load generator sends requests later than this, in seconds at p99."""
 MEASURES = (
     ("first token", "first_token"),
     ("gap", "gap"),
@@ -49,7 +49,7 @@ def print_report(report: Report) -> None:
 
 
 def _plain_text(text: str) -> str:
-    """What a server or a file wrote, without effect on a terminal or on how rich writes."""
+    """Escapes text from a server or a file, so that it can control neither the terminal nor rich's markup."""
     return escape(printable(text))
 
 
@@ -83,10 +83,12 @@ def latency_rows(phases: Sequence[PhaseResult]) -> list[tuple[str, ...]]:
     for phase in phases:
         name = phase.name
         for label, field in MEASURES:
-            found: Distribution | None = getattr(phase.summary, field)
-            if found is not None:
-                figures = (found.p50, found.p90, found.p99, found.max, found.mean)
-                rows.append((name, label, *(f"{1000 * value:,.1f}" for value in figures), f"{found.count:,}"))
+            values: Distribution | None = getattr(phase.summary, field)
+            if values is not None:
+                figures = (values.p50, values.p90, values.p99, values.max, values.mean)
+                rows.append(
+                    (name, label, *(f"{1000 * value:,.1f}" for value in figures), f"{values.count:,}")
+                )
                 name = ""
     return rows
 
@@ -98,69 +100,71 @@ def describe_targets(report: Report) -> str:
 
 
 def notes(report: Report) -> list[str]:
-    """What has to be known about the figures, most serious first."""
-    said = []
+    """Warnings about the figures, the most serious first."""
+    collected = []
     for phase in report.phases:
-        said += [f"{phase.name}: {note}" for note in _phase_notes(phase)]
+        collected += [f"{phase.name}: {note}" for note in _phase_notes(phase)]
     if report.phases and all(phase.machine.server is None for phase in report.phases):
-        said.append(
-            "The server's processes were not found on this machine: load on its own machine is not seen."
+        collected.append(
+            "The server's processes were not found on this machine: load on its machine is not measured."
         )
-    return said + describe_sweep(report.sweep)
+    return collected + describe_sweep(report.sweep)
 
 
 def _phase_notes(phase: PhaseResult) -> list[str]:
     summary, use = phase.summary, phase.machine
-    said = []
+    collected = []
     for kind, count in summary.failures.items():
         detail = next(r.failure_detail for r in phase.records if r.failure_kind == kind)
-        said.append(f"{count} of {summary.requests} failed, {kind}: {' '.join((detail or '').split())[:160]}")
+        collected.append(
+            f"{count} of {summary.requests} failed, {kind}: {' '.join((detail or '').split())[:160]}"
+        )
     if phase.reconnects:
-        said.append(
-            f"{phase.reconnects} requests found their connection closed by the server and were sent again"
+        collected.append(
+            f"{phase.reconnects} requests were sent again, because the server had closed their connection"
         )
     if use.is_disturbed:
-        who = f" ({', '.join(use.loudest)})" if use.loudest else ""
-        said.append(
-            f"DISTURBED: others used {use.others:.2f} of {use.cores} cores{who}, load average {use.load_average:.1f}; "
-            "measure again on a quiet machine"
+        names = f" ({', '.join(use.loudest)})" if use.loudest else ""
+        collected.append(
+            f"DISTURBED: other processes used {use.others:.2f} of {use.cores} cores{names}, load average {use.load_average:.1f}; "
+            "measure again on an idle machine"
         )
     if use.client_is_busy:
-        said.append(f"the client itself used {use.client:.0%} of a core: the figures may be its own")
+        collected.append(f"the client itself used {use.client:.0%} of a core: it may limit the figures")
     if summary.late_start is not None and summary.late_start.p99 > LATE:
-        said.append(
-            f"requests were sent late, {1000 * summary.late_start.p99:.1f} ms at p99: the client had too little CPU time"
+        collected.append(
+            f"requests were sent late, {1000 * summary.late_start.p99:.1f} ms at p99: the client got too little CPU time"
         )
     due = [record.due for record in phase.records if record.due is not None]
     if phase.rate is not None and due and summary.end_to_end is not None:
         span = max(due) - min(due)
         if span < 2 * summary.end_to_end.p50:
-            said.append(
+            collected.append(
                 f"requests arrived for {span:.1f} s and an answer takes {summary.end_to_end.p50:.1f} s: "
-                "starting and stopping weigh on the throughput, ask for more requests"
+                "start and end distort the throughput; send more requests"
             )
-    return said + _counting_notes(summary)
+    return collected + _counting_notes(summary)
 
 
 def _counting_notes(summary: Summary) -> list[str]:
-    said = []
+    collected = []
     if summary.short_answers:
-        said.append(f"{summary.short_answers} of {summary.answered} answers were shorter than asked")
+        collected.append(f"{summary.short_answers} of {summary.answered} answers were shorter than requested")
     if summary.answered and not summary.tokens_from_usage:
-        said.append("the server does not count tokens (no usage): each chunk was taken for one")
+        collected.append("the server reports no token counts (usage): each chunk was counted as one token")
     elif summary.tokens_per_chunk > 1.05:
-        said.append(
-            f"a chunk carries {summary.tokens_per_chunk:.2f} tokens on average: gaps are between chunks"
+        collected.append(
+            f"a chunk has {summary.tokens_per_chunk:.2f} tokens on average: gaps are between chunks"
         )
     if summary.cached_tokens:
-        said.append(
+        collected.append(
             f"{summary.cached_tokens / summary.prompt_tokens:.0%} of the prompt tokens came from a cache"
         )
-    return said
+    return collected
 
 
 def document(report: Report) -> dict[str, Any]:
-    """Everything that was measured, in seconds, down to the gaps of every request."""
+    """All measurements, in seconds, including the gaps of every request."""
     return {
         "weft": __version__,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -176,7 +180,7 @@ def document(report: Report) -> dict[str, Any]:
                 "summary": dataclasses.asdict(phase.summary),
                 "reconnects": phase.reconnects,
                 "machine": {**dataclasses.asdict(phase.machine), "is_disturbed": phase.machine.is_disturbed},
-                "requests": [_plain(record) for record in phase.records],
+                "requests": [_record_fields(record) for record in phase.records],
             }
             for phase in report.phases
         ],
@@ -194,7 +198,7 @@ def write_text(path: Path, text: str) -> None:
         raise InvalidRequestError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _plain(record: Record) -> dict[str, Any]:
+def _record_fields(record: Record) -> dict[str, Any]:
     fields = {name: value for name, value in dataclasses.asdict(record).items() if name != "chunk_times"}
     first = record.first_token
     return {

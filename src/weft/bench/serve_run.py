@@ -1,8 +1,7 @@
-"""Runs the load: plans the phases of the work, sends every request when it is due, and keeps what came back.
+"""Runs the load: plans the phases, sends every request at its time, and records the answers.
 
-A request's clock starts when it is due, with its connection already open, and stops at the bytes that end the answer.
-Arrivals never wait for answers (but for clients that ask one after the other), so that a slow server cannot make its
-own load lighter.
+A request's clock starts when it is sent, on an open connection, and stops at the last bytes of the answer. In an open
+loop, arrivals never wait for answers, so that a slow server cannot reduce its own load.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from weft.bench.serve_measure import Record, Summary, Targets, record_of, summar
 from weft.errors import InvalidRequestError
 
 LEAD = 0.05
-"""Seconds before a request is due at which its connection is made ready."""
+"""A connection is opened this many seconds before its request is sent."""
 WARM_UP_TOKENS = 16
 MOST_CONNECTIONS = 65_536
 USUAL_LENGTH = Lengths(128, 128)
@@ -43,7 +42,7 @@ USUAL_LENGTH = Lengths(128, 128)
 
 @dataclass(frozen=True)
 class Work:
-    """What to ask, as the command line says it. At most one kind of arrival is given; none means `clients`."""
+    """The load, as given on the command line. At most one arrival process is set; the default is `clients`."""
 
     clients: int | None = None
     rates: tuple[float, ...] = ()
@@ -66,7 +65,7 @@ class PhaseResult:
     summary: Summary
     machine: MachineUse
     reconnects: int
-    """Requests that found their connection closed by the server, and were sent again on a new one."""
+    """Requests that were sent again on a new connection, because the server had closed an idle one."""
     records: tuple[Record, ...] = field(repr=False)
 
 
@@ -79,17 +78,17 @@ class Report:
 
     @property
     def sweep(self) -> list[tuple[float, Summary]]:
-        """Rate and result of each phase that has a rate, where there are several to compare."""
+        """Rate and summary of each phase that has a rate; empty unless at least two rates differ."""
         points = [(phase.rate, phase.summary) for phase in self.phases if phase.rate is not None]
         return points if len({rate for rate, _ in points}) > 1 else []
 
 
 def plan(work: Work, open_text: Callable[[], Text]) -> list[Phase]:
-    """The phases of the work. The text is opened only where it is needed: a trace brings its own."""
+    """Makes the phases. The text is opened only if needed: a trace has its own prompts."""
     kinds = (work.clients, work.rates, work.burst, work.trace, work.workloads)
     if sum(bool(kind) for kind in kinds) > 1:
         raise InvalidRequestError(
-            "--clients, --rate (or --rates), --burst, --trace and --workload each say when requests arrive; give one"
+            "--clients, --rate (or --rates), --burst, --trace and --workload each define when requests arrive; give one of them"
         )
     if work.trace is not None:
         items = read_trace(work.trace)
@@ -125,26 +124,26 @@ async def measure(
     is_chat: bool = False,
     decode: Callable[[Sequence[int]], str],
     seconds: float,
-    say: Callable[[str], None],
+    print_status: Callable[[str], None],
 ) -> Report:
-    """Finds out how the server is asked, warms it up, and runs the phases one after the other."""
+    """Probes the API of the server, warms it up, and runs the phases one after another."""
     _allow_many_connections()
     items = [item for phase in phases for item in phase.items]
     dialect = await find_dialect(client, model or await served_model(client), items, is_chat, decode)
-    say(dialect.describe())
+    print_status(dialect.describe())
 
     def messages(items: Sequence[Item]) -> list[bytes]:
         return [client.message("POST", dialect.path, dialect.body(item, decode)) for item in items]
 
     try:
-        # The prompts to come, backwards: as long, and no help to a cache.
+        # The measured prompts, reversed: the same lengths, but no prefix hits later.
         warm_up = [Item(item.prompt[::-1], WARM_UP_TOKENS) for item in items[:num_warm_up]]
-        await asyncio.gather(*(client.ask(message, seconds) for message in messages(warm_up)))
+        await asyncio.gather(*(client.send(message, seconds) for message in messages(warm_up)))
         results = []
         for phase in phases:
-            say(f"{phase.name}: {len(phase.items):,} requests")
+            print_status(f"{phase.name}: {len(phase.items):,} requests")
             for message in messages(phase.warm_up):
-                await client.ask(message, seconds)
+                await client.send(message, seconds)
             results.append(await _run_phase(client, phase, messages(phase.items), targets, seconds))
     finally:
         client.close()
@@ -155,12 +154,12 @@ async def _run_phase(
     client: Client, phase: Phase, messages: Sequence[bytes], targets: Targets, seconds: float
 ) -> PhaseResult:
     reconnects = client.num_reconnects
-    with _no_collection():
+    with _without_garbage_collection():
         before = take_snapshot()
         if phase.clients:
-            records = await _one_after_the_other(client, phase, messages, seconds)
+            records = await _run_closed_loop(client, phase, messages, seconds)
         else:
-            records = await _at_their_times(client, phase, messages, seconds)
+            records = await _run_open_loop(client, phase, messages, seconds)
         after = take_snapshot()
     machine = use_between(before, after, client.host, client.port)
     return PhaseResult(
@@ -173,30 +172,30 @@ async def _run_phase(
     )
 
 
-async def _one_after_the_other(
+async def _run_closed_loop(
     client: Client, phase: Phase, messages: Sequence[bytes], seconds: float
 ) -> list[Record]:
-    """A closed loop: each client sends its next request when its last is answered."""
+    """A closed loop: each client sends its next request when the previous one is answered."""
     assert phase.clients
     num_clients = min(phase.clients, len(messages))
     await client.open_idle(num_clients)
     records: dict[int, Record] = {}
-    left = iter(range(len(messages)))
+    indices = iter(range(len(messages)))
     start = perf_counter()
 
     async def work() -> None:
-        for index in left:
-            answer, _ = await client.ask(messages[index], seconds)
+        for index in indices:
+            answer, _ = await client.send(messages[index], seconds)
             records[index] = record_of(answer, phase.items[index], start, None)
 
     await asyncio.gather(*(work() for _ in range(num_clients)))
     return [records[index] for index in range(len(messages))]
 
 
-async def _at_their_times(
+async def _run_open_loop(
     client: Client, phase: Phase, messages: Sequence[bytes], seconds: float
 ) -> list[Record]:
-    """An open loop: every request is sent when it is due, whatever became of those before it."""
+    """An open loop: every request is sent at its time, whether or not earlier ones are answered."""
     at_once = sum(item.at == phase.items[0].at for item in phase.items)
     await client.open_idle(at_once)
     start = perf_counter() + LEAD - phase.items[0].at
@@ -207,9 +206,9 @@ async def _at_their_times(
         try:
             connection = await client.reserve()
         except (OSError, TimeoutError):
-            pass  # asked again when the request is due, and counted then
+            pass  # tried again when the request is sent, and counted then
         await _sleep_until(start + item.at)
-        answer, _ = await client.ask(messages[index], seconds, connection)
+        answer, _ = await client.send(messages[index], seconds, connection)
         return record_of(answer, item, start, item.at)
 
     tasks = []
@@ -226,8 +225,8 @@ async def _sleep_until(time: float) -> None:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """A collection in the middle of a run would be a pause of the client that looks like one of the server."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Disables garbage collection: a pause of the client would look like a pause of the server."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -239,8 +238,8 @@ def _no_collection() -> Iterator[None]:
 
 
 def _allow_many_connections() -> None:
-    """As many open files as the system lets us have without asking: a connection is one."""
+    """Raises the soft limit of open files as far as allowed: every connection is an open file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, MOST_CONNECTIONS)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, MOST_CONNECTIONS)
+    if soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -1,6 +1,6 @@
-"""Reads what an OpenAI-compatible server sends back: HTTP/1.1 responses, server-sent events, and the chunks of an answer.
+"""Parses what an OpenAI-compatible server sends: HTTP/1.1 responses, server-sent events, and the chunks of an answer.
 
-Nothing here touches a socket or a clock: bytes go in as they arrived, cut anywhere, with the time of their arrival.
+This module uses no socket and no clock: the caller passes bytes, split at any position, with their arrival time.
 """
 
 from __future__ import annotations
@@ -9,33 +9,31 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-# A server that sends more than this without an end of a line or of the headers is not speaking our language.
+# Limits in bytes. A server that exceeds them does not follow the protocol.
 LONGEST_LINE = 1 << 20
 LONGEST_HEADERS = 64 << 10
 LONGEST_ERROR = 64 << 10
 
-_DECODE = (
-    json.JSONDecoder().decode
-)  # `json.loads` finds out the encoding and its own options anew at every call
+_DECODE = json.JSONDecoder().decode  # json.loads detects the encoding and checks its options at every call
 
 
 class JunkError(Exception):
-    """What arrived is not what the protocol allows here."""
+    """The server sent bytes that the protocol does not allow here."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a request did not get its answer: `kind` is what failures are counted by, `detail` is for a person."""
+    """Why a request failed. Failures are counted by `kind`; `detail` is for the report."""
 
     kind: str
     detail: str
 
 
 class ResponseReader:
-    """One HTTP response: status, headers, and the bytes of its body freed from the framing."""
+    """Parses one HTTP response: status, headers, and the body without its framing."""
 
     def __init__(self) -> None:
-        self.status = 0  # until the headers are there
+        self.status = 0  # 0 until the headers are read
         self.headers: dict[str, str] = {}
         self.is_complete = False
         self._pending = b""
@@ -51,7 +49,7 @@ class ResponseReader:
         return self.is_complete and framed and "close" not in self.headers.get("connection", "").lower()
 
     def feed(self, data: bytes) -> bytes:
-        """The part of the body that `data` brings; JunkError where it is no HTTP."""
+        """Returns the body bytes in `data`. Raises JunkError if `data` is not valid HTTP."""
         if self.is_complete:
             raise JunkError("bytes after the end of the response")
         if not self.status:
@@ -59,12 +57,12 @@ class ResponseReader:
             end = data.find(b"\r\n\r\n")
             if end < 0:
                 if len(data) > LONGEST_HEADERS or not data.startswith(b"HTTP/"[: len(data)]):
-                    raise JunkError(f"no HTTP response: {data[:80]!r}")
+                    raise JunkError(f"not an HTTP response: {data[:80]!r}")
                 self._pending = data
                 return b""
             self._read_headers(data[:end])
             data, self._pending = data[end + 4 :], b""
-            if self.status < 200:  # 100 Continue and the like: the response proper follows
+            if self.status < 200:  # 1xx, such as 100 Continue: the final response follows
                 self.status, self.headers = 0, {}
                 return self.feed(data) if data else b""
         if self._is_chunked:
@@ -72,13 +70,15 @@ class ResponseReader:
         if self._length_left is None:
             return data
         if len(data) > self._length_left:
-            raise JunkError(f"a body {len(data) - self._length_left} bytes longer than its content-length")
+            raise JunkError(
+                f"the body is {len(data) - self._length_left} bytes longer than its content-length"
+            )
         self._length_left -= len(data)
         self.is_complete = self._length_left == 0
         return data
 
     def end_of_stream(self) -> None:
-        """The server closed the connection, which ends a body that has no other end."""
+        """The server closed the connection. This ends a body that has neither chunks nor a content-length."""
         if self.status and not self._is_chunked and self._length_left is None:
             self.is_complete = True
 
@@ -87,7 +87,7 @@ class ResponseReader:
         version, _, rest = first.partition(" ")
         code = rest[:3]
         if not version.startswith("HTTP/1.") or not code.isdecimal() or not 100 <= int(code) <= 999:
-            raise JunkError(f"no HTTP/1.1 status line: {first[:80]!r}")
+            raise JunkError(f"not an HTTP/1.1 status line: {first[:80]!r}")
         for line in lines:
             name, _, value = line.partition(":")
             self.headers[name.strip().lower()] = value.strip()
@@ -96,7 +96,7 @@ class ResponseReader:
         length = self.headers.get("content-length")
         if length is not None and not self._is_chunked:
             if not length.isdecimal():
-                raise JunkError(f"content-length {length[:80]!r} is no number")
+                raise JunkError(f"content-length {length[:80]!r} is not a number")
             self._length_left = int(length)
             self.is_complete = self._length_left == 0
 
@@ -125,25 +125,25 @@ class ResponseReader:
         return b"".join(pieces) if len(pieces) != 1 else pieces[0]
 
     def _take_line(self, line: bytes) -> None:
-        """A line of the framing: the empty one behind a chunk, the size of the next, or a trailer."""
+        """Handles a framing line: the empty line after a chunk, the size of the next chunk, or a trailer."""
         if self._in_trailers:
             self.is_complete = not line
         elif self._after_chunk:
             if line:
-                raise JunkError(f"a chunk longer than its size: {line[:80]!r}")
+                raise JunkError(f"a chunk is longer than its size: {line[:80]!r}")
             self._after_chunk = False
         else:
             try:
                 self._chunk_left = int(line.partition(b";")[0], 16)
             except ValueError:
-                raise JunkError(f"no chunk size: {line[:80]!r}") from None
+                raise JunkError(f"not a chunk size: {line[:80]!r}") from None
             if self._chunk_left < 0:
-                raise JunkError(f"no chunk size: {line[:80]!r}")
+                raise JunkError(f"not a chunk size: {line[:80]!r}")
             self._in_trailers = self._chunk_left == 0
 
 
 class EventReader:
-    """Server-sent events: the data of each, however the bytes were cut. Other fields and comments are passed over."""
+    """Parses server-sent events, split at any byte, and returns the data of each. Ignores other fields and comments."""
 
     def __init__(self) -> None:
         self._pending = b""
@@ -152,7 +152,7 @@ class EventReader:
     def feed(self, data: bytes) -> list[bytes]:
         *lines, self._pending = (self._pending + data).split(b"\n")
         if len(self._pending) > LONGEST_LINE:
-            raise JunkError(f"a line of an event that has no end in {len(self._pending):,} bytes")
+            raise JunkError(f"an event line has no end after {len(self._pending):,} bytes")
         events = []
         for line in lines:
             line = line.removesuffix(b"\r")
@@ -166,11 +166,11 @@ class EventReader:
 
 @dataclass(slots=True)
 class Answer:
-    """An answer while it arrives. Times are the client's clock, taken when the bytes came out of the socket."""
+    """An answer that is being received. Times are taken by the client when bytes are read from the socket."""
 
     began: float
     chunk_times: list[float] = field(default_factory=list)
-    """Arrivals of chunks that carried tokens, several at one time where one read brought several."""
+    """Arrival times of chunks with tokens. Chunks from one read have the same time."""
     ended: float = 0.0
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -180,7 +180,7 @@ class Answer:
     is_done: bool = False
 
     def take(self, payload: bytes, now: float) -> None:
-        """One event of the stream. After the end or a failure nothing counts any more."""
+        """Adds one event of the stream. Events after the end or a failure are ignored."""
         if self.is_done or self.failure:
             return
         if payload == b"[DONE]":
@@ -189,9 +189,9 @@ class Answer:
         try:
             chunk = _DECODE(payload.decode())
         except (ValueError, RecursionError):
-            raise JunkError(f"an event that is no JSON: {payload[:80]!r}") from None
+            raise JunkError(f"an event is not JSON: {payload[:80]!r}") from None
         if not isinstance(chunk, dict):
-            raise JunkError(f"an event that is no object: {payload[:80]!r}")
+            raise JunkError(f"an event is not an object: {payload[:80]!r}")
         if error := chunk.get("error"):
             message = error.get("message", error) if isinstance(error, dict) else error
             self.fail("error event", str(message), now)
@@ -200,17 +200,17 @@ class Answer:
             self._take_usage(usage)
         choices = chunk.get("choices") or []
         if not isinstance(choices, list):
-            raise JunkError(f"choices that are no list: {payload[:80]!r}")
+            raise JunkError(f"choices is not a list: {payload[:80]!r}")
         for choice in choices:
             if not isinstance(choice, dict):
-                raise JunkError(f"a choice that is no object: {payload[:80]!r}")
+                raise JunkError(f"a choice is not an object: {payload[:80]!r}")
             if reason := choice.get("finish_reason"):
                 self.finish_reason = str(reason)
             if _carries_tokens(choice):
                 self.chunk_times.append(now)
 
     def fail(self, kind: str, detail: str, now: float) -> None:
-        """The first failure counts: what follows is its echo."""
+        """Records the first failure. Later ones are its consequences."""
         if self.failure is None:
             self.failure, self.ended = Failure(kind, detail[:500]), now
 
@@ -225,9 +225,9 @@ class Answer:
 
 
 def _carries_tokens(choice: dict[str, Any]) -> bool:
-    """Whether a chunk is the arrival of tokens, and not the opening or closing note around them."""
+    """Whether a chunk contains tokens. The first and the last chunk of a stream may contain none."""
     if "text" in choice:
-        # A token may have no text yet (half a character); an empty text with a finish reason is a closing note.
+        # A token may have no text yet (part of a character). Empty text with a finish reason ends the stream.
         return bool(choice["text"]) or choice.get("finish_reason") is None
     delta = choice.get("delta")
     return isinstance(delta, dict) and any(

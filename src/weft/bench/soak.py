@@ -1,4 +1,7 @@
-"""`weft bench soak`: many clients, good and bad, on a real server whose engine is killed now and then; everything checked."""
+"""`weft bench soak`: many clients, well and badly behaved, load a real server, and check every answer.
+
+The engine process can be killed several times meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +45,14 @@ from weft.text.tokenizer import Tokenizer
 
 _SETTLE_SECONDS = 30.0
 _CLIENTS_NICE = 10
-"""Hundreds of clients would be on other machines: here they give way to the server that they ask."""
+"""Niceness of this process: real clients run on other machines and take no CPU time from the server."""
 _REFERENCE_CLIENTS = 4
 _GAUGES = ("http_requests_open", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 @dataclass(frozen=True)
 class SoakWork:
-    """One soak: against `url`, or against a server of its own on `backend`."""
+    """One soak test: of the server at `url`, or of a server that is started with `backend`."""
 
     url: str | None
     backend: str
@@ -62,7 +65,7 @@ class SoakWork:
 
 
 def main(work: SoakWork, json_path: Path | None) -> bool:
-    """Soaks, prints and writes; whether nothing was violated."""
+    """Runs the soak test, prints and writes. True if every check was met."""
     soaked = asyncio.run(_soak(work))
     print_soak(soaked)
     if json_path is not None:
@@ -84,22 +87,22 @@ async def _soak(work: SoakWork) -> Soaked:
 
 
 async def _run(work: SoakWork, host: str, port: int, noop: Tokenizer | None, sizes: Sizes) -> Soaked:
-    """`noop` is the tokenizer where the server is known to compute nothing, and its answers can be."""
-    asker = Target(host, port, (), (), (), work.api_key)
-    max_context = (await _ask(asker, "GET", "/v1/models"))["data"][0].get("max_model_len", 1 << 17)
-    _say("finding out what the answers have to be")
-    questions = await with_answers(asker, draw_questions(work.seed, sizes), noop)
-    slow = await with_answers(asker, draw_questions(work.seed, sizes, slow=True), noop)
+    """`noop` is the tokenizer if the server runs the noop backend, whose answers can be computed here."""
+    server = Target(host, port, (), (), (), work.api_key)
+    max_context = (await _fetch_json(server, "GET", "/v1/models"))["data"][0].get("max_model_len", 1 << 17)
+    _print_status("determining the expected answers")
+    questions = await with_answers(server, draw_questions(work.seed, sizes), noop)
+    slow = await with_answers(server, draw_questions(work.seed, sizes, slow=True), noop)
     target = dataclasses.replace(
-        asker, questions=questions, slow_questions=slow, wrong_questions=wrong_questions(max_context)
+        server, questions=questions, slow_questions=slow, wrong_questions=wrong_questions(max_context)
     )
     processes, health, ledger = ServerProcesses(host, port), HealthWatch(host, port), Ledger()
-    baseline, lag_before = await _gauges(asker), await _loop_lag(asker)
+    baseline, lag_before = await _gauges(server), await _loop_lag(server)
     processes.sample()
     files_before = _files(processes)
     began = time.monotonic()
     planned = [began + at for at in kill_times(work.seed, work.kills, work.seconds)]
-    _say(f"{work.clients} clients for {work.seconds:g} s, {work.kills} kills, seed {work.seed}")
+    _print_status(f"{work.clients} clients for {work.seconds:g} s, {work.kills} kills, seed {work.seed}")
     await health.start()
     os.nice(_CLIENTS_NICE)
     watching = asyncio.create_task(processes.watch())
@@ -111,15 +114,15 @@ async def _run(work: SoakWork, host: str, port: int, noop: Tokenizer | None, siz
     ended = time.monotonic()
     ticking.cancel()
     kills = await killing
-    # Health is polled until the storm is over and no longer: an idle server would only make its figures look better.
+    # Stop polling /health when the load ends: polls of an idle server would only improve the figures.
     await health.stop()
     watching.cancel()
-    loop_lag = await _loop_lag(asker)
+    loop_lag = await _loop_lag(server)
     loop_lag.subtract(lag_before)
-    gauges = await _settled(asker, baseline)
+    gauges = await _settled(server, baseline)
     files_after = 0
-    give_up_at = time.monotonic() + _SETTLE_SECONDS
-    while time.monotonic() < give_up_at:
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while time.monotonic() < deadline:
         processes.sample()
         files_after = _files(processes)
         if files_after <= files_before:
@@ -144,24 +147,26 @@ async def _run(work: SoakWork, host: str, port: int, noop: Tokenizer | None, siz
 
 
 async def with_answers(
-    asker: Target, questions: Sequence[Question], noop: Tokenizer | None
+    server: Target, questions: Sequence[Question], noop: Tokenizer | None
 ) -> list[Question]:
-    """The questions with what answers them: computed where the backend's arithmetic is known, else asked for once."""
-    turn = asyncio.Semaphore(_REFERENCE_CLIENTS)
+    """Adds the expected answers: computed for the noop backend, otherwise requested once from the server."""
+    slots = asyncio.Semaphore(_REFERENCE_CLIENTS)
 
     async def answer(question: Question) -> Question:
-        async with turn:
+        async with slots:
             fields = question.fields
             if noop is None:
-                said = await _ask(asker, "POST", question.path, fields)
-                choices = sorted(said["choices"], key=lambda choice: choice["index"])
-                texts = [one["message"]["content"] if question.is_chat else one["text"] for one in choices]
+                reply = await _fetch_json(server, "POST", question.path, fields)
+                choices = sorted(reply["choices"], key=lambda choice: choice["index"])
+                texts = [
+                    choice["message"]["content"] if question.is_chat else choice["text"] for choice in choices
+                ]
                 return dataclasses.replace(
-                    question, texts=tuple(texts), num_tokens=said["usage"]["completion_tokens"]
+                    question, texts=tuple(texts), num_tokens=reply["usage"]["completion_tokens"]
                 )
             name = "messages" if question.is_chat else "prompt"
             prompt = {name: fields[name]}
-            tokens = (await _ask(asker, "POST", "/tokenize", prompt))["tokens"]
+            tokens = (await _fetch_json(server, "POST", "/tokenize", prompt))["tokens"]
             count = question.num_choices * fields["max_tokens"]
             known = noop_texts(question, tokens, info, noop)
             return dataclasses.replace(question, texts=known, num_tokens=count)
@@ -172,19 +177,19 @@ async def with_answers(
     return list(await asyncio.gather(*(answer(question) for question in questions)))
 
 
-async def _ask(asker: Target, method: str, path: str, fields: dict[str, Any] | None = None) -> Any:
-    status, body = await _exchange(asker, method, path, json.dumps(fields).encode() if fields else b"")
+async def _fetch_json(server: Target, method: str, path: str, fields: dict[str, Any] | None = None) -> Any:
+    status, body = await _exchange(server, method, path, json.dumps(fields).encode() if fields else b"")
     if status != 200:
         raise WeftError(f"{path} answered {status}: {body[:300].decode('utf-8', 'replace')}")
     return json.loads(body)
 
 
-async def _exchange(asker: Target, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+async def _exchange(server: Target, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
     try:
-        reader, writer = await asyncio.open_connection(asker.host, asker.port)
+        reader, writer = await asyncio.open_connection(server.host, server.port)
     except OSError as error:
-        raise WeftError(f"cannot reach {asker.host}, port {asker.port}: {error}") from error
-    writer.write(asker.message(method, path, body))
+        raise WeftError(f"cannot reach {server.host}, port {server.port}: {error}") from error
+    writer.write(server.message(method, path, body))
     response, received = ResponseReader(), b""
     while not response.is_complete and (data := await reader.read(1 << 16)):
         received += response.feed(data)
@@ -192,9 +197,9 @@ async def _exchange(asker: Target, method: str, path: str, body: bytes = b"") ->
     return response.status, received
 
 
-async def _gauges(asker: Target) -> Gauges | None:
-    """None for a server that has no such figures."""
-    status, body = await _exchange(asker, "GET", "/metrics")
+async def _gauges(server: Target) -> Gauges | None:
+    """The gauges of /metrics; None if the server does not export them."""
+    status, body = await _exchange(server, "GET", "/metrics")
     found: dict[str, float] = {}
     for line in body.decode("utf-8", "replace").splitlines():
         name, _, value = line.rpartition(" ")
@@ -204,26 +209,26 @@ async def _gauges(asker: Target) -> Gauges | None:
     return Gauges(*(found[gauge] for gauge in _GAUGES)) if status == 200 and len(found) == 4 else None
 
 
-async def _loop_lag(asker: Target) -> Counter[float]:
-    """How often the server's event loop was late by at most so many seconds; empty for a server without that metric."""
-    _, body = await _exchange(asker, "GET", "/metrics")
+async def _loop_lag(server: Target) -> Counter[float]:
+    """Histogram of the server's event-loop lag: counts by upper bound in seconds. Empty without that metric."""
+    _, body = await _exchange(server, "GET", "/metrics")
     pattern = r'^weft:event_loop_lag_seconds_bucket{.*le="([^"]+)".*} (\S+)$'
     found = re.findall(pattern, body.decode("utf-8", "replace"), re.MULTILINE)
     return Counter({float(bound): int(float(count)) for bound, count in found})
 
 
-async def _settled(asker: Target, baseline: Gauges | None) -> Gauges | None:
-    """The figures once they are back where they were, or once it is too late for that."""
-    give_up_at = time.monotonic() + _SETTLE_SECONDS
-    while (gauges := await _gauges(asker)) != baseline and time.monotonic() < give_up_at:
+async def _settled(server: Target, baseline: Gauges | None) -> Gauges | None:
+    """The gauges, once they are back at `baseline` or `_SETTLE_SECONDS` have passed."""
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while (gauges := await _gauges(server)) != baseline and time.monotonic() < deadline:
         await asyncio.sleep(0.2)
     return gauges
 
 
 def _files(processes: ServerProcesses) -> int:
-    """Open files of the HTTP process, as last seen."""
-    return next((one.files[-1] for one in processes.histories.values() if one.name == "HTTP"), 0)
+    """Open files of the HTTP process in its last sample."""
+    return next((history.files[-1] for history in processes.histories.values() if history.name == "HTTP"), 0)
 
 
-def _say(line: str) -> None:
+def _print_status(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

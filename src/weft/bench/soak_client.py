@@ -1,4 +1,4 @@
-"""The clients of a soak: each asks one question after the other, behaves well or badly, and checks all that comes back."""
+"""The clients of a soak test: each sends one request after another, behaves well or badly, and checks every answer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import msgspec
 from weft.bench.serve_stream import EventReader, JunkError, ResponseReader
 from weft.bench.soak_plan import Behaviour, Conduct, Question, WrongQuestion
 
-PATIENCE_SECONDS = 120.0
-"""A request that has not ended by then never will."""
+TIMEOUT_SECONDS = 120.0
+"""A request that takes longer is a violation."""
 _READ_BYTES = 64 << 10
 _SLOW_BYTES = 4 << 10
-_SLOW_REST_SECONDS = 0.05
+_SLOW_PAUSE_SECONDS = 0.05
 _ERRORS_OF_A_KILL = ("engine_died", "engine_not_ready")
 _TICK_SECONDS = 0.1
 LATE_CLIENT = "the clients were late"
@@ -31,16 +31,16 @@ _decode = msgspec.json.Decoder().decode
 
 
 class Violation(Exception):
-    """Something that must never happen: the message says what."""
+    """The server did something that must never happen. The message says what."""
 
 
 class Lost(Violation):
-    """The connection was closed before its answer was over."""
+    """The connection was closed before the end of the answer."""
 
 
 @dataclass(frozen=True)
 class Excused:
-    """An error that only the death of the engine between these two moments explains."""
+    """An error that is allowed only if the engine was down at some time between `began` and `ended`."""
 
     began: float
     ended: float
@@ -76,7 +76,7 @@ class Lateness:
 
 @dataclass
 class Ledger:
-    """What all clients saw together."""
+    """The results of all clients."""
 
     outcomes: Counter[tuple[Conduct, str]] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Ledger:
     first_tokens: list[float] = field(default_factory=list)
     lateness: Lateness = field(default_factory=Lateness)
 
-    def see_id(self, answer_id: str) -> None:
+    def add_id(self, answer_id: str) -> None:
         if answer_id in self.ids:
             raise Violation(f"the id {answer_id} was given to two answers")
         self.ids.add(answer_id)
@@ -94,7 +94,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Target:
-    """Which server, and what it is asked."""
+    """The server, and the requests that clients send."""
 
     host: str
     port: int
@@ -114,7 +114,7 @@ class Target:
 
 
 class Received:
-    """One answer while it comes. Whatever does not fit its question is a Violation, at once."""
+    """An answer that is being received. Raises a Violation as soon as it differs from the expected answer."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
@@ -156,40 +156,41 @@ class Received:
         self.is_done = True
 
     def check_complete(self) -> None:
-        """Of an answer that ended well: all of every text, and as many tokens as there are."""
+        """Checks a finished answer: every text is complete, and the number of tokens is right."""
         if tuple(self._texts) != self.question.texts or not all(self._finished):
-            raise Violation(f"an answer is not whole: {self._texts!r:.200} for {self.question.texts!r:.200}")
+            raise Violation(
+                f"an answer is incomplete: {self._texts!r:.200}; expected {self.question.texts!r:.200}"
+            )
         expected = self.question.num_tokens
         counted = self._usage and self._usage["completion_tokens"]
         if expected is not None and counted != expected:
-            raise Violation(f"usage says {counted} tokens; there are {expected}")
+            raise Violation(f"usage reports {counted} tokens; expected {expected}")
 
     def _take_id(self, chunk: dict[str, Any]) -> None:
         if self.id not in (None, chunk["id"]):
-            raise Violation(f"an answer with two ids: {self.id} and {chunk['id']}")
+            raise Violation(f"an answer has two ids: {self.id} and {chunk['id']}")
         self.id = chunk["id"]
 
     def _take_choice(self, choice: dict[str, Any], piece: str) -> None:
         index = choice["index"]
         if self._finished[index]:
-            raise Violation(f"choice {index} goes on after its end")
+            raise Violation(f"choice {index} continues after its end")
         text = self._texts[index] + piece
         if not self.question.texts[index].startswith(text):
             at = len(self._texts[index])
             raise Violation(
-                f"another text: {piece!r:.80} at character {at}, where {self.question.texts[index][at : at + 80]!r} "
-                "belongs"
+                f"wrong text: {piece!r:.80} at character {at}; expected {self.question.texts[index][at : at + 80]!r}"
             )
         self._texts[index] = text
         reason = choice["finish_reason"]
         if reason is not None:
             self._finished[index] = True
             if reason != "length":
-                raise Violation(f"an answer ended with {reason!r}; it has to run to its length")
+                raise Violation(f"an answer ended with {reason!r}; expected 'length'")
 
 
 class SoakClient:
-    """One client. Owns its connection, which it keeps from one good answer to the next where its behaviour says so."""
+    """One client. It owns its connection, and may keep it from one complete answer to the next."""
 
     def __init__(self, target: Target, behaviour: Behaviour, ledger: Ledger) -> None:
         self._target = target
@@ -203,38 +204,38 @@ class SoakClient:
             conduct = self._behaviour.conduct()
             began = time.monotonic()
             try:
-                async with asyncio.timeout(PATIENCE_SECONDS):
-                    outcome = await self._ask(conduct)
+                async with asyncio.timeout(TIMEOUT_SECONDS):
+                    outcome = await self._run_request(conduct)
             except TimeoutError:
                 if self._ledger.lateness.explains(began):
                     self._drop()
                     self._ledger.outcomes[conduct, LATE_CLIENT] += 1
                 else:
-                    self._violate(conduct, f"no end after {PATIENCE_SECONDS:g} s")
+                    self._add_violation(conduct, f"no end after {TIMEOUT_SECONDS:g} s")
             except (
                 *(Violation, JunkError, LookupError, TypeError, ValueError),
                 msgspec.MsgspecError,
             ) as error:
-                self._violate(conduct, f"{type(error).__name__}: {error}")
+                self._add_violation(conduct, f"{type(error).__name__}: {error}")
             except OSError as error:
-                self._violate(conduct, f"Lost: {error}")
+                self._add_violation(conduct, f"Lost: {error}")
             else:
                 self._ledger.outcomes[conduct, outcome] += 1
                 if outcome in _ERRORS_OF_A_KILL:
                     self._ledger.excused.append(Excused(began, time.monotonic(), outcome))
-                    # As its Retry-After asks, but not all at once.
+                    # About as long as Retry-After says; random, so that the clients do not return together.
                     await asyncio.sleep(random.uniform(0.5, 1.5))
         self._drop()
 
-    def _violate(self, conduct: Conduct, message: str) -> None:
+    def _add_violation(self, conduct: Conduct, message: str) -> None:
         self._drop()
         self._ledger.outcomes[conduct, "violation"] += 1
         self._ledger.violations.append(f"{conduct.value}: {message}")
 
-    async def _ask(self, conduct: Conduct) -> str:
+    async def _run_request(self, conduct: Conduct) -> str:
         behaviour, target = self._behaviour, self._target
         if conduct is Conduct.WRONG:
-            return await self._ask_wrongly(behaviour.pick(len(target.wrong_questions)))
+            return await self._run_wrong_request(behaviour.pick(len(target.wrong_questions)))
         questions = target.slow_questions if conduct is Conduct.SLOW else target.questions
         question = questions[behaviour.pick(len(questions))]
         is_streamed = conduct is not Conduct.WHOLE and (
@@ -253,7 +254,7 @@ class SoakClient:
             return "left"
         return await self._receive(Received(question), conduct, is_streamed)
 
-    async def _ask_wrongly(self, number: int) -> str:
+    async def _run_wrong_request(self, number: int) -> str:
         wrong, began = self._target.wrong_questions[number], time.monotonic()
         await self._send(self._target.message(wrong.method, wrong.path, wrong.body))
         response, body = await self._read_whole(ResponseReader())
@@ -264,7 +265,7 @@ class SoakClient:
         if response.status == 408 and self._ledger.lateness.explains(began):
             return LATE_CLIENT
         if response.status != wrong.status:
-            raise Violation(f"status {response.status} for {wrong.body[:60]!r}; {wrong.status} is right")
+            raise Violation(f"status {response.status} for {wrong.body[:60]!r}; expected {wrong.status}")
         return "refused"
 
     async def _receive(self, received: Received, conduct: Conduct, is_streamed: bool) -> str:
@@ -274,7 +275,7 @@ class SoakClient:
         num_reads = 0
         while not response.is_complete:
             if conduct is Conduct.SLOW:
-                await asyncio.sleep(self._behaviour.up_to(_SLOW_REST_SECONDS))
+                await asyncio.sleep(self._behaviour.up_to(_SLOW_PAUSE_SECONDS))
             data = await self._reader.read(_SLOW_BYTES if conduct is Conduct.SLOW else _READ_BYTES)
             if not data:
                 raise Lost(f"closed after {num_reads} reads, status {response.status}")
@@ -292,12 +293,12 @@ class SoakClient:
                 return "left"
         self._keep(response)
         if received.id is not None:
-            self._ledger.see_id(received.id)
+            self._ledger.add_id(received.id)
         if received.error is not None:
-            return self._excuse(received.error, began)
+            return self._check_error(received.error, began)
         if not received.is_done:
             raise Lost("the stream ended without [DONE] and without an error")
-        return self._book(received)
+        return self._finish(received)
 
     async def _receive_whole(
         self, received: Received, response: ResponseReader, first: bytes, began: float
@@ -307,19 +308,19 @@ class SoakClient:
         if response.status != 200:
             error = json.loads(body)["error"]
             if response.status in (429, 503) and not int(response.headers.get("retry-after", "0")):
-                raise Violation(f"a {response.status} that does not say when to come back")
-            return self._excuse(error, began)
+                raise Violation(f"a {response.status} without Retry-After")
+            return self._check_error(error, began)
         received.whole(body)
         assert received.id is not None
-        self._ledger.see_id(received.id)
-        return self._book(received)
+        self._ledger.add_id(received.id)
+        return self._finish(received)
 
-    def _book(self, received: Received) -> str:
+    def _finish(self, received: Received) -> str:
         received.check_complete()
         self._ledger.num_tokens += received.question.num_tokens or 0
         return "answered"
 
-    def _excuse(self, error: dict[str, Any], began: float) -> str:
+    def _check_error(self, error: dict[str, Any], began: float) -> str:
         code = str(error["code"])
         if code == "timeout" and self._ledger.lateness.explains(began):
             return LATE_CLIENT

@@ -1,7 +1,7 @@
-"""Asks a server for its health twenty times a second, from a process of its own: python -m weft.bench.soak_health HOST PORT.
+"""Polls /health of a server 20 times per second, in a separate process: python -m weft.bench.soak_health HOST PORT.
 
-Each poll is one line: when it was due (the machine's monotonic clock), the seconds from then to the whole answer, and
-the status, 0 where there was none. No poll waits for another. The process ends when its input does.
+Each poll prints one line: its scheduled time (monotonic clock), the seconds from then to the end of the answer, and the
+status, 0 without an answer. No poll waits for another. The process ends when its standard input is closed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import sys
 import time
 
 POLLS_PER_SECOND = 20
-_PATIENCE_SECONDS = 10.0
+_TIMEOUT_SECONDS = 10.0
 
 
 async def poll(host: str, port: int, due: float) -> None:
-    """One question, on a connection of its own as a probe has it."""
+    """One poll on a new connection, as a liveness probe does it."""
     try:
-        async with asyncio.timeout(_PATIENCE_SECONDS):
+        async with asyncio.timeout(_TIMEOUT_SECONDS):
             status = await _status(host, port)
     except (OSError, TimeoutError):
         status = 0
@@ -43,9 +43,9 @@ async def poll_until_closed(host: str, port: int) -> None:
     polls: set[asyncio.Task[None]] = set()
     due = time.monotonic()
     while not is_over.is_set():
-        asking = asyncio.create_task(poll(host, port, due))
-        polls.add(asking)
-        asking.add_done_callback(polls.discard)
+        task = asyncio.create_task(poll(host, port, due))
+        polls.add(task)
+        task.add_done_callback(polls.discard)
         due += 1 / POLLS_PER_SECOND
         try:
             await asyncio.wait_for(is_over.wait(), max(0.0, due - time.monotonic()))

@@ -1,4 +1,4 @@
-"""What a soak asks and what has to come back: a seeded catalogue of questions with their answers, and how clients behave."""
+"""The requests of a soak test, drawn from a seed, with their expected answers; and how clients behave."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WORDS = (
 _SHARED = (
     "The following notes were written by a careful engineer who likes short sentences and plain words. " * 3
 )
-"""Long enough for whole blocks, so that requests share them."""
+"""A prefix of several KV blocks, so that requests share them."""
 
 
 class Conduct(enum.Enum):
@@ -50,7 +50,7 @@ _WEIGHTS = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the questions are: what a machine answers in a few seconds."""
+    """Number and lengths of the requests, chosen so that each is answered in a few seconds."""
 
     questions: int
     longest_answer: int
@@ -63,14 +63,14 @@ REAL = Sizes(questions=48, longest_answer=32, longest_slow_answer=48)
 
 @dataclass(frozen=True)
 class Question:
-    """A request, and what answers it."""
+    """A request and its expected answer."""
 
     path: str
     fields: dict[str, Any]
     texts: tuple[str, ...] = ()
-    """By choice; empty until they are known."""
+    """The expected text of each choice; empty until known."""
     num_tokens: int | None = None
-    """Of all choices; None where it is not known."""
+    """Expected tokens of all choices together; None if unknown."""
 
     @property
     def num_choices(self) -> int:
@@ -88,7 +88,7 @@ class Question:
 
 @dataclass(frozen=True)
 class WrongQuestion:
-    """A request that has to be refused with this status."""
+    """An invalid request, and the status that the server must answer with."""
 
     method: str
     path: str
@@ -97,7 +97,7 @@ class WrongQuestion:
 
 
 def draw_questions(seed: int, sizes: Sizes, *, slow: bool = False) -> list[Question]:
-    """Prompts as text and as messages, some with a beginning in common, one answer or several."""
+    """Draws requests: completions and chats, some with a common prefix, with one answer or two."""
     source = random.Random(f"{seed} {slow}")
     longest = sizes.longest_slow_answer if slow else sizes.longest_answer
     questions = []
@@ -145,7 +145,7 @@ def wrong_questions(max_context: int) -> list[WrongQuestion]:
 def noop_texts(
     question: Question, prompt: Sequence[int], info: BackendInfo, tokenizer: Tokenizer
 ) -> tuple[str, ...]:
-    """What the noop backend answers: its arithmetic on a plain list, without an engine."""
+    """The answers of the noop backend, computed without an engine."""
     fields = question.fields
     params = SamplingParams(max_tokens=fields["max_tokens"], seed=fields["seed"], ignore_eos=True)
     limit = len(prompt) + fields["max_tokens"]
@@ -154,7 +154,7 @@ def noop_texts(
 
 
 class Behaviour:
-    """What one client does, request by request: the same for the same seed and number."""
+    """The random decisions of one client: the same for the same seed and number."""
 
     def __init__(self, seed: int, number: int) -> None:
         self._random = random.Random(f"{seed} client {number}")
@@ -173,8 +173,10 @@ class Behaviour:
 
 
 def kill_times(seed: int, kills: int, seconds: float) -> list[float]:
-    """One in each of `kills` equal parts of the run's first half and a bit: the last engine has to live long enough to
-    show whether its memory grows."""
+    """One time in each of `kills` equal parts of the interval from 5% to 55% of the run.
+
+    The last engine must run long enough to show whether its memory grows.
+    """
     source = random.Random(f"{seed} kills")
     part = 0.5 * seconds / max(1, kills)
     return [0.05 * seconds + part * (index + source.uniform(0.1, 0.9)) for index in range(kills)]

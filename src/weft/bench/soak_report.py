@@ -1,4 +1,4 @@
-"""What a soak amounts to: its figures, the bars they have to meet, a table, and the same as JSON."""
+"""The report of a soak test: checks, tables, and JSON."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ HEALTH_P99_SECONDS = 0.1
 LOOP_LAG_P99_SECONDS = 0.05
 NOTICED_SECONDS = 1.0
 GROWTH_MIB = 8.0
-MOST_LATE = 0.001
-"""The share of requests that may fail because the clients were late: with more, the run says little about the server."""
-"""A minute, of one process, in the second half of what was seen of it: less is an allocator at work, not a leak."""
+"""Allowed growth per minute of one process, over the second half of its samples. Less is the allocator, not a leak."""
+MAX_LATE_SHARE = 0.001
+"""Allowed share of requests that failed because the clients were late. With more, the run says little about the server."""
 LONG_ENOUGH_SECONDS = 90.0
-"""A process that was watched for less says nothing about growth: its caches are still filling."""
+"""Growth is checked only for a process that was observed this long: before, its caches are still filling."""
 SHOWN_VIOLATIONS = 20
 
 
 @dataclass(frozen=True)
 class Gauges:
-    """What must be back at its baseline after a storm."""
+    """Gauges that must be back at their baseline after the load."""
 
     requests_open: float
     requests_running: float
@@ -37,7 +37,7 @@ class Gauges:
 
 @dataclass(frozen=True)
 class Soaked:
-    """All that one soak found."""
+    """The results of one soak test."""
 
     what: str
     clients: int
@@ -52,17 +52,17 @@ class Soaked:
     baseline: Gauges | None
     gauges: Gauges | None
     loop_lag: Mapping[float, int]
-    """How often the event loop was late by at most so many seconds, beyond what the kernel's scheduler took."""
+    """Histogram of event-loop lag: counts by upper bound in seconds. The kernel's run delay is subtracted."""
     files: tuple[int, int]
 
     @property
     def violations(self) -> list[str]:
-        """What clients saw that must not be, errors without a kill that explains them among it."""
+        """Everything that must not happen, including errors that no kill explains."""
         unexplained = [
-            f"{one.code} without a kill, {one.began - self.began:.1f} to {one.ended - self.began:.1f} s"
-            for one in self.ledger.excused
+            f"{error.code} without a kill, {error.began - self.began:.1f} to {error.ended - self.began:.1f} s"
+            for error in self.ledger.excused
             if not any(
-                one.ended >= kill.at and (kill.ready is None or one.began <= kill.ready)
+                error.ended >= kill.at and (kill.ready is None or error.began <= kill.ready)
                 for kill in self.kills
             )
         ]
@@ -78,17 +78,18 @@ def checks(soaked: Soaked) -> list[Check]:
     violations = soaked.violations
     late = sum(n for (_, outcome), n in soaked.ledger.outcomes.items() if outcome == LATE_CLIENT)
     found = [
-        Check(
-            "requests that did not end as they must", f"{len(violations)} of {count:,}", "0", not violations
-        ),
+        Check("requests with a wrong result", f"{len(violations)} of {count:,}", "0", not violations),
         Check(
             "requests that failed because the clients were late",
             f"{late:,} of {count:,}; at most {soaked.ledger.lateness.longest:.1f} s late",
-            f"1 in {1 / MOST_LATE:,.0f}",
-            late <= MOST_LATE * count,
+            f"1 in {1 / MAX_LATE_SHARE:,.0f}",
+            late <= MAX_LATE_SHARE * count,
         ),
         Check(
-            "open, running, waiting, cache in use", str(_plain(soaked.gauges)), "as before", _is_back(soaked)
+            "open, running, waiting, cache in use",
+            str(_describe(soaked.gauges)),
+            "as before",
+            _is_at_baseline(soaked),
         ),
         Check(
             "open files of the HTTP process",
@@ -100,7 +101,7 @@ def checks(soaked: Soaked) -> list[Check]:
     good = undisturbed(soaked.polls, soaked.kills)
     wrong = sum(poll.status != 200 for poll in good)
     found.append(
-        Check("/health, other than 200 while the engine lived", f"{wrong} of {len(good)}", "0", wrong == 0)
+        Check("/health, other than 200 while the engine ran", f"{wrong} of {len(good)}", "0", wrong == 0)
     )
     if good:
         p99 = quantile((poll.seconds for poll in good), 0.99)
@@ -139,20 +140,24 @@ def checks(soaked: Soaked) -> list[Check]:
             found.append(
                 Check(
                     f"memory of {history.name}",
-                    f"{history.mib[0]:.0f} to {history.mib[-1]:.0f} MiB, {growth:+.1f} a minute in the end",
-                    f"{GROWTH_MIB:g} MiB a minute",
+                    f"{history.mib[0]:.0f} to {history.mib[-1]:.0f} MiB, {growth:+.1f} per minute at the end",
+                    f"{GROWTH_MIB:g} MiB per minute",
                     growth <= GROWTH_MIB,
                 )
             )
     return found
 
 
-def _is_back(soaked: Soaked) -> bool:
+def _is_at_baseline(soaked: Soaked) -> bool:
     return soaked.gauges == soaked.baseline
 
 
-def _plain(gauges: Gauges | None) -> Any:
-    return "not told" if gauges is None else ", ".join(f"{value:g}" for value in dataclasses.astuple(gauges))
+def _describe(gauges: Gauges | None) -> Any:
+    return (
+        "not available"
+        if gauges is None
+        else ", ".join(f"{value:g}" for value in dataclasses.astuple(gauges))
+    )
 
 
 def print_soak(soaked: Soaked) -> None:
@@ -171,11 +176,11 @@ def print_soak(soaked: Soaked) -> None:
     )
     print_table("Figures", ("", "p50", "p99", "largest"), _figures(soaked))
     print_line(
-        f"{soaked.ledger.num_tokens:,} tokens in whole answers, {soaked.ledger.num_tokens / soaked.seconds:,.0f} a second"
+        f"{soaked.ledger.num_tokens:,} tokens in complete answers, {soaked.ledger.num_tokens / soaked.seconds:,.0f} per second"
     )
     print_checks(checks(soaked))
     for violation in soaked.violations[:SHOWN_VIOLATIONS]:
-        print_line(f"violated: {violation}")
+        print_line(f"violation: {violation}")
 
 
 def _figures(soaked: Soaked) -> list[tuple[str, ...]]:
@@ -184,11 +189,13 @@ def _figures(soaked: Soaked) -> list[tuple[str, ...]]:
         "first token of a stream, ms": soaked.ledger.first_tokens,
     }
     return [
-        (name, *(f"{1000 * one:.1f}" for one in _points(values))) for name, values in series.items() if values
+        (name, *(f"{1000 * one:.1f}" for one in _quantiles(values)))
+        for name, values in series.items()
+        if values
     ]
 
 
-def _points(values: Sequence[float]) -> tuple[float, float, float]:
+def _quantiles(values: Sequence[float]) -> tuple[float, float, float]:
     return quantile(values, 0.5), quantile(values, 0.99), max(values)
 
 

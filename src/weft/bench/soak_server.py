@@ -1,6 +1,7 @@
-"""The server that a bench starts for itself, in a process of its own: real but for its backend, which no flag chooses.
+"""The server that a benchmark starts in a separate process: the real server, with a backend that no flag can select.
 
-It says its port in one line, and ends when its input does: a bench that is killed leaves nothing running.
+It prints its port as one line and ends when its standard input is closed, so that a killed benchmark leaves no process
+behind.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _CPU_BLOCKS = 384
 
 @asynccontextmanager
 async def running_server(backend: str, path: str, vocabulary_size: int) -> AsyncIterator[int]:
-    """A real server, started here and ended with the block; its port."""
+    """Runs a server during the `with` block. Yields its port."""
     settings: dict[str, Any] = {"model": path, "names": ["soaked"], "port": 0, "backend": backend}
     if backend == "noop":
         settings["backend_options"] = {"vocabulary_size": vocabulary_size, "max_context": NOOP_CONTEXT}
     else:
         settings["backend_options"] = {"checkpoint": path, "max_context": 2048}
-        # Full in a minute or two, after which memory that grows is a leak; and some have to give way to others.
+        # Few KV blocks: the cache is full after a minute or two, so later growth is a leak, and sequences are preempted.
         settings["engine"] = {"scheduler": {"policy": "adaptive"}, "cache": {"num_blocks": _CPU_BLOCKS}}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "weft.bench.soak_server", json.dumps(settings)),
@@ -45,7 +46,7 @@ async def running_server(backend: str, path: str, vocabulary_size: int) -> Async
     try:
         line = await process.stdout.readline()
         if not line:
-            raise WeftError("the server did not start; what it said stands above")
+            raise WeftError("the server did not start; its messages are above")
         yield int(line)
     finally:
         if process.returncode is None:

@@ -1,4 +1,4 @@
-"""What a soak watches while clients come and go: the server's processes, its health, its gauges, and the kills."""
+"""Observes the server during a soak test: its processes, its health, and the kills of its engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Poll:
-    """One question for the server's health; times are those of the machine's monotonic clock."""
+    """One poll of /health. Times are from the monotonic clock; `due` is the scheduled one."""
 
     due: float
     seconds: float
@@ -33,7 +33,7 @@ class Poll:
 
 @dataclass
 class ProcessHistory:
-    """Memory and open files of one process of the server, by moment."""
+    """Memory and open files of one server process over time."""
 
     name: str
     times: list[float] = field(default_factory=list)
@@ -41,19 +41,19 @@ class ProcessHistory:
     files: list[int] = field(default_factory=list)
 
     def growth(self) -> float:
-        """MiB a minute, by least squares over the second half of what was seen."""
+        """MiB per minute: the slope of a least-squares line through the second half of the samples."""
         half = len(self.times) // 2
         times, mib = self.times[half:], self.mib[half:]
         mean_time, mean_mib = sum(times) / len(times), sum(mib) / len(mib)
-        spread = sum((at - mean_time) ** 2 for at in times)
-        if not spread:
+        variance = sum((at - mean_time) ** 2 for at in times)
+        if not variance:
             return 0.0
-        together = sum((at - mean_time) * (size - mean_mib) for at, size in zip(times, mib, strict=True))
-        return 60 * together / spread
+        covariance = sum((at - mean_time) * (size - mean_mib) for at, size in zip(times, mib, strict=True))
+        return 60 * covariance / variance
 
 
 class ServerProcesses:
-    """The processes of a server on this machine, found by its port."""
+    """The processes of a local server, found by its port."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
@@ -78,11 +78,11 @@ class ServerProcesses:
             try:
                 pages = int((_PROC / str(pid) / "statm").read_text().split()[1])
                 files = len(os.listdir(_PROC / str(pid) / "fd"))
-                if not pages:  # ended, and nobody has looked yet
+                if not pages:  # a zombie: it has ended, and its parent has not waited for it yet
                     continue
                 if pid not in self.histories:
                     self.histories[pid] = ProcessHistory(role_of(pid))
-            except OSError:  # it ended meanwhile
+            except OSError:  # the process ended meanwhile
                 continue
             history = self.histories[pid]
             history.times.append(now)
@@ -96,7 +96,7 @@ class ServerProcesses:
 
 
 def role_of(pid: int) -> str:
-    """What a process of a server is for, as its command line tells."""
+    """The role of a server process, from its command line."""
     command = (_PROC / str(pid) / "cmdline").read_bytes()
     for part, name in (
         (_ENGINE, "engine"),
@@ -109,7 +109,7 @@ def role_of(pid: int) -> str:
 
 
 class HealthWatch:
-    """Owns the process that polls the server's health, and what it saw."""
+    """Owns the process that polls /health, and its results."""
 
     def __init__(self, host: str, port: int) -> None:
         self._address = (host, str(port))
@@ -140,7 +140,7 @@ class HealthWatch:
 
 @dataclass(frozen=True)
 class Kill:
-    """A death of the engine, and when its server's health told of it and of its return; None: never."""
+    """A kill of the engine, and when /health reported the failure and then an engine that is ready; None: never."""
 
     at: float
     noticed: float | None
@@ -148,13 +148,13 @@ class Kill:
 
 
 async def kill_engine(processes: ServerProcesses, at: list[float]) -> list[float]:
-    """Kills the engine's process at each of these moments, or as soon after as there is one; the moments it was done."""
+    """Kills the engine process at each time in `at`, or as soon as there is one. Returns the times of the kills."""
     done = []
     for moment in at:
         await asyncio.sleep(max(0.0, moment - time.monotonic()))
         while (pid := processes.engine()) is None:
             await asyncio.sleep(0.1)
-        now = time.monotonic()  # before: whoever notices must not have noticed too early
+        now = time.monotonic()  # before the kill, so that no poll can report it earlier
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -177,7 +177,7 @@ def follow_kills(moments: list[float], polls: list[Poll]) -> list[Kill]:
 
 
 def undisturbed(polls: list[Poll], kills: list[Kill]) -> list[Poll]:
-    """Those that no death of the engine explains."""
+    """The polls that no kill of the engine affects."""
     return [
         poll
         for poll in polls

@@ -1,7 +1,7 @@
-"""`weft bench start`: how long `weft serve` takes from its process to the first token, and what memory it takes then.
+"""`weft bench start`: the time from the start of the `weft serve` process to the first token, and its memory use.
 
-Every start is a new server that is asked for one answer; the first is not counted: it writes bytecode, packs weights
-and fills the disk's cache, as the first start on a machine does.
+Every start is a new server that gets one request. The first start is not counted: it writes bytecode, packs weights and
+fills the page cache.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from weft.errors import WeftError
 
 FIRST_TOKEN_SECONDS = 1.0
 PEAK_MIB = {8: 480, 32: 950}
-"""By streams at once."""
+"""Limits of the peak resident memory, by number of concurrent streams."""
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.002
 _SAMPLE_SECONDS = 0.1
-_PATIENCE_SECONDS = 120.0
+_TIMEOUT_SECONDS = 120.0
 _TOKENS = 128
 _PROGRAM = "from weft.cli.entry import main; main()"
 _PHASES = ("listening", "ready", "first token")
@@ -39,7 +39,7 @@ _PHASES = ("listening", "ready", "first token")
 
 @dataclass(frozen=True)
 class ProcessUse:
-    """One process of the server. `pss_mib` counts a page that several processes share in parts."""
+    """One process of the server. In `pss_mib`, a page that n processes share counts as 1/n."""
 
     role: str
     cpu_seconds: float
@@ -49,17 +49,17 @@ class ProcessUse:
 
 @dataclass(frozen=True)
 class Start:
-    """Seconds from the start of the process to each phase, and what its processes had used by the end of the last."""
+    """Seconds from the start of the process to each phase, and what all processes had used at the first token."""
 
     seconds: Mapping[str, float]
     processes: tuple[ProcessUse, ...]
     is_disturbed: bool
-    """Whether others used the machine meanwhile."""
+    """Whether other processes used the machine meanwhile."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that all processes together had in memory while so many streams ran."""
+    """Peak memory of all processes together while `streams` streams ran."""
 
     streams: int
     rss_mib: float
@@ -67,8 +67,8 @@ class Peak:
 
 
 def main(model: str, starts: int, streams: Sequence[int], json: bool) -> bool:
-    """Whether every bar was met."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its servers end with it
+    """Measures and prints. True if every criterion was met."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that SIGTERM ends the servers too
     try:
         measured = _measure(model, starts)
         peaks = [_peak(model, number) for number in streams]
@@ -84,19 +84,19 @@ def main(model: str, starts: int, streams: Sequence[int], json: bool) -> bool:
 
 def _measure(model: str, starts: int) -> list[Start]:
     with _server(model) as (port, process):
-        _follow(port, process, time.perf_counter())
+        _wait_for_phases(port, process, time.perf_counter())
     measured = []
     for _ in range(starts):
         before, began = take_snapshot(), time.perf_counter()
         with _server(model) as (port, process):
-            seconds = _follow(port, process, began)
+            seconds = _wait_for_phases(port, process, began)
             use = use_between(before, take_snapshot(), _HOST, port)
             measured.append(Start(seconds, tuple(_uses(port)), use.is_disturbed))
     return measured
 
 
 def parse_streams(text: str) -> list[int]:
-    """What --streams says: numbers from 1 with commas between them, or nothing."""
+    """Parses --streams: numbers of at least 1, separated by commas, or nothing."""
     try:
         numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
@@ -108,10 +108,10 @@ def parse_streams(text: str) -> list[int]:
 
 @contextmanager
 def _server(model: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """A server as `weft serve` starts it, on a free port; ended with the block."""
+    """Runs `weft serve` on a free port. The server ends with the `with` block."""
     with socket.create_server((_HOST, 0)) as free:
         port = free.getsockname()[1]
-    # Its bytecode is written once, as an installer does: to compile the sources anew is no part of a start.
+    # Python may write bytecode, as an installer does: compiling the sources is not part of a start.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     process = subprocess.Popen(
         (sys.executable, "-c", _PROGRAM, "serve", model, "--host", _HOST, "--port", str(port)),
@@ -127,18 +127,18 @@ def _server(model: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
         process.communicate()
 
 
-def _follow(port: int, process: subprocess.Popen[bytes], began: float) -> dict[str, float]:
-    """Asks until each phase is reached; when that was."""
-    give_up_at = began + _PATIENCE_SECONDS
+def _wait_for_phases(port: int, process: subprocess.Popen[bytes], began: float) -> dict[str, float]:
+    """Polls until each phase is reached. Returns the time of each, in seconds after `began`."""
+    deadline = began + _TIMEOUT_SECONDS
     reached = {}
     for phase, is_reached in zip(_PHASES, (_is_listening, _is_ready, _is_answering), strict=True):
         while not is_reached(port):
             if process.poll() is not None:
                 assert process.stderr is not None
-                said = process.stderr.read().decode("utf-8", "replace").strip()
-                raise WeftError(f"the server ended with exit code {process.returncode}: {said[-500:]}")
-            if time.perf_counter() > give_up_at:
-                raise WeftError(f"the server was not {phase} after {_PATIENCE_SECONDS:.0f} s")
+                stderr = process.stderr.read().decode("utf-8", "replace").strip()
+                raise WeftError(f"the server ended with exit code {process.returncode}: {stderr[-500:]}")
+            if time.perf_counter() > deadline:
+                raise WeftError(f"the server did not reach '{phase}' within {_TIMEOUT_SECONDS:.0f} s")
             time.sleep(_POLL_SECONDS)
         reached[phase] = time.perf_counter() - began
     return reached
@@ -146,14 +146,14 @@ def _follow(port: int, process: subprocess.Popen[bytes], began: float) -> dict[s
 
 def _is_listening(port: int) -> bool:
     try:
-        socket.create_connection((_HOST, port), _PATIENCE_SECONDS).close()
+        socket.create_connection((_HOST, port), _TIMEOUT_SECONDS).close()
         return True
     except OSError:
         return False
 
 
 def _is_ready(port: int) -> bool:
-    connection = http.client.HTTPConnection(_HOST, port, timeout=_PATIENCE_SECONDS)
+    connection = http.client.HTTPConnection(_HOST, port, timeout=_TIMEOUT_SECONDS)
     try:
         connection.request("GET", "/ready")
         return connection.getresponse().status == 200
@@ -162,15 +162,15 @@ def _is_ready(port: int) -> bool:
 
 
 def _is_answering(port: int) -> bool:
-    """Whether a chat has a first token; the rest of its answer is not waited for."""
-    return _ask(port, "Hello", 8, until_first=True)
+    """Whether a chat request gets a first token. Does not wait for the rest of the answer."""
+    return _request_stream(port, "Hello", 8, until_first=True)
 
 
-def _ask(port: int, text: str, max_tokens: int, *, until_first: bool = False) -> bool:
-    """Asks for a streamed answer; whether there was one."""
+def _request_stream(port: int, text: str, max_tokens: int, *, until_first: bool = False) -> bool:
+    """Requests a streamed answer. False if the server is not ready (503)."""
     fields = {"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, "stream": True}
     body = json_module.dumps({**fields, "temperature": 0, "ignore_eos": True})
-    connection = http.client.HTTPConnection(_HOST, port, timeout=_PATIENCE_SECONDS)
+    connection = http.client.HTTPConnection(_HOST, port, timeout=_TIMEOUT_SECONDS)
     try:
         connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
         response = connection.getresponse()
@@ -189,17 +189,19 @@ def _ask(port: int, text: str, max_tokens: int, *, until_first: bool = False) ->
 
 
 def _peak(model: str, streams: int) -> Peak:
-    """So many at once, each with a prompt of its own, so that nothing of them is shared; on a server of their own, since
-    memory that was taken once stays."""
+    """Runs `streams` requests at once, with different prompts, so that they share no KV blocks.
+
+    Each peak is measured on a new server: memory that a server has taken is not given back.
+    """
     rss = pss = 0.0
-    texts = [f"{number}. " + "Tell me of weaving. " * (_TOKENS // 5) for number in range(streams)]
+    prompts = [f"{number}. " + "Tell me of weaving. " * (_TOKENS // 5) for number in range(streams)]
     with _server(model) as (port, process), ThreadPoolExecutor(streams) as threads:
-        _follow(port, process, time.perf_counter())
-        waiting = {threads.submit(_ask, port, text, _TOKENS) for text in texts}
-        while waiting:
-            done, waiting = wait(waiting, _SAMPLE_SECONDS)
-            for one in done:
-                one.result()
+        _wait_for_phases(port, process, time.perf_counter())
+        pending = {threads.submit(_request_stream, port, text, _TOKENS) for text in prompts}
+        while pending:
+            done, pending = wait(pending, _SAMPLE_SECONDS)
+            for request in done:
+                request.result()  # raises the error of a failed request
             uses = _uses(port)
             rss = max(rss, sum(use.rss_mib for use in uses))
             pss = max(pss, sum(use.pss_mib for use in uses))
@@ -219,7 +221,7 @@ def _uses(port: int) -> list[ProcessUse]:
             }
             cpu_seconds = snapshot.processes[pid].ticks / os.sysconf("SC_CLK_TCK")
             uses.append(ProcessUse(role_of(pid), cpu_seconds, sizes["Rss"], sizes["Pss"]))
-        except (OSError, KeyError):  # it ended meanwhile
+        except (OSError, KeyError):  # the process ended meanwhile
             continue
     return uses
 
@@ -246,7 +248,7 @@ def _print(starts: Sequence[Start], peaks: Sequence[Peak], checks: Sequence[Chec
     num_disturbed = sum(start.is_disturbed for start in starts)
     if num_disturbed:
         print_line(
-            f"{num_disturbed} of {len(starts)} starts ran beside other work: the best is nearest to the truth"
+            f"{num_disturbed} of {len(starts)} starts ran beside other load: the best start is the most reliable"
         )
     print_table(
         f"Seconds from the start of `weft serve`, {len(starts)} starts",
@@ -275,7 +277,9 @@ def _print(starts: Sequence[Start], peaks: Sequence[Peak], checks: Sequence[Chec
         for use in (*best.processes, whole)
     ]
     print_table(
-        "Its processes at the first token of the best start", ("", "CPU seconds", "RSS MiB", "PSS MiB"), rows
+        "Server processes at the first token of the best start",
+        ("", "CPU seconds", "RSS MiB", "PSS MiB"),
+        rows,
     )
     if peaks:
         print_table(

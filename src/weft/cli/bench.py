@@ -1,4 +1,4 @@
-"""`weft bench`: what each measurement takes and says. The work is imported inside the command that needs it."""
+"""`weft bench`: the options and help of each command. A command imports its implementation when it is called."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,156 +8,10 @@ import typer
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 
 bench_app = typer.Typer(
-    help="Measure the engine, and any server of the OpenAI API.",
+    help="Measure servers with the OpenAI API, and the engine on a GPU.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-
-
-@bench_app.command("scheduler")
-def bench_scheduler(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer repetitions: a look in seconds, not a result to quote.")
-    ] = False,
-    json: AsJson = False,
-) -> None:
-    """Time the scheduler's own work in a step.
-
-    Schedule and apply, against running and waiting requests.
-    """
-    from weft.bench.scheduler import main as run
-
-    run(quick=quick, json=json)
-
-
-@bench_app.command("batching")
-def bench_batching(
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Measure on cuda (or cpu), instead of the cost model.")
-    ] = None,
-    shape: Annotated[
-        list[str], typer.Option(metavar="S,S,...", help="0.6b, 8b, tiny; default: the first two.")
-    ] = [],  # noqa: B006  (typer makes a new one)
-    json: AsJson = False,
-) -> None:
-    """Compare continuous and static batching.
-
-    On a cost model and a virtual clock; with --device on models of random weights, as `weft bench gpu` has them.
-    """
-    if device is not None:
-        from weft.bench.batching_measured import main as measure
-
-        measure(device, shape, json)
-        return
-    from weft.bench.batching import main as run
-
-    run(json=json)
-
-
-@bench_app.command("criteria")
-def bench_criteria(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="default, hf:owner/name, or a path.")
-    ] = "default",
-    threads: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Default: one for each physical core.")
-    ] = None,
-    json: AsJson = False,
-) -> None:
-    """Measure the published criteria of batching.
-
-    On a real model: continuous against static, scaling, long among short. Some minutes, on a machine that does nothing
-    else.
-    """
-    from weft.bench.criteria import main as run
-
-    run(model, threads=threads, json=json)
-
-
-@bench_app.command("perplexity")
-def bench_perplexity(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="default, hf:owner/name, or a path.")
-    ] = "default",
-    text: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="UTF-8; default: the topics of Python's own help.")
-    ] = None,
-    context: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens of a window.")] = 512,
-    windows: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="How many; default: 4,096 tokens' worth.")
-    ] = None,
-    quantize: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="int8 or int4, for weights that are stored as floats.")
-    ] = None,
-    json: AsJson = False,
-) -> None:
-    """Compare the quality of the kernels, and of a card, with numpy's.
-
-    Perplexity on the same text with the same weights, in f32 there.
-    """
-    from weft.bench.perplexity import main as run
-
-    run(model, text=text, context=context, windows=windows, quantize=quantize, json=json)
-
-
-@bench_app.command("kv-cache")
-def bench_kv_cache(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="default, hf:owner/name, or a path.")
-    ] = "default",
-    part: Annotated[
-        list[str],
-        typer.Option(metavar="P,P,...", help="admission, perplexity, retrieval, speed; default: all."),
-    ] = [],  # noqa: B006  (typer makes a new one)
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="What computes.")] = "auto",
-    threads: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Default: one for each core.")
-    ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="Of perplexity, UTF-8; default: the topics of Python's own help."),
-    ] = None,
-    windows: Annotated[int, typer.Option(min=1, metavar="N", help="Of 2,048 tokens of that text.")] = 4,
-    facts: Annotated[int, typer.Option(min=1, metavar="N", help="Of retrieval.")] = 100,
-    context: Annotated[
-        int, typer.Option(min=64, metavar="N", help="Tokens of a context of admission and speed.")
-    ] = 4096,
-    contexts: Annotated[
-        int, typer.Option(min=1, metavar="N", help="That fill the memory of admission with a full cache.")
-    ] = 16,
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Of speed.")] = 16,
-    tail_length: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Newest tokens that stay in full precision.")
-    ] = 256,
-    confirm: Annotated[
-        bool, typer.Option("--confirm", help="Compute the contexts of admission too; minutes on a CPU.")
-    ] = False,
-    json: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Write all that was measured as JSON, part by part.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw a chart as PNG.")] = None,
-) -> None:
-    """Compare a two-tier KV cache with a full one.
-
-    Contexts in the same memory, perplexity, facts read back out of long contexts, and decode speed, in full, in 8 and in 4
-    bits. A quarter of an hour on a small CPU. Exit code 1: a bar was missed.
-    """
-    from weft.bench.kv_cache import Options
-    from weft.bench.kv_cache import main as run
-
-    options = Options(context, contexts, batch, windows, facts, tail_length, confirm)
-    is_met = run(
-        model,
-        device=device,
-        threads=threads,
-        part=part,
-        text=text,
-        options=options,
-        json_path=json,
-        plot_path=plot,
-    )
-    if not is_met:
-        raise typer.Exit(1)
 
 
 @bench_app.command("serve")
@@ -165,64 +19,79 @@ def bench_serve(
     url: Annotated[str, typer.Argument(metavar="URL", help="The server, such as http://127.0.0.1:8000.")],
     clients: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="N clients, each asks again when answered; default: 8."),
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Closed loop: N clients, each sends its next request after an answer; default: 8.",
+        ),
     ] = None,
     rate: Annotated[
-        str | None, typer.Option(metavar="R", help="Poisson arrivals, R requests a second.")
+        str | None, typer.Option(metavar="R", help="Open loop: Poisson arrivals, R requests per second.")
     ] = None,
     rates: Annotated[
-        str | None, typer.Option(metavar="R,R,...", help="A sweep over rates, to see where latency bends.")
+        str | None, typer.Option(metavar="R,R,...", help="One run per rate, to find where latency bends.")
     ] = None,
     burst: Annotated[int | None, typer.Option(min=1, metavar="N", help="N requests at once ...")] = None,
-    every: Annotated[str, typer.Option(metavar="TIME", help="... again after this time.")] = "1s",
+    every: Annotated[str, typer.Option(metavar="TIME", help="... repeated after this time.")] = "1s",
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="JSON lines with at (seconds), prompt (text or ids), max_tokens."),
+        typer.Option(
+            metavar="PATH", help="JSON lines with at (seconds), prompt (text or token ids), max_tokens."
+        ),
     ] = None,
     workload: Annotated[
         str | None,
         typer.Option(metavar="W,W,...", help="W1, W8, W32, Wmix, Wshare, Wshare-warm, or 'all' of them."),
     ] = None,
     requests: Annotated[
-        int, typer.Option("--requests", "-n", min=1, metavar="N", help="How many, at each rate.")
+        int, typer.Option("--requests", "-n", min=1, metavar="N", help="Number of requests, for each rate.")
     ] = 64,
     prompt_tokens: Annotated[
-        str, typer.Option(metavar="N", help="Length of the prompts; 16-512 draws it evenly.")
+        str, typer.Option(metavar="N", help="Prompt length; 16-512 draws lengths uniformly.")
     ] = "128",
-    max_tokens: Annotated[str, typer.Option(metavar="N", help="Length of the answers, likewise.")] = "128",
+    max_tokens: Annotated[str, typer.Option(metavar="N", help="Answer length, likewise.")] = "128",
     ttft: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Target for the first token, such as 500ms.")
+        str | None, typer.Option(metavar="TIME", help="Target for the time to first token, such as 500ms.")
     ] = None,
     itl: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Target for 99% of a request's gaps between tokens.")
+        str | None,
+        typer.Option(metavar="TIME", help="Target for 99% of the gaps between the tokens of a request."),
     ] = None,
     e2e: Annotated[str | None, typer.Option(metavar="TIME", help="Target for the whole answer.")] = None,
-    warm_up: Annotated[int, typer.Option(min=0, metavar="N", help="Requests before the measured ones.")] = 2,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of arrivals and lengths.")] = 0,
+    warm_up: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Warm-up requests before the measured ones.")
+    ] = 2,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of arrivals and lengths.")] = 0,
     run: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Another number takes other text, so that no cache helps.")
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Another number uses other prompts, so that there are no prefix hits."
+        ),
     ] = 0,
     tokenizer: Annotated[
-        str, typer.Option(metavar="MODEL", help="Makes the prompts; the model that is served.")
+        str, typer.Option(metavar="MODEL", help="Tokenizer for the prompts; name the served model.")
     ] = "default",
     served_model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Its name in requests; default: the first listed.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Model name in requests; default: the first that the server lists."
+        ),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask /v1/chat/completions, in text.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Use /v1/chat/completions, with text prompts.")
+    ] = False,
     api_key: Annotated[
         str | None, typer.Option(envvar="WEFT_API_KEY", metavar="KEY", help="Sent as a bearer token.")
     ] = None,
-    timeout: Annotated[str, typer.Option(metavar="TIME", help="A request fails after this.")] = "600s",
-    json: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Write all that was measured as JSON.")
-    ] = None,
+    timeout: Annotated[str, typer.Option(metavar="TIME", help="A request that takes longer fails.")] = "600s",
+    json: Annotated[Path | None, typer.Option(metavar="PATH", help="Write all measurements as JSON.")] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Write a report with plots as one HTML file.")
     ] = None,
 ) -> None:
-    """Load any server and see what its clients see.
+    """Load-test a server and measure what its clients see.
 
-    It has to speak the OpenAI API. Exit code 1: some requests failed.
+    Works with any server that has the OpenAI API. Exit code 1: some requests failed.
     """
     from weft.bench.serve import main as run_bench
     from weft.bench.serve import parse_duration, parse_lengths, parse_rates
@@ -260,106 +129,21 @@ def bench_serve(
         raise typer.Exit(1)
 
 
-@bench_app.command("peers")
-def bench_peers(
-    peers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="P,P,...",
-            help="llama.cpp, openvino, openvino-f16, onnxruntime, vllm, weft-in-process, weft-without-drafts; "
-            "default: all but weft-in-process and openvino-f16.",
-        ),
-    ] = None,
-    work: Annotated[
-        str | None,
-        typer.Option(metavar="W,W,...", help="start, W1, W8, W32, Wmix, Wshare, Wshare-warm; default: all."),
-    ] = None,
-    home: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where peers are installed; default: peers in WEFT_HOME."),
-    ] = None,
-    keep: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep each result there, and go on from what is there.")
-    ] = None,
-    rounds: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How often each is measured, in turn; the median counts.")
-    ] = 1,
-    repeats: Annotated[
-        int, typer.Option(min=0, metavar="N", help="How often a run that others disturbed is repeated.")
-    ] = 2,
-    json: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Write all that was measured as JSON.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw a bar chart as PNG.")] = None,
-) -> None:
-    """Compare with other engines on this machine.
-
-    Installs each into an environment of its own, some GB in all, and runs the same work on each in turn, half an hour.
-    Exit code 1: an engine could not be measured.
-    """
-    from weft.bench.peers import main as run_peers
-
-    is_complete = run_peers(
-        peers=peers,
-        work=work,
-        home=home,
-        keep=keep,
-        rounds=rounds,
-        repeats=repeats,
-        json_path=json,
-        plot_path=plot,
-    )
-    if not is_complete:
-        raise typer.Exit(1)
-
-
 @bench_app.command("overhead")
 def bench_overhead(json: AsJson = False) -> None:
-    """Time what HTTP adds to the engine.
+    """Measure the time that HTTP adds to the engine.
 
-    On a server of its own that computes nothing.
+    Starts a server with a backend that computes nothing.
     """
     from weft.bench.overhead import main as run
 
     run(json=json)
 
 
-@bench_app.command("kernels")
-def bench_kernels(
-    threads: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Default: one for each physical core.")
-    ] = None,
-    json: AsJson = False,
-) -> None:
-    """Time the linear layers of the default model.
-
-    Alone, on every instruction set this machine has, beside what it can read and multiply.
-    """
-    from weft.bench.kernels import main as run
-
-    run(threads=threads, json=json)
-
-
-@bench_app.command("drafts")
-def bench_drafts(
-    model: Annotated[str, typer.Option("--model", "-m", help="What is asked.")] = "default",
-    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="How often everything is asked.")] = 2,
-    json: AsJson = False,
-) -> None:
-    """Time one stream with and without drafts.
-
-    By what is asked, on this machine; answers are compared. Exit code 1: one was another with drafts.
-    """
-    from weft.bench.drafts import main as run
-
-    if not run(model, rounds, json):
-        raise typer.Exit(1)
-
-
 @bench_app.command("gpu")
 def bench_gpu(
     shape: Annotated[
-        list[str], typer.Option(metavar="S,S,...", help="0.6b, 8b, tiny; default: the first two.")
+        list[str], typer.Option(metavar="S,S,...", help="0.6b, 8b, tiny; default: 0.6b,8b.")
     ] = [],  # noqa: B006  (typer makes a new one)
     work: Annotated[
         list[str],
@@ -368,23 +152,25 @@ def bench_gpu(
             help="start, single, batch8, batch64, batch256, offline256, prefill32x2048, long16x3500; default: all.",
         ),
     ] = [],  # noqa: B006
-    device: Annotated[
-        str, typer.Option(metavar="NAME", help="cuda, or cpu to see whether it runs.")
-    ] = "cuda",
+    device: Annotated[str, typer.Option(metavar="NAME", help="cuda; cpu only tests the command.")] = "cuda",
     invariant: Annotated[
-        bool, typer.Option("--invariant", help="Answers that do not depend on what else is in the batch.")
+        bool,
+        typer.Option(
+            "--invariant",
+            help="Batch-invariant mode: answers do not depend on the other requests in the batch.",
+        ),
     ] = False,
     step_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Prompt tokens in one step at most.")
+        int, typer.Option(min=1, metavar="N", help="Most prompt tokens in one step.")
     ] = 8192,
     json: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Write all that was measured as JSON, line by line.")
+        Path | None, typer.Option(metavar="PATH", help="Write all measurements as JSON, after every line.")
     ] = None,
 ) -> None:
-    """Measure the engine on a card.
+    """Measure the engine on a GPU.
 
-    Through LLM.generate on models of random weights, beside the recorded figures of vLLM on an H200 and what that card
-    allows at best. Some minutes.
+    Runs LLM.generate on models with random weights. Compares with recorded figures of vLLM on an H200, and with the
+    limit of that card. Takes some minutes.
     """
     from weft.bench.gpu import main as run
 
@@ -393,16 +179,20 @@ def bench_gpu(
 
 @bench_app.command("start")
 def bench_start(
-    model: Annotated[str, typer.Option("--model", "-m", help="What is served.")] = "default",
-    starts: Annotated[int, typer.Option(min=1, metavar="N", help="How often; one more comes before.")] = 5,
+    model: Annotated[str, typer.Option("--model", "-m", help="The served model.")] = "default",
+    starts: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Measured starts; one more comes first and is not counted."),
+    ] = 5,
     streams: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Peak memory with so many streams at once; '' for none.")
+        str,
+        typer.Option(metavar="N,N,...", help="Measure peak memory with N concurrent streams; '' for none."),
     ] = "8,32",
     json: AsJson = False,
 ) -> None:
-    """Time a start of the server.
+    """Time the start of the server.
 
-    From the process to the first token, with what its processes use. Exit code 1: a bar was missed.
+    From the process start to the first token, with CPU time and memory of its processes. Exit code 1: a criterion was missed.
     """
     from weft.bench.start import main as run_starts
     from weft.bench.start import parse_streams
@@ -415,32 +205,30 @@ def bench_start(
 def bench_soak(
     url: Annotated[
         str | None,
-        typer.Argument(
-            metavar="URL", help="A server of weft on this machine; none: one of its own is started."
-        ),
+        typer.Argument(metavar="URL", help="A weft server on this machine; default: a server is started."),
     ] = None,
     backend: Annotated[
         str,
-        typer.Option(metavar="NAME", help="Of its own server: noop computes nothing, cpu the real model."),
+        typer.Option(
+            metavar="NAME", help="Of the started server: noop computes nothing, cpu the real model."
+        ),
     ] = "noop",
-    model: Annotated[str, typer.Option("--model", "-m", help="Of its own server.")] = "default",
-    clients: Annotated[int, typer.Option(min=1, metavar="N", help="At once.")] = 64,
-    seconds: Annotated[float, typer.Option(min=1, metavar="S", help="How long they ask.")] = 30.0,
+    model: Annotated[str, typer.Option("--model", "-m", help="Of the started server.")] = "default",
+    clients: Annotated[int, typer.Option(min=1, metavar="N", help="Concurrent clients.")] = 64,
+    seconds: Annotated[float, typer.Option(min=1, metavar="S", help="Duration of the load.")] = 30.0,
     kills: Annotated[
-        int, typer.Option(min=0, metavar="N", help="How often the engine's process is killed.")
+        int, typer.Option(min=0, metavar="N", help="How often the engine process is killed.")
     ] = 0,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of all that is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of requests, behaviour and kills.")] = 0,
     api_key: Annotated[
         str | None, typer.Option(envvar="WEFT_API_KEY", metavar="KEY", help="Sent as a bearer token.")
     ] = None,
-    json: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Write all that was seen as JSON.")
-    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="PATH", help="Write all results as JSON.")] = None,
 ) -> None:
-    """Storm a server and check every answer.
+    """Stress a server and check every answer.
 
-    Its clients leave, stall, err and are cut off. Exit code 1: an answer was wrong, something was left behind, or a bar
-    was missed.
+    Clients disconnect, read slowly and send invalid requests. Exit code 1: an answer was wrong, a resource leaked, or
+    another check failed.
     """
     from weft.bench.soak import SoakWork
     from weft.bench.soak import main as run_soak

@@ -1,7 +1,7 @@
-"""The default model in the forms that peers read: a GGUF file in Q4_0, and a folder of float32 safetensors.
+"""Converts the default model for the peers: to a GGUF file in Q4_0, and to a folder with float32 safetensors.
 
-Both are made from the weights of the file that weft serves, once, and kept. Peers that want a form of their own make
-it from one of these with their own tool.
+Both are made once, from the weights of the file that weft serves. Peers with another format convert one of these with
+their own tool.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from weft.models.names import by_decoder_name, file_name
 from weft.models.registry import build_config
 
 _Q4_0 = 2
-"""Its number in GGUF files."""
-_BLOCK = 32
+"""The number of this type in GGUF files."""
+_GROUP_SIZE = 32
 _ALIGNMENT = 32
 _TYPE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
 
 
-def keep(target: Path, make: Callable[[Path], None]) -> Path:
-    """`target`, made beside its place first if it is not there: what exists is whole."""
+def make_once(target: Path, make: Callable[[Path], None]) -> Path:
+    """Returns `target`. If it is missing, `make` writes a temporary path that is then renamed: `target` is never partial."""
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = partial_path(target)
@@ -44,27 +44,29 @@ def keep(target: Path, make: Callable[[Path], None]) -> Path:
 
 
 def quantise_q4_0(values: np.ndarray) -> np.ndarray:
-    """Rows of float32 as blocks of 32: a half for the scale, then 16 bytes of two codes each.
+    """Quantises float32 rows in groups of 32 values: a float16 scale, then 16 bytes with two codes each.
 
-    The value of the largest magnitude gets the code 0, which stands for -8, as in llama.cpp.
+    The value with the largest magnitude gets the code 0, which means -8, as in llama.cpp.
     """
-    blocks = values.reshape(-1, _BLOCK)
-    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1, keepdims=True), axis=1)
+    groups = values.reshape(-1, _GROUP_SIZE)
+    largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=1, keepdims=True), axis=1)
     scales = largest / np.float32(-8.0)
     inverse = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales != 0)
-    codes = np.clip(blocks * inverse + np.float32(8.5), 0, 15).astype(np.uint8)
+    codes = np.clip(groups * inverse + np.float32(8.5), 0, 15).astype(np.uint8)
     halves = scales.astype("<f2").view(np.uint8)
     return np.concatenate([halves, codes[:, :16] | codes[:, 16:] << 4], axis=1)
 
 
 def write_q4_0(source: Path, target: Path) -> None:
-    """The same model with every matrix in Q4_0, the embedding too; vectors stay as they are."""
+    """Writes the model with every matrix in Q4_0, including the embedding; vectors are not changed."""
     tensors = open_checkpoint(source).tensors
     table, data, offset = b"", [], 0
     for name, tensor in tensors.items():
-        is_matrix = len(tensor.shape) == 2 and tensor.shape[-1] % _BLOCK == 0
+        is_matrix = len(tensor.shape) == 2 and tensor.shape[-1] % _GROUP_SIZE == 0
         if not is_matrix and tensor.format_name != "F32":
-            raise ModelFileError(f"{source}: {name} is {tensor.format_name} and no matrix of whole blocks")
+            raise ModelFileError(
+                f"{source}: {name} is {tensor.format_name} and not a matrix of whole groups of {_GROUP_SIZE}"
+            )
         stored = quantise_q4_0(tensor.to_float32()) if is_matrix else tensor.raw
         text = name.encode()
         dimensions = tuple(reversed(tensor.shape))
@@ -82,7 +84,7 @@ def write_q4_0(source: Path, target: Path) -> None:
 
 
 def _header_with_pairs(path: Path) -> bytes:
-    """The beginning of a GGUF file that `open_checkpoint` has read, up to its table of tensors."""
+    """The bytes of a GGUF file before its table of tensors: the header and the key-value pairs."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         (count,) = struct.unpack_from("<Q", data, 16)
         at = 24
@@ -111,17 +113,17 @@ def _after_value(data: mmap.mmap, at: int, kind: int) -> int:
 
 
 def write_folder(source: Path, folder: Path) -> None:
-    """config.json, a tokenizer and float32 weights, as the Transformers library lays out a Llama."""
+    """Writes config.json, a tokenizer and float32 weights in the layout of a Transformers Llama model."""
     checkpoint = open_checkpoint(source)
     if checkpoint.architecture != "llama" or checkpoint.vocabulary is None:
-        raise ModelFileError(f"{source}: only a Llama in a GGUF file can be written for the peers")
+        raise ModelFileError(f"{source}: only a Llama model in a GGUF file can be converted for the peers")
     config = build_config("gguf", checkpoint.metadata, checkpoint.tensors)
     shape = config.attention
     weights = {}
     for name, tensor in by_decoder_name("gguf", checkpoint.tensors, {}).items():
         values = tensor.to_float32()
         if name.endswith((".wq", ".wk")):
-            # GGUF files hold the rows of a head as neighbouring pairs, Transformers as two halves.
+            # In a GGUF file the rotated pairs of a head are adjacent rows; in Transformers they are in its two halves.
             pairs = values.reshape(-1, shape.head_size // 2, 2, values.shape[-1])
             values = pairs.swapaxes(1, 2).reshape(values.shape)
         weights[file_name("huggingface", name, {})] = np.ascontiguousarray(values)
@@ -153,7 +155,7 @@ def write_folder(source: Path, folder: Path) -> None:
 
 
 def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
-    """Prompts are token ids, so it only has to turn answers into text."""
+    """Writes a tokenizer that can decode. Prompts are token ids, so it need not encode like the original."""
     vocabulary = checkpoint.vocabulary
     assert vocabulary is not None
     tokens = vocabulary.tokens

@@ -1,4 +1,4 @@
-"""Runs the llama.cpp server, as xllamacpp brings it, until the input ends: MODEL SLOTS CONTEXT PORT."""
+"""Runs the llama.cpp server of xllamacpp until standard input is closed. Arguments: MODEL SLOTS CONTEXT PORT."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""`weft bench peers`: the same work on weft and on every engine it is compared with, in turn, on this machine.
+"""`python -m benchmarks peers`: the same workloads on weft and on other engines, in turn, on this machine.
 
-Each engine is started anew for each workload and the engines take turns within it, so that a ratio is of figures
-taken minutes apart. One that is slow to start is kept, and frozen while others are measured. Around every run the
-bench looks at what the machine gives; one that others disturbed is repeated.
+Each engine is started anew for each workload. The engines take turns within a workload, so that the figures of a ratio
+are only minutes apart. An engine that starts slowly is kept, and stopped (SIGSTOP) while others are measured. Before
+and after every run the speed of the machine is measured; a disturbed run is repeated.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from weft.bench.machine_speed import Gauge, Speed, open_gauge
-from weft.bench.peers_cells import START, Cell, Kept, Try, plain_name
-from weft.bench.peers_engines import ENGINES, OURS, PEERS, Engine, Launch, Workshop
-from weft.bench.peers_environment import PeerError, Say, peers_directory
-from weft.bench.peers_process import Outcome, RunningEngine, free_port, settle
-from weft.bench.peers_report import NO_PROBE, Report, draw, print_report, write_report
+from benchmarks.machine_speed import Gauge, Speed, open_gauge
+from benchmarks.peers_cells import START, Cell, CellFiles, Try, plain_name
+from benchmarks.peers_engines import ENGINES, OURS, PEERS, Engine, Launch, PeerFiles
+from benchmarks.peers_environment import PeerError, PrintStatus, peers_directory
+from benchmarks.peers_process import Outcome, RunningEngine, free_port, settle
+from benchmarks.peers_report import NO_PROBE, Report, draw, print_report, write_report
 from weft.bench.report import machine
 from weft.bench.serve_load import WORKLOADS, Phase, Text, workloads
 from weft.bench.serve_machine import DISTURBED, MachineUse, take_snapshot, use_of
@@ -31,15 +31,15 @@ from weft.loading.pull import pull
 from weft.text.model_text import open_tokenizer
 
 SLOW_START = 20.0
-"""Seconds; an engine that takes longer to start is kept between workloads."""
+"""An engine that takes longer to start, in seconds, is kept between workloads."""
 START_PROMPT = 16
-"""Tokens of the first request that an engine gets."""
+"""Prompt tokens of the first request to an engine."""
 IDLE_SECONDS = 1.0
-"""What an engine has for itself before its first work: no server is started in the moment of its first rush."""
-QUIET_LOOKS = 8
-"""How often the machine is looked at, a pause before each, before a disturbed run is repeated all the same."""
+"""Pause between the start of an engine and its first workload, as a real server has one."""
+QUIET_CHECKS = 8
+"""How often the machine is checked before a disturbed run is repeated in any case."""
 QUIET_PAUSE = 1.0
-"""Seconds."""
+"""Seconds before each of these checks."""
 
 
 def main(
@@ -53,16 +53,16 @@ def main(
     json_path: Path | None,
     plot_path: Path | None,
 ) -> bool:
-    """Measures, prints and writes; whether every engine did all of its work."""
+    """Measures, prints and writes. True if every engine completed its workloads."""
     engines, columns = choose_engines(peers), choose_work(work)
     if plot_path is not None and columns == [START]:
-        raise InvalidRequestError("--plot draws the workloads, and --work names none of them", field="--plot")
+        raise InvalidRequestError("--plot draws workloads, and --work names none", field="--plot")
     home = home or peers_directory()
     home.mkdir(parents=True, exist_ok=True)
     model = pull("default")
     checkpoint = open_checkpoint(model)
     tokenizer = open_tokenizer(checkpoint)
-    shop = Workshop(home, model, min(checkpoint.end_ids), _say)
+    files = PeerFiles(home, model, min(checkpoint.end_ids), _print_status)
     texts: dict[int, list[int]] = {}
 
     def open_text(run: int) -> Text:
@@ -74,13 +74,13 @@ def main(
         return Text(encode, run)
 
     before = machine()
-    with _ended_by_signals():
+    with _ending_on_sigterm():
         gauge = open_gauge()
-        bench = Bench(engines, columns, Kept(keep), rounds, repeats, open_text, _say, gauge)
+        bench = Bench(engines, columns, CellFiles(keep), rounds, repeats, open_text, _print_status, gauge)
         try:
-            bench.prepare(shop)
+            bench.prepare(files)
             gauge.calibrate()
-            _say(f"this machine {gauge.best or NO_PROBE}")
+            _print_status(f"this machine: {gauge.best or NO_PROBE}")
             bench.run()
         finally:
             bench.end()
@@ -90,12 +90,12 @@ def main(
     if json_path is not None:
         write_report(report, json_path)
     if plot_path is not None:
-        draw(report, plot_path, shop)
+        draw(report, plot_path, files)
     return not bench.problems
 
 
 def choose_engines(peers: str | None) -> list[Engine]:
-    """weft, and the engines of the named peers; the usual ones where none is named."""
+    """weft and the engines of the named peers; by default the usual ones."""
     if peers is None:
         return [engine for engine in ENGINES if engine.is_usual]
     names = tuple(name.strip() for name in peers.split(",") if name.strip())
@@ -106,30 +106,30 @@ def choose_engines(peers: str | None) -> list[Engine]:
 
 
 def choose_work(work: str | None) -> list[str]:
-    """The columns in their order. Wshare-warm needs what Wshare leaves behind, so it brings it along."""
+    """The columns in their order. Wshare-warm needs the cache that Wshare fills, so it adds Wshare."""
     known = (START, *WORKLOADS)
     names = known if work is None else tuple(name.strip() for name in work.split(",") if name.strip())
     for name in names:
         if name not in known:
             raise InvalidRequestError(f"no workload {name!r}; there are {', '.join(known)}", field="--work")
-    wanted = {*names} | ({"Wshare"} if "Wshare-warm" in names else set())
-    return [name for name in known if name in wanted]
+    chosen = {*names} | ({"Wshare"} if "Wshare-warm" in names else set())
+    return [name for name in known if name in chosen]
 
 
 @dataclass
 class Bench:
-    """Runs every cell of the table that is not there yet. Owns the engines that are kept running."""
+    """Measures every missing cell of the table. Owns the engines that are kept running."""
 
     engines: Sequence[Engine]
     columns: Sequence[str]
-    kept: Kept
+    cell_files: CellFiles
     rounds: int
     repeats: int
     open_text: Callable[[int], Text]
-    say: Say
+    print_status: PrintStatus
     gauge: Gauge
     problems: dict[str, str] = field(default_factory=dict)
-    """Why an engine is not in the table, or not in all of it."""
+    """Why an engine has no figures, or not all."""
     _tries: dict[tuple[str, str], list[Try]] = field(default_factory=dict)
     _launchers: dict[str, Callable[[int], Launch]] = field(default_factory=dict)
     _running: dict[str, RunningEngine] = field(default_factory=dict)
@@ -138,53 +138,53 @@ class Bench:
 
     @property
     def cells(self) -> dict[tuple[str, str], Cell]:
-        """All that was measured, compared with the best that the machine has given until now."""
+        """All measurements so far, with the best speed of the machine so far."""
         return {place: Cell(tuple(tries), self.gauge.best) for place, tries in self._tries.items()}
 
-    def prepare(self, shop: Workshop) -> None:
-        """Installs and converts before anything is measured: a download beside a run would disturb it."""
-        self._logs = shop.log
+    def prepare(self, files: PeerFiles) -> None:
+        """Installs engines and converts models before anything is measured: a download would disturb a run."""
+        self._logs = files.log
         for engine in self.engines:
             try:
-                self._launchers[engine.name] = engine.prepare(shop)
+                self._launchers[engine.name] = engine.prepare(files)
             except PeerError as error:
-                self._give_up(engine, error)
+                self._drop_engine(engine, error)
 
     def run(self) -> None:
-        self._take_kept()
+        self._load_kept_cells()
         for group in groups(self.columns):
             for number in range(self.rounds):
                 for engine in self.engines:
-                    wanted = _wanted(engine, group)
-                    if not wanted or engine.name in self.problems or self._is_done(engine, wanted, number):
+                    names = _supported(engine, group)
+                    if not names or engine.name in self.problems or self._is_done(engine, names, number):
                         continue
                     try:
-                        self._run_round(engine, wanted, number)
+                        self._run_round(engine, names, number)
                     except PeerError as error:
-                        self._give_up(engine, error)
+                        self._drop_engine(engine, error)
 
     def end(self) -> None:
         for engine in self._running.values():
             engine.end()
         self._running.clear()
 
-    def _take_kept(self) -> None:
+    def _load_kept_cells(self) -> None:
         for engine in self.engines:
-            for name in _wanted(engine, self.columns):
-                cell = self.kept.load(engine.name, name)
+            for name in _supported(engine, self.columns):
+                cell = self.cell_files.load(engine.name, name)
                 if cell is not None and engine.name not in self.problems:
                     self._tries[engine.name, name] = list(cell.tries)
                     self.gauge.remember(cell.best)
 
-    def _give_up(self, engine: Engine, error: PeerError) -> None:
+    def _drop_engine(self, engine: Engine, error: PeerError) -> None:
         self.problems[engine.name] = str(error)
-        self.say(f"{engine.name}: {error}")
+        self.print_status(f"{engine.name}: {error}")
         running = self._running.pop(engine.name, None)
         if running is not None:
             running.end()
 
     def _is_done(self, engine: Engine, names: Sequence[str], number: int) -> bool:
-        """Whether every column has a quiet try in this round."""
+        """Whether every column has an undisturbed try in this round."""
         return all(
             any(not one.troubles(self.gauge.best) for one in self._tries_of(engine, name, number))
             for name in names
@@ -194,7 +194,7 @@ class Bench:
         return [one for one in self._tries.get((engine.name, name), ()) if one.round == number]
 
     def _run_round(self, engine: Engine, names: Sequence[str], number: int) -> None:
-        """Measures until it was quiet, or has been repeated often enough; every try is kept."""
+        """Measures until a try was undisturbed, at most `repeats` times more. Every try is kept."""
         measure = self._try_start if names[0] == START else self._try_work
         first = max(len(self._tries_of(engine, name, number)) for name in names)
         for attempt in range(first, first + 1 + self.repeats):
@@ -202,24 +202,24 @@ class Bench:
                 self._wait_for_quiet()
             for one in measure(engine, names, number, attempt):
                 self._tries.setdefault((one.engine, one.work), []).append(one)
-                self.kept.save(self.cells[one.engine, one.work])
-                self.say(one.line(self.gauge.best))
+                self.cell_files.save(self.cells[one.engine, one.work])
+                self.print_status(one.line(self.gauge.best))
             if self._is_done(engine, names, number):
                 return
 
     def _wait_for_quiet(self) -> None:
-        """A neighbour that is loud now may be done in some seconds; one that is not is not waited for."""
-        self.say(f"waiting for a quiet machine, {QUIET_LOOKS * QUIET_PAUSE:g} s or a little more")
-        for _ in range(QUIET_LOOKS):
+        """Waits until other load has ended, but only some seconds."""
+        self.print_status(f"waiting for an idle machine, about {QUIET_CHECKS * QUIET_PAUSE:g} s at most")
+        for _ in range(QUIET_CHECKS):
             before = take_snapshot()
             settle(QUIET_PAUSE)
-            others = _others(use_of(before, take_snapshot(), frozenset())) or 0.0
-            speed, best = self.gauge.look(), self.gauge.best
+            others = _others_share(use_of(before, take_snapshot(), frozenset())) or 0.0
+            speed, best = self.gauge.measure(), self.gauge.best
             if others <= DISTURBED and not (speed and best and speed.shortfalls(best)):
                 return
 
     def _try_start(self, engine: Engine, names: Sequence[str], number: int, attempt: int) -> list[Try]:
-        """The second start: the first brings files into memory and fills the peers' own caches."""
+        """Measures the second start: the first fills the page cache and the caches of the engine."""
         if engine.name not in self._started:
             running, *_ = self._start(engine)
             running.end()
@@ -228,18 +228,18 @@ class Bench:
         if previous is not None:
             previous.end()
             settle()
-        before = self.gauge.look()
+        before = self.gauge.measure()
         running, seconds, use = self._start(engine)
         try:
-            speed = _slower(before, self._look_beside(running))
+            speed = _slower(before, self._measure_machine(running))
         except BaseException:
             running.end()
             raise
-        self._let_go(engine, running, seconds)
-        return [Try(engine.name, START, number, attempt, seconds, _others(use), use.loudest, speed)]
+        self._release(engine, running, seconds)
+        return [Try(engine.name, START, number, attempt, seconds, _others_share(use), use.loudest, speed)]
 
     def _try_work(self, engine: Engine, names: Sequence[str], number: int, attempt: int) -> list[Try]:
-        # Other text at every try, since an engine that was kept has seen the last; the same for all engines of a round.
+        # Other prompts at every try, since a kept engine has the last ones in its cache; the same for all engines.
         phases: list[Phase] = workloads(names, self.open_text(number + self.rounds * attempt))
         running = self._running.pop(engine.name, None)
         seconds = SLOW_START
@@ -248,27 +248,27 @@ class Bench:
         running.thaw()
         outcomes: list[Outcome] = []
         try:
-            looks = [self._look_beside(running)]
+            speeds = [self._measure_machine(running)]
             settle(IDLE_SECONDS)
             for outcome in running.run(phases):
                 outcomes.append(outcome)
-                looks.append(self._look_beside(running))
+                speeds.append(self._measure_machine(running))
         except BaseException:
             running.end()
             raise
-        self._let_go(engine, running, seconds)
+        self._release(engine, running, seconds)
         return [
             _work_try(engine, phase, number, attempt, outcome, _slower(before, after))
-            for phase, outcome, (before, after) in zip(phases, outcomes, pairwise(looks), strict=True)
+            for phase, outcome, (before, after) in zip(phases, outcomes, pairwise(speeds), strict=True)
         ]
 
-    def _look_beside(self, running: RunningEngine) -> Speed | None:
-        """With the engine stopped: threads that spin for a while after work would look like a neighbour."""
-        if self.gauge.is_blind:
+    def _measure_machine(self, running: RunningEngine) -> Speed | None:
+        """Measures the machine while the engine is stopped: its threads may still spin after the work."""
+        if self.gauge.is_disabled:
             return None
         running.freeze()
         try:
-            return self.gauge.look()
+            return self.gauge.measure()
         finally:
             running.thaw()
 
@@ -284,7 +284,7 @@ class Bench:
         self._started.add(engine.name)
         return running, seconds, use
 
-    def _let_go(self, engine: Engine, running: RunningEngine, start_seconds: float) -> None:
+    def _release(self, engine: Engine, running: RunningEngine, start_seconds: float) -> None:
         if start_seconds < SLOW_START:
             running.end()
             settle()
@@ -294,7 +294,7 @@ class Bench:
 
 
 def groups(columns: Sequence[str]) -> list[list[str]]:
-    """The columns that are measured on one start: each by itself, but Wshare-warm on what Wshare left behind."""
+    """The columns that share one start of an engine: Wshare-warm follows Wshare, every other column is alone."""
     found: list[list[str]] = []
     for name in columns:
         if name == "Wshare-warm":
@@ -315,7 +315,7 @@ def _work_try(
         round=number,
         attempt=attempt,
         seconds=summary.seconds,
-        others=_others(use),
+        others=_others_share(use),
         loudest=use.loudest,
         speed=speed,
         tokens_per_second=summary.output_tokens_per_second,
@@ -330,8 +330,8 @@ def _work_try(
     )
 
 
-def _others(use: MachineUse) -> float | None:
-    """The share of the machine that was not the engine's and not ours."""
+def _others_share(use: MachineUse) -> float | None:
+    """Share of the machine's CPU time that neither the engine nor this process used."""
     return None if use.others is None else use.others / use.cores
 
 
@@ -339,18 +339,18 @@ def _slower(before: Speed | None, after: Speed | None) -> Speed | None:
     return None if before is None or after is None else before.slower(after)
 
 
-def _wanted(engine: Engine, columns: Sequence[str]) -> list[str]:
-    """The columns that the engine can do; every engine can start."""
+def _supported(engine: Engine, columns: Sequence[str]) -> list[str]:
+    """The columns that the engine supports. Every engine supports the start."""
     return [name for name in columns if name == START or name in engine.work]
 
 
-def _say(line: str) -> None:
+def _print_status(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """A bench that is told to end takes its engines with it."""
+def _ending_on_sigterm() -> Iterator[None]:
+    """Turns SIGTERM into KeyboardInterrupt, so that the engines are ended too."""
 
     def stop(number: int, frame: Any) -> None:
         raise KeyboardInterrupt

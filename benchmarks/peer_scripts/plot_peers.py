@@ -1,4 +1,4 @@
-"""Draws the bar chart of `weft bench peers` with matplotlib: from JSON on the input into the PNG file that is named."""
+"""Draws the bar chart of `python -m benchmarks peers`: reads JSON from standard input. Argument: the PNG file."""
 
 import json
 import sys
@@ -45,7 +45,7 @@ def main(target):
     labels = list(colours)
     if any(bar["is_disturbed"] for column in columns for bar in column["bars"]):
         handles.append(plt.Rectangle((0, 0), 1, 1, facecolor="white", edgecolor="grey", hatch="//"))
-        labels.append("disturbed by others")
+        labels.append("disturbed by other load")
     figure.legend(handles, labels, loc="lower center", ncols=3, fontsize=8, frameon=False)
     figure.suptitle(chart["title"], fontsize=9)
     figure.tight_layout(rect=(0, 0.8 / figure.get_figheight(), 1, 1))

@@ -1,4 +1,4 @@
-"""What quantised K and V cost in quality: the perplexity of text, and facts read back out of long contexts."""
+"""The quality loss of quantised K and V: perplexity, and facts retrieved from long contexts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weft.bench.kv_cache_kinds import Kind, Setup
-from weft.bench.perplexity import Difference, Scores, compare, score
+from benchmarks.kv_cache_kinds import Kind, Setup
+from benchmarks.perplexity import Difference, Scores, compare, score
 from weft.bench.serve_load import Text
 from weft.errors import WeftError
 from weft.request import InferenceRequest, SamplingParams
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 COLOURS = ("blue", "red", "green", "black", "white", "yellow", "silver", "golden", "brown", "purple")
 THINGS = ("box", "door", "safe", "chest", "locker", "room", "bag", "drawer", "gate", "cabin")
 _ANSWER_TOKENS = 8
-_TOGETHER = 8
-"""Contexts of facts that run at the same time."""
+_CONCURRENT_FACTS = 8
+"""Facts whose contexts run at the same time."""
 
 
 # --- perplexity ---------------------------------------------------------------------------------------------------
@@ -28,7 +28,7 @@ _TOGETHER = 8
 
 @dataclass(frozen=True)
 class Reading:
-    """The perplexity of text with one kind of cache, beside that of the full one."""
+    """The perplexity with one kind of cache, and its difference from the full cache."""
 
     kind: str
     perplexity: float
@@ -37,7 +37,7 @@ class Reading:
 
 
 def read_text(setup: Setup, kinds: Sequence[Kind], windows: Sequence[tuple[int, ...]]) -> list[Reading]:
-    """The second half of every window is scored; the first kind is what the others are compared with."""
+    """Scores the second half of every window. The first kind is the reference."""
     context = len(windows[0]) + 1
     scores: list[Scores] = []
     for kind in kinds:
@@ -52,27 +52,27 @@ def read_text(setup: Setup, kinds: Sequence[Kind], windows: Sequence[tuple[int, 
 
 @dataclass(frozen=True)
 class Fact:
-    """A code that stands once in a long text, and the question for it at the end."""
+    """A long text that contains a code once and ends with a question for it."""
 
     prompt: tuple[int, ...]
     code: str
     depth: float
-    """Of the fact in the text: 0 at its beginning, 1 at its end."""
+    """Position of the fact in the text: 0 is the beginning, 1 the end."""
 
 
 @dataclass(frozen=True)
 class Retrieval:
-    """How many facts were found with one kind of cache."""
+    """Facts found with one kind of cache."""
 
     kind: str
     asked: int
     found: int
     kept: int
-    """Found, of those that the full cache finds."""
+    """Facts found with this cache and with the full one."""
     expected: int
-    """Those."""
+    """Facts found with the full cache."""
     lost: tuple[str, ...]
-    """What was answered instead, with the depth."""
+    """The wrong answers to facts that the full cache finds, with their depth."""
 
     @property
     def share(self) -> float:
@@ -82,8 +82,10 @@ class Retrieval:
 def make_facts(
     tokenizer: Tokenizer, count: int, lengths: tuple[int, int], tail_length: int, seed: int = 0
 ) -> list[Fact]:
-    """Contexts of `lengths` tokens, drawn evenly; the fact is at any depth before the tail of the question, so that every
-    kind of cache has quantised it by then if it ever does."""
+    """Contexts with a length drawn uniformly from `lengths`.
+
+    The fact is at a random depth, but before the last `tail_length` tokens, so that two-tier caches have quantised it.
+    """
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_bos=False))
@@ -95,7 +97,7 @@ def make_facts(
         place = f"{source.choice(COLOURS)} {source.choice(THINGS)}"
         code = str(source.randint(10_000, 99_999))
         fact = encode(f"\n\nThe code of the {place} is {code}.\n\n")
-        # The space is part of it: what remains is to copy digits, not to guess that digits are wanted.
+        # The final space is included, so that the model only has to copy digits.
         question = encode(f"\n\nAs was said above, the code of the {place} is ")
         rest = source.randint(*lengths) - len(first) - len(fact) - len(question)
         filler = list(text.take(max(rest, 0)))
@@ -105,35 +107,38 @@ def make_facts(
     return facts
 
 
-def ask(setup: Setup, kind: Kind, tokenizer: Tokenizer, facts: Sequence[Fact]) -> list[str]:
-    """The answers, the likeliest tokens each."""
+def answer_facts(setup: Setup, kind: Kind, tokenizer: Tokenizer, facts: Sequence[Fact]) -> list[str]:
+    """The greedy answers to all facts."""
     context = max(len(fact.prompt) for fact in facts) + _ANSWER_TOKENS
     params = SamplingParams(max_tokens=_ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
     answers = []
-    with setup.open(kind.pool_for(_TOGETHER, context), context, _TOGETHER) as engine:
-        asked = [engine.submit(InferenceRequest(fact.prompt, params)) for fact in facts]
+    with setup.open(kind.pool_for(_CONCURRENT_FACTS, context), context, _CONCURRENT_FACTS) as engine:
+        request_ids = [engine.submit(InferenceRequest(fact.prompt, params)) for fact in facts]
         engine.run_until_idle()
-        for request_id in asked:
+        for request_id in request_ids:
             result = engine.get_result(request_id)
             if result is None or result.error:
-                raise WeftError(f"{kind.name}: a question was not answered: {result and result.error}")
+                raise WeftError(f"{kind.name}: a fact was not answered: {result and result.error}")
             answers.append(tokenizer.decode(result.tokens).strip())
     return answers
 
 
-def judge(kind: Kind, facts: Sequence[Fact], answers: Sequence[str], full: Sequence[str]) -> Retrieval:
-    """`full` are the answers of the full cache to the same questions."""
+def evaluate(kind: Kind, facts: Sequence[Fact], answers: Sequence[str], full: Sequence[str]) -> Retrieval:
+    """Compares with `full`, the answers of the full cache to the same facts."""
     found = [is_found(fact, answer) for fact, answer in zip(facts, answers, strict=True)]
     expected = [is_found(fact, answer) for fact, answer in zip(facts, full, strict=True)]
-    kept = [mine and theirs for mine, theirs in zip(found, expected, strict=True)]
+    kept = [
+        is_found_here and is_found_in_full
+        for is_found_here, is_found_in_full in zip(found, expected, strict=True)
+    ]
     lost = tuple(
         f"{fact.code} at {fact.depth:.0%}: {answer!r}"
-        for fact, answer, mine, theirs in zip(facts, answers, found, expected, strict=True)
-        if theirs and not mine
+        for fact, answer, is_found_here, is_found_in_full in zip(facts, answers, found, expected, strict=True)
+        if is_found_in_full and not is_found_here
     )
     return Retrieval(kind.name, len(facts), sum(found), sum(kept), sum(expected), lost)
 
 
 def is_found(fact: Fact, answer: str) -> bool:
-    """The code, and not the beginning of a longer one."""
+    """Whether the answer is the code, and not a longer number that begins with it."""
     return answer.startswith(fact.code) and not answer[len(fact.code) :][:1].isdigit()

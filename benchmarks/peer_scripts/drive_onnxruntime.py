@@ -1,4 +1,4 @@
-"""Drives onnxruntime-genai with static batches: MODEL. All requests of a phase have to be of one shape."""
+"""Driver of onnxruntime-genai with static batches. Argument: MODEL. All requests of a phase must have the same lengths."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import numpy as np
 import onnxruntime_genai as genai
 
 ANSWERS = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what libraries print is no answer
+os.dup2(2, 1)  # libraries may print to standard output, which only answers may use
 
 
 def main(path):
@@ -26,7 +26,7 @@ def run(model, items, start):
     began = time.perf_counter() - start
     length = len(items[0]["prompt"]) + items[0]["max_tokens"]
     parameters = genai.GeneratorParams(model)
-    # A minimal length as long as the maximal one: the end of a sequence is ignored.
+    # The minimal length equals the maximal one, so that EOS is ignored.
     parameters.set_search_options(
         max_length=length, min_length=length, batch_size=len(items), do_sample=False
     )

@@ -1,4 +1,4 @@
-"""The cells of `weft bench peers`: every try of an engine on a workload, which of them counts, and the files they are kept in."""
+"""The cells of the `peers` tables: all tries of an engine on a workload, which one counts, and their files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.bench.machine_speed import Speed
+from benchmarks.machine_speed import Speed
 from weft.bench.serve_machine import DISTURBED
 
 START = "start"
@@ -17,25 +17,25 @@ START = "start"
 
 @dataclass(frozen=True)
 class Try:
-    """One engine once on one workload, or one start of it. Times are in seconds, memory in bytes."""
+    """One run of an engine on a workload, or one start of it. Times are in seconds, memory in bytes."""
 
     engine: str
     work: str
     round: int
     attempt: int
-    """Within its round: others than the first are there because those before were disturbed."""
+    """Number within its round. A run after the first repeats a disturbed one."""
     seconds: float
-    """Of the work from the first request to the last token; of a start, to the first token."""
+    """Time from the first request to the last token; for a start, from the process start to the first token."""
     others: float | None
-    """The share of the machine's CPU time that went to neither the engine nor the bench."""
+    """Share of the machine's CPU time that neither the engine nor the benchmark used."""
     loudest: tuple[str, ...] = ()
     speed: Speed | None = None
-    """What the machine gave right before and right after, the lower of each figure; None: nobody could look."""
+    """Speed of the machine right before and right after, the lower of each figure; None if not measured."""
     tokens_per_second: float | None = None
-    """Output tokens, over all the time, that of the prompts included."""
+    """Output tokens per second of the whole time, prefill included."""
     output_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompts, where the engine says so."""
+    """Prompt tokens from the prefix cache, if the engine reports them."""
     first_token_p50: float | None = None
     first_token_p99: float | None = None
     gap_p50: float | None = None
@@ -45,30 +45,30 @@ class Try:
 
     @property
     def rate(self) -> float:
-        """What tries are ordered by: tokens a second, and starts a second where there are no tokens."""
+        """The speed by which tries are ordered: tokens per second, or starts per second."""
         return 1 / self.seconds if self.tokens_per_second is None else self.tokens_per_second
 
     def troubles(self, best: Speed | None) -> list[str]:
-        """What disturbed it, in words; nothing where it was quiet. `best` is the most that the machine gave."""
+        """Sentences about what disturbed the run; empty if nothing did. `best` is the best speed of the machine."""
         found = []
         if self.others is not None and self.others > DISTURBED:
-            who = f" ({', '.join(self.loudest)})" if self.loudest else ""
-            found.append(f"others used {self.others:.0%} of the machine{who}")
+            names = f" ({', '.join(self.loudest)})" if self.loudest else ""
+            found.append(f"other processes used {self.others:.0%} of the machine{names}")
         if self.speed is not None and best is not None:
             found += self.speed.shortfalls(best)
         return found
 
     def line(self, best: Speed | None) -> str:
-        """One line while the bench runs."""
-        said = (
+        """A status line for the terminal."""
+        result = (
             f"{self.seconds:.2f} s"
             if self.tokens_per_second is None
             else f"{self.tokens_per_second:.1f} tokens/s"
         )
         troubles = self.troubles(best)
         if troubles:
-            said += f", DISTURBED: {'; '.join(troubles)}"
-        return f"{self.work:12} {self.engine:32} {said}"
+            result += f", DISTURBED: {'; '.join(troubles)}"
+        return f"{self.work:12} {self.engine:32} {result}"
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Try:
@@ -78,11 +78,11 @@ class Try:
 
 @dataclass(frozen=True)
 class Cell:
-    """One place of the tables: all tries of it, in the order they were made."""
+    """One cell of the tables: all its tries, in order."""
 
     tries: tuple[Try, ...]
     best: Speed | None
-    """The most that the machine gave in the whole run; a try is disturbed, or not, in comparison with it."""
+    """The best speed of the machine in the whole run: the reference for whether a try was disturbed."""
 
     @property
     def engine(self) -> str:
@@ -93,27 +93,27 @@ class Cell:
         return self.tries[0].work
 
     @property
-    def quiet(self) -> list[Try]:
+    def undisturbed(self) -> list[Try]:
         return [one for one in self.tries if not one.troubles(self.best)]
 
     @property
     def is_disturbed(self) -> bool:
-        """No try was quiet."""
-        return not self.quiet
+        """Whether every try was disturbed."""
+        return not self.undisturbed
 
     @property
     def compared(self) -> list[Try]:
-        """The tries that the figure is the median of, slowest first: the quiet ones, or all where none is quiet."""
-        return sorted(self.quiet or self.tries, key=lambda one: one.rate)
+        """The tries that count, slowest first: the undisturbed ones, or all if every try was disturbed."""
+        return sorted(self.undisturbed or self.tries, key=lambda one: one.rate)
 
     @property
     def figure(self) -> Try:
-        """The median try, whole, so that its throughput and its times belong together; of two, the slower."""
+        """The median try, or the slower of two. All its figures are used, so that they belong to one run."""
         return self.compared[(len(self.compared) - 1) // 2]
 
     @property
     def spread(self) -> float:
-        """How many times faster the fastest of them was than the slowest."""
+        """Speed of the fastest of the tries that count, relative to the slowest."""
         return self.compared[-1].rate / self.compared[0].rate
 
     def document(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Cell:
     def from_document(cls, document: Mapping[str, Any]) -> Cell:
         tries = tuple(Try.from_document(one) for one in document["tries"])
         if not tries:
-            raise ValueError("a cell without tries")
+            raise ValueError("a cell has no tries")
         return cls(tries, _speed_from(document["best"]))
 
 
@@ -134,14 +134,14 @@ def _speed_from(document: Mapping[str, Any] | None) -> Speed | None:
     return None if document is None else Speed(**document)
 
 
-class Kept:
-    """Cells as files, so that a run that was stopped goes on where it was; without a folder nothing is kept."""
+class CellFiles:
+    """Stores cells as files, so that an interrupted run can continue. Without a folder nothing is stored."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
     def load(self, engine: str, work: str) -> Cell | None:
-        """None where there is no file, or none of the shape that this weft writes."""
+        """The stored cell; None if there is no file, or a file of another format."""
         if self._folder is None:
             return None
         try:
@@ -161,5 +161,5 @@ class Kept:
 
 
 def plain_name(name: str) -> str:
-    """As part of a file's name."""
+    """`name` as part of a file name."""
     return "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in name)

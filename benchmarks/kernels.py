@@ -1,11 +1,11 @@
-"""`weft bench kernels`: the linear layers of the default model alone, beside what this machine can read and multiply."""
+"""`python -m benchmarks kernels`: times the linear layers of the default model, beside the limits of this machine."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
 
-from weft.bench.machine_speed import SpeedProbe
+from benchmarks.machine_speed import SpeedProbe
 from weft.bench.report import machine, print_json, print_line, print_table
 from weft.errors import WeftError
 
@@ -18,15 +18,15 @@ _LAYERS = (
     ("head", _W8, 49152, 576),
 )
 _ROWS = (1, 8, 32, 128, 512)
-# More than the caches of a processor hold, so that weights come from memory as they do in a step.
+# More than the processor caches hold, so that weights are read from memory as in a step.
 _DATA_BYTES = 128 << 20
-# Each figure is the best of the tries that fit into this time.
+# Each figure is the best of the tries within this time.
 _SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One layer at one number of rows, and its shares of what the machine can do."""
+    """One layer at one number of rows, and its shares of the machine's memory bandwidth and arithmetic."""
 
     instructions: str
     layer: str
@@ -36,7 +36,7 @@ class Timing:
     bytes_per_second: float
     share_of_reading: float
     share_of_products: float | None
-    """None where the instruction set has no products of bytes."""
+    """None if the instruction set has no products of bytes."""
 
 
 def main(threads: int | None, json: bool) -> None:
@@ -44,7 +44,7 @@ def main(threads: int | None, json: bool) -> None:
         from weft import _kernels
     except ImportError:
         raise WeftError(
-            "weft was installed without its C++ kernels, so there are none to measure: install a C++ compiler and weft again"
+            "weft is installed without its C++ kernels, so there is nothing to measure: install a C++ compiler, then reinstall weft"
         ) from None
     before = _kernels.in_use()
     probe = SpeedProbe(threads, _DATA_BYTES)
@@ -56,11 +56,11 @@ def main(threads: int | None, json: bool) -> None:
         for name in _kernels.available():
             _kernels.use(name)
             peaks[name] = 2 * probe.products(_SECONDS)
-            # Without instructions for products of bytes many rows take seconds, and say nothing new.
+            # Without instructions for products of bytes, many rows take seconds and show nothing new.
             counts = _ROWS if peaks[name] else _ROWS[:3]
             for (layer, layout, outputs, inputs), rows in itertools.product(_LAYERS, counts):
                 size = _kernels.packed_bytes(layout, outputs, inputs)
-                # With many rows arithmetic decides, and fewer layers say the same in less time.
+                # With many rows arithmetic is the limit: fewer copies of the layer give the same result in less time.
                 layers = data[: max(1, data.size // size // rows) * size]
                 seconds = _kernels.measure_linear(layout, outputs, inputs, layers, rows, pool, _SECONDS)
                 operations, traffic = 2 * rows * outputs * inputs / seconds, size / seconds
@@ -84,7 +84,7 @@ def main(threads: int | None, json: bool) -> None:
     for name, peak in peaks.items():
         print_table(
             f"{name}, {peak / 1e9:,.0f} GOP/s from registers" if peak else name,
-            ("layer", "rows", "us", "GOP/s", "of the peak", "GB/s", "of reading"),
+            ("layer", "rows", "us", "GOP/s", "of peak", "GB/s", "of bandwidth"),
             [
                 (
                     one.layer,

@@ -1,4 +1,4 @@
-"""How fast a full batch decodes over long contexts, by the kind of cache."""
+"""Decode speed of a batch with long contexts, by kind of cache."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from weft.bench.kv_cache_kinds import STEP_TOKENS, Kind, Setup
+from benchmarks.kv_cache_kinds import STEP_TOKENS, Kind, Setup
 from weft.errors import WeftError
 from weft.request import InferenceRequest, RequestId, SamplingParams, TokenOutput
 
 ROUND = 16
-"""Steps in which every context fills a block, and moves one to the store: they are measured as one."""
+"""Steps that are measured together: in them every context fills one KV block and moves one to the store."""
 ROUNDS = 5
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of decoding alone: steps in which every context of the batch gets a token."""
+    """Speed of steps in which every context of the batch decodes one token."""
 
     kind: str
     batch: int
     context: int
     tokens_per_second: float
-    """Of the median round."""
+    """Speed of the median round."""
     step_seconds: tuple[float, ...]
-    """Of each round, on average."""
+    """Mean seconds per step of each round."""
 
 
 def decode_speed(
@@ -40,15 +40,17 @@ def decode_speed(
     rounds: int = ROUNDS,
     quietly: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Speed:
-    """Of contexts that have nothing in common and end with `context` tokens. `quietly` is entered once all prompts are
-    computed and left when the last step is measured: whoever shares the machine can keep it quiet for so long."""
-    # Prompts are computed one after the other, and who is done decodes meanwhile.
+    """Measures contexts without common prefixes that end with `context` tokens.
+
+    The measured steps run inside `quietly()`: a caller can stop other load on the machine there.
+    """
+    # Prompts are computed one after another. Contexts that are done decode meanwhile: `lead` tokens at most.
     lead = batch * -(-context // STEP_TOKENS) + 2
     new_tokens = min(context - 1, lead + ROUND * rounds + 2)
     source = random.Random(0)
     times: dict[RequestId, list[float]] = {}
 
-    def note(output: TokenOutput) -> None:
+    def record_token(output: TokenOutput) -> None:
         times[output.request_id].append(time.perf_counter())
 
     with setup.open(kind.pool_for(batch, context), context, batch) as engine:
@@ -56,7 +58,7 @@ def decode_speed(
         params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
         for _ in range(batch):
             prompt = tuple(source.choices(vocabulary, k=context - new_tokens))
-            times[engine.submit_with_callback(InferenceRequest(prompt, params), note)] = []
+            times[engine.submit_with_callback(InferenceRequest(prompt, params), record_token)] = []
         while engine.has_work and not all(times.values()):
             engine.run_iteration()
         with quietly():
@@ -67,14 +69,12 @@ def decode_speed(
 
 
 def _rate(times: list[list[float]], since: float, batch: int, rounds: int) -> tuple[float, tuple[float, ...]]:
-    """From when the last of them has begun to when the first of them ends."""
+    """The speed between the first token of the last context and the end of the first context to end."""
     begin, end = max(since, *(one[0] for one in times)), min(one[-1] for one in times)
     last = max(times, key=lambda one: one[0])
     steps = [moment for moment in last if begin <= moment <= end]
     rates = [(steps[at] - steps[at - ROUND]) / ROUND for at in range(ROUND, len(steps), ROUND)]
     if not rates:
-        raise WeftError(
-            "the batch never decoded as a whole: some context had ended before the last one began"
-        )
+        raise WeftError("the whole batch never decoded together: a context ended before the last one started")
     kept = tuple(rates[-rounds:])
     return batch / statistics.median(kept), kept

@@ -1,7 +1,7 @@
-"""What this machine gives right now: bytes read from memory and products made from registers, by all cores together.
+"""The current speed of this machine: memory bandwidth, and products from registers, on all cores together.
 
-The neighbours of a virtual machine take memory bandwidth and shared cores, and neither CPU time nor stolen time shows
-it: what is left for us can only be tried.
+Other virtual machines on the same host take memory bandwidth and shared cores. Neither CPU time nor stolen time shows
+this, so the remaining speed has to be measured.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import numpy as np
 from weft.backends.cpu.threads import thread_count
 
 READING_SHARE = 0.6
-"""Of the best reading that was seen; with less, a run counts as disturbed. Not more, because the best is that of rare
-moments: on an idle virtual machine half of the looks gave 0.7 of it, and with 0.8 no run was quiet."""
+"""A run below this share of the best memory bandwidth counts as disturbed. The best is rare: on an idle virtual machine
+the median was 0.7 of it, and with a limit of 0.8 every run counted as disturbed."""
 PRODUCTS_SHARE = 0.9
-"""The same of products. They come from registers, and half of the looks give 0.95 of the best and more."""
-_LOOK_BYTES = 256 << 20
-_LOOK_SECONDS = 0.2
-"""For each of the two figures."""
-_CALIBRATION_LOOKS = 8
+"""The same for products. They use only registers, and their median is 0.95 of the best."""
+_PROBE_BYTES = 256 << 20
+_PROBE_SECONDS = 0.2
+"""Time for each of the two figures."""
+_CALIBRATION_COUNT = 8
 
 
 @dataclass(frozen=True)
 class Speed:
     reading: float
-    """Bytes a second from memory."""
+    """Bytes per second from memory."""
     products: float | None
-    """Products of bytes a second; None where the processor has no instructions for them."""
+    """Products of bytes per second; None if the processor has no instructions for them."""
 
     def slower(self, other: Speed) -> Speed:
         """The lower of each figure."""
@@ -42,12 +42,12 @@ class Speed:
         return Speed(max(self.reading, other.reading), _of_both(max, self.products, other.products))
 
     def shortfalls(self, best: Speed) -> list[str]:
-        """What is too far below the best, in words; nothing where the machine gave what it can."""
+        """Sentences about the figures that are too far below the best; empty if none is."""
         found = []
         if self.reading < READING_SHARE * best.reading:
-            found.append(f"the machine read at {self.reading / best.reading:.0%} of its best")
+            found.append(f"memory bandwidth was at {self.reading / best.reading:.0%} of its best")
         if self.products and best.products and self.products < PRODUCTS_SHARE * best.products:
-            found.append(f"the machine multiplied at {self.products / best.products:.0%} of its best")
+            found.append(f"arithmetic was at {self.products / best.products:.0%} of its best")
         return found
 
     def __str__(self) -> str:
@@ -60,29 +60,29 @@ def _of_both(choose: Callable[[float, float], float], one: float | None, other: 
 
 
 class SpeedProbe:
-    """Reads and multiplies on threads of its own, which sleep in between. Needs the C++ kernels: ImportError without."""
+    """Measures on its own threads, which sleep in between. Raises ImportError without the C++ kernels."""
 
-    def __init__(self, threads: int | None = None, data_bytes: int = _LOOK_BYTES) -> None:
+    def __init__(self, threads: int | None = None, data_bytes: int = _PROBE_BYTES) -> None:
         from weft import _kernels
 
         self._kernels = _kernels
         self.pool = _kernels.Pool(thread_count(threads))
-        # More than the caches hold, and every page written once: one that never was is a page of zeros in a cache.
-        # The byte is a code like any other, and a small number where it is read as a scale.
+        # More than the caches hold. Every page is written: unwritten pages all map to one cached page of zeros.
+        # The byte is a valid code of a weight, and a small number if it is read as a scale.
         self.data = np.full(data_bytes, 0x11, np.uint8)
 
     def reading(self, seconds: float) -> float:
-        """Bytes a second, the best of the tries that fit into the time."""
+        """Bytes per second, the best of the tries within the time."""
         return self.data.size / self._kernels.measure_read(self.data, self.pool, seconds)
 
     def products(self, seconds: float) -> float:
-        """Products of bytes a second, the best of the tries that fit; 0 without instructions for them."""
+        """Products of bytes per second, the best of the tries within the time; 0 without instructions for them."""
         return self._kernels.measure_products(self.pool, seconds)
 
-    def look(self) -> Speed:
-        """The median over the time of a look: the best would be that of a quiet moment between two disturbed ones."""
+    def measure(self) -> Speed:
+        """The median over the measuring time: the best would hide a disturbance that leaves short quiet moments."""
         return Speed(
-            _median_over(_LOOK_SECONDS, self.reading), _median_over(_LOOK_SECONDS, self.products) or None
+            _median_over(_PROBE_SECONDS, self.reading), _median_over(_PROBE_SECONDS, self.products) or None
         )
 
 
@@ -94,17 +94,17 @@ def _median_over(seconds: float, measure: Callable[[float], float]) -> float:
 
 
 class Gauge:
-    """Looks at the machine, and remembers the best it has seen. Without a probe it sees nothing."""
+    """Measures the machine, and keeps the best speed so far. Disabled without a probe."""
 
     def __init__(self, probe: Callable[[], Speed] | None) -> None:
         self._probe = probe
         self.best: Speed | None = None
 
     @property
-    def is_blind(self) -> bool:
+    def is_disabled(self) -> bool:
         return self._probe is None
 
-    def look(self) -> Speed | None:
+    def measure(self) -> Speed | None:
         if self._probe is None:
             return None
         speed = self._probe()
@@ -112,20 +112,20 @@ class Gauge:
         return speed
 
     def remember(self, speed: Speed | None) -> None:
-        """A speed that another look, or an earlier run, has seen."""
+        """Takes a speed into account that another measurement or an earlier run has found."""
         if speed is not None:
             self.best = speed if self.best is None else self.best.faster(speed)
 
     def calibrate(self) -> None:
-        """Some seconds of looks, so that the first run has something to be compared with."""
-        if not self.is_blind:
-            for _ in range(_CALIBRATION_LOOKS):
-                self.look()
+        """Measures for some seconds, so that the first run has a reference."""
+        if not self.is_disabled:
+            for _ in range(_CALIBRATION_COUNT):
+                self.measure()
 
 
 def open_gauge() -> Gauge:
-    """One that looks with the kernels, and a blind one where weft was installed without them."""
+    """A gauge with a probe; a disabled one if weft is installed without the C++ kernels."""
     try:
-        return Gauge(SpeedProbe().look)
+        return Gauge(SpeedProbe().measure)
     except ImportError:
         return Gauge(None)

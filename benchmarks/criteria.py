@@ -1,7 +1,7 @@
-"""`weft bench criteria`: the published criteria of batching, measured on a real model with the CPU backend, in one run.
+"""`python -m benchmarks criteria`: the published criteria of batching, measured on a real model with the CPU backend.
 
-What `weft bench batching` computes from a cost model is measured here: continuous against static batching, scaling to 16,
-and long requests among short ones. Each run has an engine of its own, so that no cache helps the next one.
+`python -m benchmarks batching` computes the same from a cost model: continuous against static batching, scaling to 16,
+and long requests among short ones. Each run has a new engine, so that it gets no prefix hits from the last one.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from weft.backends import registry
-from weft.backends.cpu.kernels import describe
-from weft.bench.jobs import (
+from benchmarks.jobs import (
     LOAD,
     LONG,
     SHORT,
@@ -27,6 +25,8 @@ from weft.bench.jobs import (
     print_mixes,
     run_jobs,
 )
+from weft.backends import registry
+from weft.backends.cpu.kernels import describe
 from weft.bench.report import Check, machine, print_checks, print_json, print_line, print_table
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig, ServingEngineConfig
 from weft.engine.serving import ServingEngine
@@ -36,18 +36,18 @@ from weft.loading.pull import pull
 ROWS = 16
 BATCHES = (1, 2, 4, 8, 16)
 _LONGEST = 512, 256
-"""Prompt and answer among the mixed lengths."""
+"""The longest prompt and answer of the mixed lengths."""
 
 RunJobs = Callable[[SchedulerConfig, Sequence[Job], int | None], Run]
-"""Runs jobs on a fresh engine with this scheduler, and this many blocks or the default."""
+"""Runs jobs on a new engine with this scheduler configuration and this many KV blocks (None: the default)."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """64 requests at once, continuously and in batches that are formed, closed and run to their end; tokens/s."""
+    """64 requests at once, with continuous and with static batching; tokens/s."""
 
     equal: str
-    """What both have the same amount of: rows, or memory for that many whole sequences."""
+    """What both have the same amount of: rows, or KV blocks."""
     continuous: float
     static: float
 
@@ -58,12 +58,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Scaling:
-    """So many equal requests at once (128 in, 128 out); tokens/s."""
+    """`batch` equal requests at once (128 prompt tokens, 128 output tokens)."""
 
     batch: int
     tokens_per_second: float
     efficiency: float
-    """Against as many times the speed of one request alone."""
+    """Relative to `batch` times the speed of one request alone."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Report:
 
     @property
     def checks(self) -> list[Check]:
-        compared = [
+        comparisons = [
             Check(
                 f"continuous against static batching, the same {one.equal}",
                 f"{one.ratio:.2f} times",
@@ -85,8 +85,8 @@ class Report:
         ]
         last = self.scalings[-1]
         name = f"scaling efficiency to batch {last.batch}"
-        scaled = Check(name, f"{last.efficiency:.1%}", "more than 70%", last.efficiency > 0.7)
-        return [*compared, scaled, *check_mixes([self.mix])]
+        scaling = Check(name, f"{last.efficiency:.1%}", "more than 70%", last.efficiency > 0.7)
+        return [*comparisons, scaling, *check_mixes([self.mix])]
 
 
 def main(model: str, *, threads: int | None, json: bool) -> None:
@@ -98,7 +98,7 @@ def main(model: str, *, threads: int | None, json: bool) -> None:
         print_json({**vars(report), "checks": report.checks, **where})
         return
     print_line(f"{machine()}; {checkpoint.path.name}, {checkpoint.stored_as}; kernels: {kernels}")
-    print_line("Three parts, minutes in all: each is told when it is measured.")
+    print_line("Three parts, some minutes in all. Each is printed when it is measured.")
     print_checks(measure(run, _print_comparisons, _print_scalings, lambda mix: print_mixes([mix])).checks)
 
 
@@ -141,23 +141,23 @@ def engine_runs(checkpoint: Checkpoint, threads: int | None) -> RunJobs:
 
 def measure(
     run: RunJobs,
-    compared: Callable[[list[Comparison]], object] = lambda _: None,
-    scaled: Callable[[list[Scaling]], object] = lambda _: None,
-    mixed: Callable[[Mix], object] = lambda _: None,
+    on_comparisons: Callable[[list[Comparison]], object] = lambda _: None,
+    on_scalings: Callable[[list[Scaling]], object] = lambda _: None,
+    on_mix: Callable[[Mix], object] = lambda _: None,
 ) -> Report:
-    """All of it; each part is told to its listener as soon as it is known."""
-    run(_continuous(), [Job(0.0, 64, 16)], None)  # pages of the weights, threads, caches
+    """Measures the three parts. Each result is passed to its callback as soon as it is known."""
+    run(_continuous(), [Job(0.0, 64, 16)], None)  # warm-up: page in the weights, start threads, fill caches
     comparisons = _compare(run)
-    compared(comparisons)
+    on_comparisons(comparisons)
     scalings = _scale(run)
-    scaled(scalings)
+    on_scalings(scalings)
     mix = _mix(run)
-    mixed(mix)
+    on_mix(mix)
     return Report(comparisons, scalings, mix)
 
 
 def _continuous(rows: int | None = None) -> SchedulerConfig:
-    """As `weft serve` and `LLM` have it."""
+    """The configuration of `weft serve` and `LLM`."""
     if rows is None:
         return SchedulerConfig(policy=PriorityPolicy.ADAPTIVE)
     return SchedulerConfig(policy=PriorityPolicy.ADAPTIVE, max_running=rows)
@@ -165,16 +165,16 @@ def _continuous(rows: int | None = None) -> SchedulerConfig:
 
 def _compare(run: RunJobs) -> list[Comparison]:
     jobs = mixed_jobs("even")
-    # A budget that lets a whole batch in at once: with less, a batch would close half empty and static look worse.
-    room = ROWS * _LONGEST[0]
+    # Budget for a whole batch in one step: with less, a static batch would start half empty and look worse.
+    prompt_tokens = ROWS * _LONGEST[0]
     static_config = SchedulerConfig(
         dynamic_batching=False,
         max_running=ROWS,
-        max_tokens_per_step=room + ROWS,
-        max_prefill_tokens=room,
+        max_tokens_per_step=prompt_tokens + ROWS,
+        max_prefill_tokens=prompt_tokens,
     )
     static = run(static_config, jobs, None).output_tokens_per_second
-    # A static batch has to keep room for the longest sequence in every row; the paged pool shares what is not used.
+    # A static batch reserves the longest sequence for every row; the paged pool shares the unused blocks.
     blocks = ROWS * sum(_LONGEST) // KvCachePoolConfig().block_size
     return [
         Comparison(f"{ROWS} rows", run(_continuous(ROWS), jobs, None).output_tokens_per_second, static),
@@ -193,7 +193,7 @@ def _scale(run: RunJobs) -> list[Scaling]:
 
 
 def _mix(run: RunJobs) -> Mix:
-    """At half of what the machine can do with this mix, which a part of it, all at once, tells."""
+    """The mix at half of the rate that the machine can sustain. A sample of the mix, all at once, gives that rate."""
     sample = [Job(0.0, *SHORT)] * 20 + [Job(0.0, *LONG)] * 2
     rate = LOAD * len(sample) / run(_continuous(), sample, None).seconds
     jobs = poisson_jobs(random.Random(0), rate)

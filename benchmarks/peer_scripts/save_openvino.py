@@ -1,4 +1,4 @@
-"""Has OpenVINO GenAI read a GGUF file and save it in OpenVINO's own form beside it: FILE."""
+"""Converts a GGUF file to OpenVINO's format, beside the file. Argument: FILE."""
 
 import sys
 

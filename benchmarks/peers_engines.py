@@ -1,4 +1,4 @@
-"""The engines that are compared: what each is made of, how it is started, and which work it can do."""
+"""The compared engines: their packages, how they are started, and the workloads that they support."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weft.bench.peers_environment import (
+from benchmarks.peers_environment import (
     LLAMA,
     ONNXRUNTIME,
     OPENVINO,
     VLLM,
     Environment,
-    Say,
+    PrintStatus,
     clean_environment,
     engine_environment,
     python_of,
     run_logged,
     script,
 )
-from weft.bench.peers_models import keep, write_folder, write_q4_0
+from benchmarks.peers_models import make_once, write_folder, write_q4_0
 from weft.bench.serve_load import WORKLOADS
 
 CONTEXT = 1024
-"""Tokens that a request may have; the longest of the workloads takes 768."""
+"""Most tokens of a request; the longest of the workloads has 768."""
 OURS = "weft"
-OURS_OTHERWISE = "weft without drafts"
+OURS_WITHOUT_DRAFTS = "weft without drafts"
 OURS_IN_PROCESS = "weft in process"
-NO_PEERS = (OURS, OURS_OTHERWISE, OURS_IN_PROCESS)
-"""The last two are measured beside the first."""
+OUR_ENGINES = (OURS, OURS_WITHOUT_DRAFTS, OURS_IN_PROCESS)
+"""The engines that are not peers."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a process is started; a server listens on `port`, a driver (None) answers on its output."""
+    """How a process is started. A server listens on `port`; a driver (None) answers on its standard output."""
 
     command: tuple[str, ...]
     port: int | None
@@ -42,16 +42,16 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Workshop:
-    """Where the peers' environments and models are kept, and the model that all of them are made from."""
+class PeerFiles:
+    """The directory of the environments and converted models, and the model that they are converted from."""
 
     home: Path
     model: Path
     end_id: int
-    say: Say
+    print_status: PrintStatus
 
     def python(self, environment: Environment) -> str:
-        return str(python_of(environment, self.home, self.say))
+        return str(python_of(environment, self.home, self.print_status))
 
     def q4_0(self) -> Path:
         return self._made(f"{self._stem}.Q4_0.gguf", lambda target: write_q4_0(self.model, target))
@@ -60,7 +60,7 @@ class Workshop:
         return self._made(f"{self._stem}.f32", lambda target: write_folder(self.model, target))
 
     def openvino(self) -> Path:
-        """OpenVINO reads GGUF files and saves what it made of one beside it."""
+        """OpenVINO reads a GGUF file and saves its own format beside it."""
         python, source = self.python(OPENVINO), self.q4_0()
 
         def make(target: Path) -> None:
@@ -98,8 +98,8 @@ class Workshop:
     def _made(self, name: str, make: Callable[[Path], None]) -> Path:
         target = self.home / "models" / name
         if not target.exists():
-            self.say(f"making {target}")
-        return keep(target, make)
+            self.print_status(f"making {target}")
+        return make_once(target, make)
 
 
 @dataclass(frozen=True)
@@ -108,62 +108,62 @@ class Engine:
 
     name: str
     peer: str
-    """What `--peers` calls it."""
+    """Its name in `--peers`."""
     version: str
-    prepare: Callable[[Workshop], Callable[[int], Launch]] = field(repr=False)
-    """Installs and converts what is missing, and gives what starts the engine on a port."""
+    prepare: Callable[[PeerFiles], Callable[[int], Launch]] = field(repr=False)
+    """Installs and converts what is missing. Returns a function that makes the launch for a port."""
     work: tuple[str, ...] = WORKLOADS
     is_in_process: bool = False
-    """It is fed by a driver in its own process, and not asked over HTTP."""
+    """It runs in the process of a driver, without HTTP."""
     is_usual: bool = True
-    """Measured where `--peers` is not given."""
+    """Measured by default, without `--peers`."""
 
 
-def _weft(*options: str) -> Callable[[Workshop], Callable[[int], Launch]]:
-    def prepare(workshop: Workshop) -> Callable[[int], Launch]:
-        command = (sys.executable, "-m", "weft.cli.main", "serve", str(workshop.model), *options)
+def _weft(*options: str) -> Callable[[PeerFiles], Callable[[int], Launch]]:
+    def prepare(files: PeerFiles) -> Callable[[int], Launch]:
+        command = (sys.executable, "-m", "weft.cli.main", "serve", str(files.model), *options)
         return lambda port: Launch((*command, "--port", str(port)), port, engine_environment())
 
     return prepare
 
 
-def _weft_in_process(workshop: Workshop) -> Callable[[int], Launch]:
-    command = (sys.executable, "-m", "weft.bench.peers_drive", str(workshop.model))
+def _weft_in_process(files: PeerFiles) -> Callable[[int], Launch]:
+    command = (sys.executable, "-P", str(Path(__file__).with_name("peers_drive.py")), str(files.model))
     return lambda _: Launch(command, None, engine_environment())
 
 
-def _llama(slots: int, model: Callable[[Workshop], Path]) -> Callable[[Workshop], Callable[[int], Launch]]:
-    def prepare(workshop: Workshop) -> Callable[[int], Launch]:
-        python, path = workshop.python(LLAMA), model(workshop)
+def _llama(slots: int, model: Callable[[PeerFiles], Path]) -> Callable[[PeerFiles], Callable[[int], Launch]]:
+    def prepare(files: PeerFiles) -> Callable[[int], Launch]:
+        python, path = files.python(LLAMA), model(files)
         command = (python, str(script("serve_llama")), str(path), str(slots), str(CONTEXT))
         return lambda port: Launch((*command, str(port)), port, clean_environment())
 
     return prepare
 
 
-def _openvino(*options: str) -> Callable[[Workshop], Callable[[int], Launch]]:
-    def prepare(workshop: Workshop) -> Callable[[int], Launch]:
-        python, path = workshop.python(OPENVINO), workshop.openvino()
-        command = (python, str(script("drive_openvino")), str(path), str(workshop.end_id), *options)
+def _openvino(*options: str) -> Callable[[PeerFiles], Callable[[int], Launch]]:
+    def prepare(files: PeerFiles) -> Callable[[int], Launch]:
+        python, path = files.python(OPENVINO), files.openvino()
+        command = (python, str(script("drive_openvino")), str(path), str(files.end_id), *options)
         return lambda _: Launch(command, None, clean_environment())
 
     return prepare
 
 
-def _onnxruntime(workshop: Workshop) -> Callable[[int], Launch]:
-    path = workshop.onnx()
-    command = (workshop.python(ONNXRUNTIME), str(script("drive_onnxruntime")), str(path))
+def _onnxruntime(files: PeerFiles) -> Callable[[int], Launch]:
+    path = files.onnx()
+    command = (files.python(ONNXRUNTIME), str(script("drive_onnxruntime")), str(path))
     return lambda _: Launch(command, None, clean_environment())
 
 
-def _vllm(workshop: Workshop) -> Callable[[int], Launch]:
+def _vllm(files: PeerFiles) -> Callable[[int], Launch]:
     command = (
         *(
-            workshop.python(VLLM),
+            files.python(VLLM),
             "-m",
             "vllm.entrypoints.openai.api_server",
             "--model",
-            str(workshop.folder()),
+            str(files.folder()),
         ),
         *(
             "--dtype",
@@ -178,26 +178,26 @@ def _vllm(workshop: Workshop) -> Callable[[int], Launch]:
     )
     variables = {
         "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # else one core of two does nothing but HTTP
-        "VLLM_CACHE_ROOT": str(workshop.home / "cache" / "vllm"),
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # otherwise one core of two is reserved for HTTP
+        "VLLM_CACHE_ROOT": str(files.home / "cache" / "vllm"),
         "VLLM_NO_USAGE_STATS": "1",
     }
     return lambda port: Launch((*command, "--port", str(port)), port, clean_environment(variables))
 
 
-def _as_shipped(workshop: Workshop) -> Path:
-    return workshop.model
+def _as_shipped(files: PeerFiles) -> Path:
+    return files.model
 
 
 _XLLAMACPP = LLAMA.requirements[0]
 
 ENGINES = (
     Engine(OURS, OURS, "", _weft()),
-    Engine(OURS_OTHERWISE, "weft-without-drafts", "", _weft("--drafts", "0")),
+    Engine(OURS_WITHOUT_DRAFTS, "weft-without-drafts", "", _weft("--drafts", "0")),
     Engine(OURS_IN_PROCESS, "weft-in-process", "", _weft_in_process, is_in_process=True, is_usual=False),
-    Engine("llama.cpp Q4_0, 8 slots", "llama.cpp", _XLLAMACPP, _llama(8, Workshop.q4_0), ("W1", "W8")),
-    Engine("llama.cpp Q4_0, 16 slots", "llama.cpp", _XLLAMACPP, _llama(16, Workshop.q4_0), ("W32",)),
-    Engine("llama.cpp Q4_0, 32 slots", "llama.cpp", _XLLAMACPP, _llama(32, Workshop.q4_0)),
+    Engine("llama.cpp Q4_0, 8 slots", "llama.cpp", _XLLAMACPP, _llama(8, PeerFiles.q4_0), ("W1", "W8")),
+    Engine("llama.cpp Q4_0, 16 slots", "llama.cpp", _XLLAMACPP, _llama(16, PeerFiles.q4_0), ("W32",)),
+    Engine("llama.cpp Q4_0, 32 slots", "llama.cpp", _XLLAMACPP, _llama(32, PeerFiles.q4_0)),
     Engine("llama.cpp, weft's file", "llama.cpp", _XLLAMACPP, _llama(8, _as_shipped), ("W1", "W8")),
     Engine("OpenVINO GenAI int4", "openvino", OPENVINO.requirements[0], _openvino(), is_in_process=True),
     Engine(

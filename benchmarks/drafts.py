@@ -1,8 +1,8 @@
-"""`weft bench drafts`: what checking guessed tokens gives one stream, by the kind of what is asked, and whether answers stay
-the same.
+"""`python -m benchmarks drafts`: the speedup of one stream by draft tokens, for several kinds of prompts.
 
-Two engines of the same model take turns at every question, one of them without drafts, since a machine that others use too is
-not the same from one minute to the next. Only the time after the first token counts: prompts have no drafts.
+Two engines of the same model, one without drafts, answer every prompt in turn, because the speed of a shared machine
+changes from minute to minute. Only the time after the first token counts: prefill has no drafts. Both must give the
+same answers, token for token.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TEXT = (
     "that every day for thirty years, and he did not look up when the ferry came in."
 )
 
-QUESTIONS = {
+PROMPTS = {
     "short questions": (
         "What is the capital of Japan?",
         "Why is the sky blue?",
@@ -69,12 +69,12 @@ QUESTIONS = {
 
 @dataclass(frozen=True)
 class Gain:
-    """One kind of question at one temperature."""
+    """The result of one kind of prompt at one temperature."""
 
     kind: str
     temperature: float
     tokens: int
-    """After the first of each answer."""
+    """Tokens after the first of each answer."""
     seconds_without: float
     seconds_with: float
     drafted: int
@@ -87,23 +87,21 @@ class Gain:
 
 
 def main(model: str = "default", rounds: int = ROUNDS, json: bool = False) -> bool:
-    """Prints what was measured. False: an answer was another with drafts."""
-    with LLM(model) as bold, LLM(model, max_draft_tokens=0) as plain:
+    """Measures and prints. False if an answer differs with drafts."""
+    with LLM(model) as with_drafts, LLM(model, max_draft_tokens=0) as without_drafts:
         gains = [
-            measure(bold, plain, kind, questions, temperature, rounds)
+            measure(with_drafts, without_drafts, kind, prompts, temperature, rounds)
             for temperature in TEMPERATURES
-            for kind, questions in QUESTIONS.items()
+            for kind, prompts in PROMPTS.items()
         ]
     is_same = all(gain.is_same for gain in gains)
-    check = Check(
-        "answers with drafts", "the same" if is_same else "some are others", "token for token", is_same
-    )
+    check = Check("answers with drafts", "the same" if is_same else "some differ", "token for token", is_same)
     if json:
         print_json({"machine": machine(), "gains": gains, "checks": [check]})
         return is_same
     print_table(
         f"One stream without and with drafts, tokens/s after the first ({rounds} rounds)",
-        ("what is asked", "temperature", "tokens", "without", "with", "ratio", "drafts a token", "right"),
+        ("prompts", "temperature", "tokens", "without", "with", "ratio", "drafts per token", "accepted"),
         [_row(gain) for gain in gains],
     )
     print_checks([check])
@@ -112,28 +110,33 @@ def main(model: str = "default", rounds: int = ROUNDS, json: bool = False) -> bo
 
 
 def measure(
-    bold: LLM, plain: LLM, kind: str, questions: tuple[str, ...], temperature: float, rounds: int
+    with_drafts: LLM,
+    without_drafts: LLM,
+    kind: str,
+    prompts: tuple[str, ...],
+    temperature: float,
+    rounds: int,
 ) -> Gain:
-    """Asks everything of both, in turn, whoever was second first the next time."""
-    stats = bold.engine.scheduler.stats
+    """Sends every prompt to both engines; which one is first alternates by round."""
+    stats = with_drafts.engine.scheduler.stats
     drafted, accepted = stats.tokens_drafted, stats.drafts_accepted
-    seconds = {bold: 0.0, plain: 0.0}
+    seconds = {with_drafts: 0.0, without_drafts: 0.0}
     tokens, is_same = 0, True
     for number in range(rounds):
-        for question in questions:
+        for prompt in prompts:
             answers: dict[LLM, GenerationResult] = {}
-            for llm in (bold, plain) if number % 2 else (plain, bold):
+            for llm in (with_drafts, without_drafts) if number % 2 else (without_drafts, with_drafts):
                 params = SamplingParams(max_tokens=MAX_TOKENS, temperature=temperature, seed=number)
-                answers[llm] = llm.chat([{"role": "user", "content": question}], params)
+                answers[llm] = llm.chat([{"role": "user", "content": prompt}], params)
                 seconds[llm] += answers[llm].decode_time
-            tokens += answers[bold].decode_steps
-            is_same = is_same and answers[bold].tokens == answers[plain].tokens
+            tokens += answers[with_drafts].decode_steps
+            is_same = is_same and answers[with_drafts].tokens == answers[without_drafts].tokens
     return Gain(
         kind,
         temperature,
         tokens,
-        seconds[plain],
-        seconds[bold],
+        seconds[without_drafts],
+        seconds[with_drafts],
         stats.tokens_drafted - drafted,
         stats.drafts_accepted - accepted,
         is_same,

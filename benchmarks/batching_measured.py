@@ -1,7 +1,7 @@
-"""`weft bench batching --device`: continuous against static batching, measured on models of random weights.
+"""`python -m benchmarks batching --device`: continuous against static batching, measured on models with random weights.
 
-The engines of a shape are open together and run the same work in turn, so that a change of the machine's speed meets all of
-them. Speeds are medians, and ratios those of runs that followed each other.
+The engines of a shape exist together and run the same jobs in turn, so that a change of the machine's speed affects all
+of them. Speeds are medians; a ratio compares two runs of the same round.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
+from benchmarks.jobs import Job, mixed_jobs
 from weft import __version__
 from weft.backends import registry
 from weft.bench.gpu_work import SHAPES, chosen, open_shape
-from weft.bench.jobs import Job, mixed_jobs
 from weft.bench.report import Check, machine, print_checks, print_json, print_line, print_table
 from weft.cli.machine import gpus
 from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
@@ -27,25 +27,25 @@ from weft.request import InferenceRequest, SamplingParams
 ROWS = 16
 ROUNDS = 3
 _LONGEST = 512, 256
-"""Prompt and answer among the mixed lengths."""
+"""The longest prompt and answer of the mixed lengths."""
 _ALL_ROWS = 256
 _TOKEN_IDS = range(10, 500)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """64 requests at once, continuously and in batches that are formed, closed and run to their end; output tokens/s."""
+    """64 requests at once, with continuous and with static batching; output tokens/s."""
 
     shape: str
     lengths: str
     equal: str
-    """What both have the same amount of: rows, or memory for that many whole sequences."""
+    """What both have the same amount of: rows, or KV blocks."""
     continuous: float
     static: float
     padded: float
-    """Static, and every batch padded to its longest prompt and answer."""
+    """Static, with every batch padded to its longest prompt and answer."""
     ratios: tuple[float, ...]
-    """Continuous to static, of each round."""
+    """Continuous to static, one ratio per round."""
 
     @property
     def ratio(self) -> float:
@@ -54,12 +54,12 @@ class Measured:
 
 def main(device: str, shapes: list[str], json: bool) -> None:
     device = registry.chosen(device, {})
-    names = chosen(shapes, tuple(SHAPES), "--shape", without=("0.6b", "8b"))
+    names = chosen(shapes, tuple(SHAPES), "--shape", default=("0.6b", "8b"))
     cards = gpus() or [] if device != "cpu" else []
     where = f"{'; '.join([*cards, machine()])}; weft {__version__} on {device}"
     if not json:
         print_line(
-            f"{where}. Random weights, greedy, no prefix cache, {ROUNDS} rounds in turn after a warm-up."
+            f"{where}. Random weights, greedy, no prefix cache, {ROUNDS} rounds after a warm-up, the engines in turn."
         )
     measured = [one for shape in names for one in measure(shape, device)]
     checks = [_check(one) for one in measured if one.lengths == "even"]
@@ -74,17 +74,17 @@ def measure(shape: str, device: str, rounds: int = ROUNDS) -> Iterator[Measured]
     blocks = ROWS * sum(_LONGEST) // KvCachePoolConfig().block_size
     with ExitStack() as stack:
 
-        def opened(rows: int, is_dynamic: bool) -> ServingEngine:
-            # A budget that lets a whole batch in at once: with less, a batch would close half empty and static look worse.
-            room = ROWS * _LONGEST[0]
+        def open_engine(rows: int, is_dynamic: bool) -> ServingEngine:
+            # Budget for a whole batch in one step: with less, a static batch would start half empty and look worse.
+            prompt_tokens = ROWS * _LONGEST[0]
             scheduler = SchedulerConfig(
                 dynamic_batching=is_dynamic,
                 max_running=rows,
-                max_tokens_per_step=room + rows,
-                max_prefill_tokens=room,
-                max_chunk_tokens=room,
+                max_tokens_per_step=prompt_tokens + rows,
+                max_prefill_tokens=prompt_tokens,
+                max_chunk_tokens=prompt_tokens,
                 prefix_caching=False,
-                max_draft_tokens=0,  # random weights repeat themselves, so drafts would be right too often
+                max_draft_tokens=0,  # random weights repeat tokens: too many draft tokens would be accepted
             )
             backend = registry.build(device, checkpoint=open_shape(shape), max_context=sum(_LONGEST))
             engine = ServingEngine(
@@ -93,8 +93,11 @@ def measure(shape: str, device: str, rounds: int = ROUNDS) -> Iterator[Measured]
             stack.callback(engine.stop)
             return engine
 
-        static = opened(ROWS, is_dynamic=False)
-        continuous = {f"{ROWS} rows": opened(ROWS, True), f"{blocks} blocks": opened(_ALL_ROWS, True)}
+        static = open_engine(ROWS, is_dynamic=False)
+        continuous = {
+            f"{ROWS} rows": open_engine(ROWS, True),
+            f"{blocks} blocks": open_engine(_ALL_ROWS, True),
+        }
         for lengths in ("even", "skewed"):
             jobs = mixed_jobs(lengths)
             runs = {"static": (static, jobs), "padded": (static, _padded(jobs))}
@@ -102,9 +105,9 @@ def measure(shape: str, device: str, rounds: int = ROUNDS) -> Iterator[Measured]
             seconds: dict[str, list[float]] = {name: [] for name in runs}
             for number in range(rounds + 1):
                 for name, (engine, work) in runs.items():
-                    took = run(engine, work)
-                    if number:  # the first round compiles and captures
-                        seconds[name].append(took)
+                    elapsed = run(engine, work)
+                    if number:  # the first round compiles kernels and captures graphs
+                        seconds[name].append(elapsed)
             tokens = sum(job.output for job in jobs)
             speeds = {name: tokens / statistics.median(each) for name, each in seconds.items()}
             for equal in continuous:
@@ -116,11 +119,11 @@ def measure(shape: str, device: str, rounds: int = ROUNDS) -> Iterator[Measured]
 
 
 def run(engine: ServingEngine, jobs: Sequence[Job]) -> float:
-    """Seconds until all is answered. Every request is there before the first step: a static batch takes what it finds."""
-    chance = random.Random(0)
+    """Returns the seconds of all jobs. They are submitted before the first step, so that static batches are full."""
+    rng = random.Random(0)
     requests = [
         InferenceRequest(
-            tuple(chance.choices(_TOKEN_IDS, k=job.prompt)),
+            tuple(rng.choices(_TOKEN_IDS, k=job.prompt)),
             SamplingParams(max_tokens=job.output, temperature=0.0, ignore_eos=True),
         )
         for job in jobs
@@ -132,9 +135,7 @@ def run(engine: ServingEngine, jobs: Sequence[Job]) -> float:
     for request_id, job in zip(ids, jobs, strict=True):
         result = engine.get_result(request_id)
         if result is None or len(result.tokens) != job.output:
-            raise WeftError(
-                f"an answer has not the {job.output} tokens it was to have: {result and result.error}"
-            )
+            raise WeftError(f"an answer does not have its {job.output} tokens: {result and result.error}")
     return seconds
 
 

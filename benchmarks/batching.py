@@ -1,8 +1,8 @@
-"""What the plans are worth: the real engine over a cost model on a virtual clock, so that every figure is exact.
+"""`python -m benchmarks batching`: quality of the plans, with the real engine, a cost model and a virtual clock.
 
-Three questions: what continuous batching brings over static batching, how throughput grows with the batch, and what
-long requests do to the short ones beside them. Each is asked of two devices: a small CPU, bound by arithmetic, where a
-larger batch hardly makes a token cheaper, and an accelerator, bound by reading its weights, where it is nearly free.
+Three measurements: continuous against static batching, throughput by batch size, and the effect of long requests on
+short ones. There are two devices. A small CPU is bound by arithmetic: a larger batch hardly makes a token cheaper. An
+accelerator is bound by reading its weights: more requests in a batch cost almost nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.backends.cost_model import H200_LLAMA_8B, ZEN3_SMOLLM2_135M, CostModelBackend, StepCosts
-from weft.bench.jobs import (
+from benchmarks.jobs import (
     LOAD,
     LONG,
     SHORT,
@@ -28,6 +27,7 @@ from weft.bench.jobs import (
     print_mixes,
     run_jobs,
 )
+from weft.backends.cost_model import H200_LLAMA_8B, ZEN3_SMOLLM2_135M, CostModelBackend, StepCosts
 from weft.bench.report import Check, print_checks, print_json, print_line, print_table
 from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig, ServingEngineConfig
@@ -35,7 +35,7 @@ from weft.engine.serving import ServingEngine
 
 DEVICES = {"CPU": ZEN3_SMOLLM2_135M, "H200": H200_LLAMA_8B}
 TARGETS = {"CPU": 0.1, "H200": 0.006}
-"""Seconds between tokens asked of the policy ADAPTIVE. On the H200 half as much again as a decode step takes."""
+"""Target inter-token latency of the adaptive policy, in seconds. On the H200 it is 1.5 times a decode step."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def main(json: bool = False, quick: bool = False) -> None:
 
 
 def measure_all(quick: bool = False) -> Report:
-    """Everything; `quick` takes the mix of long and short from one seed, not three."""
+    """Runs all measurements; `quick` uses one seed instead of three for the mix of long and short requests."""
     policies = (PriorityPolicy.FCFS, PriorityPolicy.ADAPTIVE)
     num_seeds = 1 if quick else 3
     mixes = [measure_mix(*which, num_seeds) for which in itertools.product(DEVICES, policies)]
@@ -74,7 +74,7 @@ def measure_all(quick: bool = False) -> Report:
 
 
 def run(costs: StepCosts, config: SchedulerConfig, jobs: Sequence[Job], num_blocks: int | None = None) -> Run:
-    """Runs the jobs through an engine with its defaults but for the scheduler's."""
+    """Runs the jobs through an engine with this scheduler configuration and defaults otherwise."""
     clock = VirtualClock()
     engine_config = ServingEngineConfig(scheduler=config, cache=KvCachePoolConfig(num_blocks=num_blocks))
     engine = ServingEngine(CostModelBackend(clock, costs), engine_config, clock=clock, seed=0)
@@ -82,7 +82,7 @@ def run(costs: StepCosts, config: SchedulerConfig, jobs: Sequence[Job], num_bloc
 
 
 def work_seconds(costs: StepCosts, prompt: int, output: int) -> float:
-    """What a request costs beside the base of the steps it is in: its prompt in one piece, then its decodes."""
+    """Cost of a request without the base cost of its steps: its prompt in one chunk, then its decodes."""
     decodes = output - 1
     decoded_context = decodes * prompt + decodes * (decodes + 1) // 2
     return (
@@ -93,7 +93,7 @@ def work_seconds(costs: StepCosts, prompt: int, output: int) -> float:
 
 
 def floor_seconds(costs: StepCosts, jobs: Sequence[Job], rows: int) -> float:
-    """Less than this no scheduler can take: every step full, no prompt split, no request alone at the end."""
+    """Lower bound for any scheduler: every step is full, no prompt is split, and no request runs alone at the end."""
     steps = max(max(job.output for job in jobs), math.ceil(sum(job.output for job in jobs) / rows))
     return costs.base * steps + sum(work_seconds(costs, job.prompt, job.output) for job in jobs)
 
@@ -103,19 +103,19 @@ def floor_seconds(costs: StepCosts, jobs: Sequence[Job], rows: int) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One workload, run continuously and in batches that are formed, closed and run to their end."""
+    """One workload with continuous and with static batching. A static batch runs to its end before the next starts."""
 
     device: str
     lengths: str
     equal: str
-    """What both have the same amount of: rows, or memory for that many whole sequences."""
+    """What both have the same amount of: rows, or KV blocks."""
     continuous: float
-    """Output tokens per second, as the two below."""
+    """Output tokens per second; `static` and `padded` too."""
     static: float
     padded: float
-    """Static, and every batch padded to its longest prompt and answer, as a plain `generate` over tensors is."""
+    """Static, with every batch padded to its longest prompt and answer, as in a plain `generate` over tensors."""
     most_possible: float
-    """`continuous` of a scheduler that never leaves a row empty and pays for nothing twice."""
+    """Upper bound of `continuous`: no row is ever empty, and nothing is computed twice."""
 
     @property
     def ratio(self) -> float:
@@ -133,15 +133,15 @@ def compare_with_static(rows: int = 16) -> list[Comparison]:
 
 def _compare(device: str, lengths: str, equal: str, rows: int) -> Comparison:
     costs, jobs = DEVICES[device], mixed_jobs(lengths)
-    # A budget that lets a whole batch in at once: with less, a batch would close half empty and static look worse.
-    room = rows * 512
+    # Budget for a whole batch in one step: with less, a static batch would start half empty and look worse.
+    prompt_tokens = rows * 512
     static_config = SchedulerConfig(
         dynamic_batching=False,
         max_running=rows,
-        max_tokens_per_step=room + rows,
-        max_prefill_tokens=room,
+        max_tokens_per_step=prompt_tokens + rows,
+        max_prefill_tokens=prompt_tokens,
     )
-    # A static batch has to keep room for the longest sequence in every row; the paged pool shares what is not used.
+    # A static batch reserves the longest sequence for every row; the paged pool shares the unused blocks.
     blocks = rows * (512 + 256) // KvCachePoolConfig().block_size if equal == "memory" else None
     config = SchedulerConfig(max_running=rows if blocks is None else 256)
     tokens = sum(job.output for job in jobs)
@@ -205,15 +205,15 @@ def _print_comparisons(comparisons: Sequence[Comparison]) -> None:
 
 @dataclass(frozen=True)
 class Scaling:
-    """So many equal requests at once (128 in, 128 out)."""
+    """`batch` equal requests at once (128 prompt tokens, 128 output tokens)."""
 
     device: str
     batch: int
     tokens_per_second: float
     efficiency: float
-    """Against as many times the speed of one request alone."""
+    """Relative to `batch` times the speed of one request alone."""
     device_limit: float
-    """The efficiency that the cost of a step leaves, whoever plans it."""
+    """Upper bound of the efficiency for any scheduler, from the cost of a step."""
 
     @property
     def share_of_limit(self) -> float:
@@ -237,7 +237,7 @@ def _check_scaling(scalings: Sequence[Scaling]) -> list[Check]:
     return [
         Check(
             f"{s.device}: scaling efficiency to batch {s.batch}",
-            f"{s.efficiency:.1%} ({s.share_of_limit:.1%} of what the device allows)",
+            f"{s.efficiency:.1%} ({s.share_of_limit:.1%} of the limit of the device)",
             "more than 70%",
             s.efficiency > 0.7,
         )
@@ -249,7 +249,7 @@ def _check_scaling(scalings: Sequence[Scaling]) -> list[Check]:
 def _print_scaling(scalings: Sequence[Scaling]) -> None:
     print_table(
         "Scaling: equal requests at once, 128 in and 128 out",
-        ("device", "batch", "tokens/s", "efficiency", "device's limit", "share of it"),
+        ("device", "batch", "tokens/s", "efficiency", "device limit", "share of limit"),
         [
             (
                 *(s.device, f"{s.batch}", f"{s.tokens_per_second:,.0f}", f"{s.efficiency:.1%}"),
@@ -260,7 +260,7 @@ def _print_scaling(scalings: Sequence[Scaling]) -> None:
     )
 
 
-# ---------------------------------------------------------------------- long among short
+# ---------------------------------------------------------------------- long and short requests
 
 
 def measure_mix(device: str, policy: PriorityPolicy, num_seeds: int) -> Mix:
@@ -280,7 +280,7 @@ def measure_mix(device: str, policy: PriorityPolicy, num_seeds: int) -> Mix:
 
 
 def _mean_device_seconds(costs: StepCosts) -> float:
-    """Of the device's time, what one of the 110 requests takes on average where 16 share the base of a step."""
+    """Mean device time of one of the 110 requests, if 16 requests share the base cost of a step."""
     short = work_seconds(costs, *SHORT) + costs.base * SHORT[1] / 16
     long = work_seconds(costs, *LONG) + costs.base * LONG[1] / 16
     return (100 * short + 10 * long) / 110

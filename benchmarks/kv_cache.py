@@ -1,7 +1,7 @@
-"""`weft bench kv-cache`: what a two-tier KV cache gains and costs against the full one, in 8 and in 4 bits.
+"""`python -m benchmarks kv-cache`: compares a two-tier KV cache, with 8 and 4 bits, with a full one.
 
-Four parts: contexts that run at the same time in one memory, the perplexity of text, facts read back out of long contexts,
-and the speed of decoding. Each has its bar.
+Four parts, each with a criterion: contexts that fit into the same memory, perplexity, facts retrieved from long
+contexts, and decode speed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft import __version__
-from weft.backends import registry
-from weft.bench.gpu_work import chosen
-from weft.bench.kv_cache_admission import Admission, admit
-from weft.bench.kv_cache_kinds import FULL, Kind, Setup, kinds
-from weft.bench.kv_cache_quality import Reading, Retrieval, ask, judge, make_facts, read_text
-from weft.bench.kv_cache_speed import Speed, decode_speed
-from weft.bench.peers_environment import (
+from benchmarks.kv_cache_admission import Admission, admit
+from benchmarks.kv_cache_kinds import FULL, Kind, Setup, kinds
+from benchmarks.kv_cache_quality import Reading, Retrieval, answer_facts, evaluate, make_facts, read_text
+from benchmarks.kv_cache_speed import Speed, decode_speed
+from benchmarks.peers_environment import (
     PLOT,
     PeerError,
     clean_environment,
@@ -28,7 +25,10 @@ from weft.bench.peers_environment import (
     python_of,
     script,
 )
-from weft.bench.perplexity import cut
+from benchmarks.perplexity import make_windows
+from weft import __version__
+from weft.backends import registry
+from weft.bench.gpu_work import chosen
 from weft.bench.report import Check, machine, print_checks, print_line, print_table
 from weft.cli.machine import gpus
 from weft.loading.checkpoint import open_checkpoint
@@ -37,37 +37,37 @@ from weft.text.model_text import open_tokenizer
 
 PARTS = ("admission", "perplexity", "retrieval", "speed")
 MORE_CONTEXTS = {"8 bits": 1.8, "4 bits": 3.0}
-"""Times those of a full cache of 16 bits a value."""
+"""Required contexts, relative to a full cache with 16 bits per value."""
 FULL_BITS = {"cuda": 16, "cpu": 12}
 LARGEST_RISE = {"8 bits": 0.002, "4 bits": 0.015}
 LEAST_FOUND = 0.98
 LEAST_SPEED = 1.0
 WINDOW = 2048
-"""Tokens of a window of text."""
+"""Tokens of a window of the perplexity part."""
 FACT_LENGTHS = (1536, 3072)
-"""Tokens of the contexts that facts are in."""
+"""Shortest and longest context of the retrieval part, in tokens."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How much is measured."""
+    """Sizes of the measurements."""
 
     context: int = 4096
-    """Tokens of a context, for admission and speed."""
+    """Tokens of a context in the admission and speed parts."""
     contexts: int = 16
-    """Of admission: so many take all of the memory with a full cache."""
+    """Contexts that fill the memory of the admission part with a full cache."""
     batch: int = 16
-    """Of speed."""
+    """Batch size of the speed part."""
     windows: int = 4
     facts: int = 100
     tail_length: int = 256
     confirm: bool = False
-    """The contexts of admission are computed too, not planned alone."""
+    """Compute the contexts of the admission part on the real backend, after planning them."""
 
 
 @dataclass
 class Report:
-    """What was measured so far, each with an entry for each kind of cache."""
+    """The measurements so far. Each list has an entry per kind of cache."""
 
     machine: str
     model: str
@@ -99,11 +99,11 @@ def main(
     json_path: Path | None,
     plot_path: Path | None,
 ) -> bool:
-    """Measures, prints and writes; whether every bar was met."""
-    parts = chosen(list(part), PARTS, "--part", without=PARTS)
+    """Measures, prints and writes. True if every criterion was met."""
+    parts = chosen(list(part), PARTS, "--part", default=PARTS)
     device = registry.chosen(device, {"threads": threads})
     caches = kinds(options.tail_length)
-    # Wrong options are found before anything is fetched or run for them.
+    # Reject invalid options before anything is downloaded or run.
     for cache in caches:
         cache.pool_for(1, options.context)
     checkpoint = open_checkpoint(pull(model))
@@ -114,7 +114,7 @@ def main(
     for name in parts:
         measure(name, setup, caches, report, text)
         if json_path is not None:
-            # After every part: a run that is cut off leaves what it had.
+            # After every part, so that an interrupted run keeps its results.
             json_path.write_text(json.dumps(document(report), indent=2) + "\n")
     print_report(report)
     if plot_path is not None:
@@ -123,7 +123,7 @@ def main(
 
 
 def measure(part: str, setup: Setup, caches: Sequence[Kind], report: Report, text: Path | None) -> None:
-    """One part, with every kind of cache; a line tells each figure as soon as it is known."""
+    """Measures one part with every kind of cache. Prints each figure as soon as it is known."""
     options = report.options
     if part == "admission":
         for kind in caches:
@@ -140,10 +140,10 @@ def measure(part: str, setup: Setup, caches: Sequence[Kind], report: Report, tex
             how = "planned" if found.seconds is None else f"computed in {found.seconds:.0f} s"
             print_line(
                 f"admission, {kind.name}: {found.contexts} contexts of {found.context:,} tokens in "
-                f"{found.memory / 2**20:,.0f} MiB, {how}; the shortest had {found.shortest:,}"
+                f"{found.memory / 2**20:,.0f} MiB, {how}; the shortest had {found.shortest:,} tokens"
             )
     elif part == "perplexity":
-        pieces = cut(open_tokenizer(setup.checkpoint), text, WINDOW, options.windows)
+        pieces = make_windows(open_tokenizer(setup.checkpoint), text, WINDOW, options.windows)
         report.readings += read_text(setup, caches, pieces)
         for reading in report.readings:
             print_line(f"perplexity, {reading.kind}: {reading.perplexity:.4f}")
@@ -152,8 +152,8 @@ def measure(part: str, setup: Setup, caches: Sequence[Kind], report: Report, tex
         facts = make_facts(tokenizer, options.facts, FACT_LENGTHS, options.tail_length)
         answers: dict[str, list[str]] = {}
         for kind in caches:
-            answers[kind.name] = ask(setup, kind, tokenizer, facts)
-            report.retrievals.append(judge(kind, facts, answers[kind.name], answers[FULL]))
+            answers[kind.name] = answer_facts(setup, kind, tokenizer, facts)
+            report.retrievals.append(evaluate(kind, facts, answers[kind.name], answers[FULL]))
             print_line(f"retrieval, {kind.name}: {report.retrievals[-1].found} of {len(facts)} facts")
     else:
         for kind in caches:
@@ -162,14 +162,14 @@ def measure(part: str, setup: Setup, caches: Sequence[Kind], report: Report, tex
             print_line(f"speed, {kind.name}: {speed.tokens_per_second:,.1f} tokens/s")
 
 
-# --- bars ---------------------------------------------------------------------------------------------------------
+# --- criteria ---------------------------------------------------------------------------------------------------------
 
 
 def _check_admissions(found: Sequence[Admission], share: float) -> list[Check]:
-    """A full cache takes this share of the bytes of one of 16 bits a value."""
+    """`share`: bytes of a full cache on this device, relative to one with 16 bits per value."""
     return [
         Check(
-            f"{one.kind}: contexts of {one.context:,} tokens at once, over those of a full cache",
+            f"{one.kind}: contexts of {one.context:,} tokens at once, relative to a full cache",
             f"{one.contexts} / {found[0].contexts} = {one.contexts / found[0].contexts:.2f}",
             f"at least {MORE_CONTEXTS[one.kind] * share:g}",
             one.contexts >= MORE_CONTEXTS[one.kind] * share * found[0].contexts,
@@ -193,7 +193,7 @@ def _check_readings(found: Sequence[Reading]) -> list[Check]:
 def _check_retrievals(found: Sequence[Retrieval]) -> list[Check]:
     return [
         Check(
-            f"{one.kind}: facts found, of those that a full cache finds",
+            f"{one.kind}: facts found, of those found with a full cache",
             f"{one.kept} of {one.expected} = {one.share:.1%}",
             f"at least {LEAST_FOUND:.0%}",
             one.share >= LEAST_FOUND,
@@ -205,7 +205,7 @@ def _check_retrievals(found: Sequence[Retrieval]) -> list[Check]:
 def _check_speeds(found: Sequence[Speed]) -> list[Check]:
     return [
         Check(
-            f"{one.kind}: decode speed at batch {one.batch} over {one.context:,} tokens, over a full cache's",
+            f"{one.kind}: decode speed at batch {one.batch} with {one.context:,} tokens, relative to a full cache",
             f"{one.tokens_per_second / found[0].tokens_per_second:.2f}",
             f"at least {LEAST_SPEED:.1f}",
             one.tokens_per_second >= LEAST_SPEED * found[0].tokens_per_second,
@@ -214,7 +214,7 @@ def _check_speeds(found: Sequence[Speed]) -> list[Check]:
     ]
 
 
-# --- telling ------------------------------------------------------------------------------------------------------
+# --- report ------------------------------------------------------------------------------------------------------
 
 
 def print_report(report: Report) -> None:
@@ -239,7 +239,7 @@ def print_report(report: Report) -> None:
         }
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
     rows = [(name, *(column[name] for column in columns.values())) for name in names]
-    title = f"KV cache in full, and in two tiers with a tail of {report.options.tail_length} tokens"
+    title = f"Full KV cache, and two tiers with a tail of {report.options.tail_length} tokens"
     print_table(title, ("cache", *columns), rows)
     print_checks(report.checks)
 
@@ -249,12 +249,12 @@ def document(report: Report) -> dict[str, Any]:
 
 
 def draw(report: Report, path: Path) -> None:
-    """A chart of every part, drawn by matplotlib in the environment that `weft bench peers` draws with."""
+    """A chart of every part, drawn by matplotlib in the environment that `python -m benchmarks peers` also uses."""
     home = peers_directory()
     home.mkdir(parents=True, exist_ok=True)
     command = (str(python_of(PLOT, home, print_line)), str(script("plot_kv_cache")), str(path))
     chart = json.dumps(document(report)).encode()
     done = subprocess.run(command, input=chart, capture_output=True, env=clean_environment())
     if done.returncode:
-        said = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        raise PeerError(f"the chart could not be drawn: {said[-1] if said else 'no reason was given'}")
+        stderr = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        raise PeerError(f"the chart could not be drawn: {stderr[-1] if stderr else 'no error output'}")

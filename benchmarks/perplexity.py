@@ -1,9 +1,8 @@
-"""`weft bench perplexity`: what the arithmetic of kernels, or of a card, costs in quality, against numpy in f32 over the
-same weights.
+"""`python -m benchmarks perplexity`: quality loss of the kernels, or of a card, against numpy in f32.
 
-Text is cut into windows, and in each the tokens of the second half are scored, each after all that stands before it:
-the way llama.cpp's own tool does. Both sides run through the engine and score the same tokens, so their difference is
-known much better than either perplexity.
+Text is cut into windows. In each, the tokens of the second half are scored, given all tokens before them, as in
+llama.cpp's tool. Both sides use the same weights and the engine, and score the same tokens, so that their difference is more
+accurate than either perplexity.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ if TYPE_CHECKING:
     from weft.text.tokenizer import Tokenizer
 
 LARGEST_RISE = 0.005
-"""Of perplexity, against the reference."""
+"""Largest accepted rise of the perplexity over the reference, as a share."""
 TOKENS = 4096
-"""Of text, where nobody says how many windows to take."""
+"""Tokens of text if the number of windows is not given."""
 REFERENCE = "numpy, f32"
 
 
 @dataclass(frozen=True)
 class Scores:
-    """One way to compute, and the logprob it gives each scored token."""
+    """One backend, and its logprob of each scored token."""
 
     name: str
     logprobs: tuple[float, ...]
@@ -55,12 +54,12 @@ class Scores:
 
 @dataclass(frozen=True)
 class Difference:
-    """By what share the perplexity is above the reference's, and the standard error of that share."""
+    """Rise of the perplexity over the reference, as a share, and its standard error."""
 
     share: float
     error: float
     of_a_token: float
-    """How far the logprob of one token is from the reference's, up or down, on average."""
+    """Mean absolute difference of the logprob of a token."""
 
     @property
     def is_small(self) -> bool:
@@ -71,7 +70,7 @@ def main(
     model: str, *, text: Path | None, context: int, windows: int | None, quantize: str | None, json: bool
 ) -> None:
     checkpoint = open_checkpoint(pull(model))
-    pieces = cut(open_tokenizer(checkpoint), text, context, windows or max(1, TOKENS // context))
+    pieces = make_windows(open_tokenizer(checkpoint), text, context, windows or max(1, TOKENS // context))
     kernels = instruction_set()
     scores = [score(checkpoint, pieces, REFERENCE, dtype=np.float32)]
     if kernels is not None:
@@ -112,15 +111,16 @@ def main(
     )
     if not checks:
         print_line(
-            "There is nothing to compare: no card is here, and no kernels: this install has none, or WEFT_KERNELS=numpy "
-            "asks for none."
+            "Nothing to compare: this machine has no card, and the kernels are missing or disabled (WEFT_KERNELS=numpy)."
         )
     else:
         print_checks(checks)
 
 
-def cut(tokenizer: Tokenizer, text: Path | None, context: int, windows: int) -> list[tuple[int, ...]]:
-    """Windows of text, one after the other. Where the model's files ask for a first token, it is each window's."""
+def make_windows(
+    tokenizer: Tokenizer, text: Path | None, context: int, windows: int
+) -> list[tuple[int, ...]]:
+    """Consecutive windows of text. Each begins with the BOS token if the model uses one."""
     first = tuple(tokenizer.encode(""))
     length = context - len(first)
     if text is None:
@@ -132,7 +132,7 @@ def cut(tokenizer: Tokenizer, text: Path | None, context: int, windows: int) -> 
         raise InvalidRequestError(f"{text}: {error}", field="text") from error
     if len(ids) < length:
         raise InvalidRequestError(
-            f"{text} has {len(ids)} tokens, and one window takes {length}; take a longer text, or a smaller --context",
+            f"{text} has {len(ids)} tokens, and one window needs {length}; use a longer text, or a smaller --context",
             field="text",
         )
     starts = range(0, len(ids) - length + 1, length)[:windows]
@@ -147,8 +147,7 @@ def score(
     pool: KvCachePoolConfig | None = None,
     **options: Any,
 ) -> Scores:
-    """Scores every window on a device with a backend of these options, through the engine. `pool` None: a plain cache with
-    room for all windows at once."""
+    """Scores every window through the engine. The default `pool` is a full cache for all windows at once."""
     context = len(windows[0])
     backend = registry.build(device, checkpoint=checkpoint, max_context=context + 1, **options)
     if pool is None:
@@ -159,8 +158,8 @@ def score(
     logprobs: list[float] = []
     with ServingEngine(backend, config) as engine:
         began = time.perf_counter()
-        asked = [engine.submit(InferenceRequest(window, params)) for window in windows]
-        for request_id in asked:
+        request_ids = [engine.submit(InferenceRequest(window, params)) for window in windows]
+        for request_id in request_ids:
             result = engine.get_result(request_id, wait=math.inf)
             if result is None or result.prompt_logprobs is None or result.error:
                 raise WeftError(f"{name}: a window was not scored: {result and result.error}")
@@ -171,8 +170,8 @@ def score(
 
 
 def compare(one: Scores, reference: Scores) -> Difference:
-    """From the differences of single tokens: both sides saw the same text, so what makes a text hard cancels out."""
-    worse = [theirs - ours for ours, theirs in zip(one.logprobs, reference.logprobs, strict=True)]
-    error = statistics.stdev(worse) / math.sqrt(len(worse)) if len(worse) > 1 else 0.0
-    of_a_token = statistics.fmean(abs(difference) for difference in worse)
-    return Difference(math.expm1(statistics.fmean(worse)), error, of_a_token)
+    """Computed from the differences of single tokens: both sides score the same text, so its difficulty cancels out."""
+    losses = [before - after for after, before in zip(one.logprobs, reference.logprobs, strict=True)]
+    error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else 0.0
+    of_a_token = statistics.fmean(abs(difference) for difference in losses)
+    return Difference(math.expm1(statistics.fmean(losses)), error, of_a_token)

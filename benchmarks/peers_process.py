@@ -1,7 +1,7 @@
-"""A running engine: its process is started, asked, frozen while others are measured, watched, and ended.
+"""A running engine: starts, loads, observes and ends its process, and stops it while others are measured.
 
-Servers are asked by the load generator of `weft bench serve`; libraries through a driver that gets the same work as
-one line of JSON and gives back the times of every token.
+Servers are loaded by the load generator of `weft bench serve`. A library runs in a driver, which gets the same requests
+as one line of JSON and returns the time of every token.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-from weft.bench.peers_engines import Launch
-from weft.bench.peers_environment import PeerError, last_error
+from benchmarks.peers_engines import Launch
+from benchmarks.peers_environment import PeerError, last_error
 from weft.bench.serve_client import Client
 from weft.bench.serve_load import Item, Phase
-from weft.bench.serve_machine import MachineUse, family_of, take_snapshot, use_of
+from weft.bench.serve_machine import MachineUse, process_tree, take_snapshot, use_of
 from weft.bench.serve_measure import Record, Summary, Targets, summarise
 from weft.bench.serve_run import WARM_UP_TOKENS, measure
 
 START_SECONDS = 600.0
-"""A start that takes longer has failed; vLLM compiles for two minutes."""
+"""A start that takes longer has failed. vLLM compiles for two minutes."""
 REQUEST_SECONDS = 900.0
 _RETRY_SECONDS = 0.01
 _END_SECONDS = 15.0
@@ -43,14 +43,14 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 @dataclass(frozen=True)
 class Outcome:
-    """One phase of work on one engine."""
+    """The result of one phase on one engine."""
 
     summary: Summary
     machine: MachineUse
     peak_rss: int
-    """Bytes, all processes of the engine together, from its start to the end of the phase."""
+    """Peak bytes of all engine processes together, from the start of the engine to the end of the phase."""
     pss: int
-    """Bytes at the end of the phase, with pages that several processes share counted once."""
+    """Bytes at the end of the phase; pages that several processes share count once."""
 
 
 class RunningEngine:
@@ -68,34 +68,34 @@ class RunningEngine:
             stdout=self._output if launch.port is not None else subprocess.PIPE,
             stderr=self._output,
             env=dict(launch.environment),
-            start_new_session=True,  # a group of its own: it is frozen and ended with all its children
+            start_new_session=True,  # its own process group: signals reach all its children
             preexec_fn=_end_with_parent,
         )
         self._memory = MemoryWatch(self._process.pid)
         self._is_frozen = False
 
-    # --- asking -----------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------------------------
 
     def first_token(self, prompt: Sequence[int]) -> tuple[float, MachineUse]:
-        """Seconds from the start of the process to the first token of its first answer, and who else was busy."""
+        """Seconds from the start of the process to its first token, and the CPU use meanwhile."""
         item = Item(tuple(prompt), 1)
         if self._launch.port is None:
             self._drive(Phase("start", (item,)), START_SECONDS)
         else:
-            asyncio.run(self._ask_until_answered(item))
+            asyncio.run(self._poll_until_answered(item))
         seconds = perf_counter() - self._began
         return seconds, self._use(self._before)
 
     def run(self, phases: Sequence[Phase]) -> Iterator[Outcome]:
-        """Warms the engine up, and runs the phases one after the other, each when the caller asks for the next."""
+        """Warms the engine up and runs the phases one after another. A phase starts when its outcome is requested."""
         for number, phase in enumerate(phases):
             yield self._outcome(phase, 0 if number else _NUM_WARM_UP)
 
     def _outcome(self, phase: Phase, num_warm_up: int) -> Outcome:
         if self._launch.port is not None:
-            summary, machine = asyncio.run(self._ask(phase, num_warm_up))
+            summary, machine = asyncio.run(self._measure_server(phase, num_warm_up))
         else:
-            # As `measure` does: the prompts to come, backwards, which are as long and no help to a cache.
+            # As in `measure`: the measured prompts, reversed, so that there are no prefix hits later.
             items = [Item(item.prompt[::-1], WARM_UP_TOKENS) for item in phase.items[:num_warm_up]]
             if items:
                 self._drive(Phase("warm-up", tuple(items)), REQUEST_SECONDS)
@@ -110,27 +110,27 @@ class RunningEngine:
             )
         if summary.short_answers:
             raise PeerError(
-                f"{summary.short_answers} answers of {phase.name} were shorter than asked: that is other work"
+                f"{summary.short_answers} answers of {phase.name} were shorter than requested, so the work is not comparable"
             )
-        self._memory.look()
+        self._memory.sample()
         return Outcome(summary, machine, self._memory.peak, self._memory.pss())
 
-    async def _ask(self, phase: Phase, num_warm_up: int) -> tuple[Summary, MachineUse]:
+    async def _measure_server(self, phase: Phase, num_warm_up: int) -> tuple[Summary, MachineUse]:
         report = await measure(
             Client(f"http://127.0.0.1:{self._launch.port}"),
             [phase],
             targets=Targets(),
             num_warm_up=num_warm_up,
-            decode=_no_text,
+            decode=_reject_text,
             seconds=REQUEST_SECONDS,
-            say=lambda _: None,
+            print_status=lambda _: None,
         )
         return report.phases[0].summary, report.phases[0].machine
 
-    async def _ask_until_answered(self, item: Item) -> None:
-        """Asks again and again from the moment the process begins, as a client would that waits for its server."""
+    async def _poll_until_answered(self, item: Item) -> None:
+        """Sends the request again and again from the start of the process, until it is answered."""
         client = Client(f"http://127.0.0.1:{self._launch.port}")
-        model = await self._when_ready(client, client.message("GET", "/v1/models"))
+        model = await self._poll_model_name(client, client.message("GET", "/v1/models"))
         fields = {
             "model": model,
             "prompt": list(item.prompt),
@@ -140,20 +140,20 @@ class RunningEngine:
         }
         message = client.message("POST", "/v1/completions", json.dumps(fields).encode())
         try:
-            while (await client.ask(message, REQUEST_SECONDS))[0].failure:
-                await self._wait_a_little("answers no request")
+            while (await client.send(message, REQUEST_SECONDS))[0].failure:
+                await self._wait_for_retry("answers no request")
         finally:
             client.close()
 
-    async def _when_ready(self, client: Client, message: bytes) -> str:
-        """The model that the server lists, once it does."""
+    async def _poll_model_name(self, client: Client, message: bytes) -> str:
+        """Polls until the server lists its model. Returns its name."""
         while True:
-            _, exchange = await client.ask(message, REQUEST_SECONDS)
+            _, exchange = await client.send(message, REQUEST_SECONDS)
             if exchange is not None and exchange.response.status == 200:
                 return str(json.loads(exchange.body)["data"][0]["id"])
-            await self._wait_a_little("lists no model")
+            await self._wait_for_retry("lists no model")
 
-    async def _wait_a_little(self, problem: str) -> None:
+    async def _wait_for_retry(self, problem: str) -> None:
         self._check_alive()
         if perf_counter() - self._began > START_SECONDS:
             raise PeerError(f"it {problem} after {START_SECONDS:g} s; {last_error(self._log)}")
@@ -173,13 +173,13 @@ class RunningEngine:
         return driver_records(phase, self._read_line(seconds))
 
     def _read_line(self, seconds: float) -> bytes:
-        """The driver's answer. It is read whole: a driver says nothing before it is done."""
+        """Reads the answer of the driver, which it writes at the end of a phase."""
         assert self._process.stdout is not None
-        give_up, line = perf_counter() + seconds, b""
+        deadline, line = perf_counter() + seconds, b""
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while not line.endswith(b"\n"):
-                if not selector.select(max(0.0, give_up - perf_counter())):
+                if not selector.select(max(0.0, deadline - perf_counter())):
                     raise PeerError(f"it did not answer within {seconds:g} s; {last_error(self._log)}")
                 piece = os.read(self._process.stdout.fileno(), 1 << 20)
                 if not piece:
@@ -194,13 +194,13 @@ class RunningEngine:
 
     def _use(self, before: Any) -> MachineUse:
         after = take_snapshot()
-        pids = family_of(self._process.pid, after.processes) if after else frozenset()
+        pids = process_tree(self._process.pid, after.processes) if after else frozenset()
         return use_of(before, after, pids)
 
-    # --- its life ---------------------------------------------------------------------------------------------------
+    # --- process ----------------------------------------------------------------------------------------------------
 
     def freeze(self) -> None:
-        """Takes its CPU time away while others are measured; its memory stays."""
+        """Stops the process group (SIGSTOP) while others are measured; its memory stays."""
         os.killpg(self._process.pid, signal.SIGSTOP)
         self._is_frozen = True
 
@@ -234,12 +234,12 @@ class RunningEngine:
 
 
 def _end_with_parent() -> None:
-    """A bench that is killed leaves nothing running, and nothing frozen, which could not end by itself."""
+    """Kills the engine if the benchmark dies: a stopped process could not end by itself."""
     _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 class MemoryWatch:
-    """A thread that looks at the memory of a process and its children, ten times a second."""
+    """A thread that samples the memory of a process and its children, ten times per second."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -248,40 +248,40 @@ class MemoryWatch:
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
-    def look(self) -> None:
-        """A look now: a short phase may lie between two of the thread's."""
-        self._take(_family(self._pid))
+    def sample(self) -> None:
+        """Takes a sample now: a short phase may lie between two samples of the thread."""
+        self._update_peak(_process_tree(self._pid))
 
     def pss(self) -> int:
-        """Looked at once, since the kernel walks every page for it."""
-        return sum(_pss_of(pid) for pid in _family(self._pid))
+        """Current PSS. Expensive: the kernel visits every page."""
+        return sum(_pss_of(pid) for pid in _process_tree(self._pid))
 
     def stop(self) -> None:
         self._is_over.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        family: frozenset[int] = frozenset()
+        pids: frozenset[int] = frozenset()
         count = 0
         while not self._is_over.wait(_SAMPLE_SECONDS):
-            if count % 10 == 0:  # finding children reads all of /proc
-                family = _family(self._pid)
+            if count % 10 == 0:  # finding the children reads all of /proc
+                pids = _process_tree(self._pid)
             count += 1
-            self._take(family)
+            self._update_peak(pids)
 
-    def _take(self, family: frozenset[int]) -> None:
-        self.peak = max(self.peak, sum(_rss_of(pid) for pid in family))
+    def _update_peak(self, pids: frozenset[int]) -> None:
+        self.peak = max(self.peak, sum(_rss_of(pid) for pid in pids))
 
 
-def _family(pid: int) -> frozenset[int]:
+def _process_tree(pid: int) -> frozenset[int]:
     snapshot = take_snapshot()
-    return family_of(pid, snapshot.processes) if snapshot else frozenset()
+    return process_tree(pid, snapshot.processes) if snapshot else frozenset()
 
 
 def _rss_of(pid: int) -> int:
     try:
         return int((_PROC / str(pid) / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):  # it ended meanwhile
+    except (OSError, IndexError):  # the process ended meanwhile
         return 0
 
 
@@ -294,14 +294,14 @@ def _pss_of(pid: int) -> int:
 
 
 def driver_records(phase: Phase, line: bytes) -> list[Record]:
-    """What a driver answered, as records like those of the load generator."""
+    """Parses the answer of a driver into records like those of the load generator."""
     try:
         answered: Any = json.loads(line)
         return [
             Record(
                 due=None if phase.clients else item.at,
                 began=float(request["began"]),
-                # Tokens of one step come at one time: for whoever reads them that is one arrival, as over HTTP.
+                # Tokens of one step have the same time: they count as one chunk, as over HTTP.
                 chunk_times=tuple(dict.fromkeys(request["tokens"])),
                 ended=float(request["ended"]),
                 asked_tokens=item.max_tokens,
@@ -317,7 +317,7 @@ def driver_records(phase: Phase, line: bytes) -> list[Record]:
         ]
     except (ValueError, TypeError, KeyError) as error:
         raise PeerError(
-            f"its driver answered {line[:80]!r}, which is no list of requests: {error}"
+            f"its driver answered {line[:80]!r}, which is not a list of requests: {error}"
         ) from error
 
 
@@ -327,10 +327,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _no_text(token_ids: Sequence[int]) -> str:
-    raise PeerError("the server takes no token ids as a prompt, so that the work would not be the same")
+def _reject_text(token_ids: Sequence[int]) -> str:
+    raise PeerError("the server does not accept token ids as a prompt, so the work would not be comparable")
 
 
 def settle(seconds: float = 0.5) -> None:
-    """What a process leaves behind (its memory is given back, its files are written) is over before the next begins."""
+    """Waits until the system has freed the memory of the last process and written its files."""
     sleep(seconds)

@@ -1,8 +1,8 @@
-"""Host time of a step: what `schedule` and `apply` cost, by how many requests run and how many wait.
+"""`python -m benchmarks scheduler`: host time of `schedule` and `apply`, by number of running and waiting requests.
 
-The scheduler is the real one on the real clock; there is no backend. All requests that run decode, at positions that
-are spread evenly over their blocks, so that one in `BLOCK_SIZE` grows and one is hashed in every step. All rows are
-taken, so that those that wait are looked at in every step and cannot start.
+The real scheduler runs on the real clock, without a backend. All running requests decode. Their positions are spread
+evenly over their KV blocks: in every step one in `BLOCK_SIZE` needs a new block, and as many blocks are hashed. All rows
+are taken, so that the scheduler considers the waiting requests in every step and admits none.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ WAITING = (10, 100_000)
 WARM_UP_STEPS = 2 * BLOCK_SIZE
 STEPS_PER_ROUND = 4 * BLOCK_SIZE
 LIMIT_MS = 0.5
-"""At 256 running, schedule and apply together, on one Zen 3 core."""
+"""Limit of schedule and apply together, with 256 running requests, on one Zen 3 core."""
 TOLERANCE = 1.5
-"""How far a ratio of two timings may lie above what it should be. The machine does other work, and four times the requests
-fit its caches less well; a step with anything quadratic in it would lie at 16, not 4."""
+"""Allowed excess of a ratio of two times: other load adds noise, and four times the requests fit the caches less well.
+Quadratic cost would give a ratio of 16 instead of 4."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The host time of steps with so many requests running and waiting, in milliseconds.
+    """Host time of steps with `running` and `waiting` requests, in milliseconds.
 
-    Medians are of the quietest round, since other work on the machine only ever adds; p99 is over all rounds.
+    Medians are of the fastest round, since other load on the machine only adds time; p99 is over all rounds.
     """
 
     running: int
@@ -56,12 +56,12 @@ class Cell:
     step_median_ms: float
     step_p99_ms: float
     step_loudest_median_ms: float
-    """The median of the loudest round: how far the machine's other work was felt."""
+    """Median of the slowest round: shows the effect of other load on the machine."""
     blocks_taken_per_step: float
     full_collections: int
-    """Of the garbage collector's oldest generation, while the steps were timed."""
+    """Collections of the garbage collector's oldest generation during the timed steps."""
     instructions: int
-    """Of Python bytecode in one step: exact and the same on every machine, so that growth shows without noise."""
+    """Python bytecode instructions of one step: exact, and the same on every machine."""
 
     @property
     def microseconds_per_sequence(self) -> float:
@@ -75,20 +75,20 @@ def main(quick: bool = False, json: bool = False) -> None:
         print_json({"machine": machine(), "gc": _describe_gc(), "cells": cells, "checks": checks})
         return
     print_table(
-        "Host time of a decode step, ms: median of the quietest round, p99 over all",
+        "Host time of a decode step, ms: median of the fastest round, p99 over all rounds",
         (
-            *("running", "waiting", "schedule", "p99", "apply", "p99", "both", "p99", "loudest"),
+            *("running", "waiting", "schedule", "p99", "apply", "p99", "both", "p99", "slowest"),
             *("us/sequence", "bytecode", "blocks/step", "gc"),
         ),
         [_row(cell) for cell in cells],
     )
     print_checks(checks)
     print_line(f"{machine()}; one thread; {_describe_gc()}")
-    print_line("loudest: the median of the loudest round; gc: full collections while the steps were timed")
+    print_line("slowest: the median of the slowest round; gc: full collections during the timed steps")
 
 
 def measure_all(quick: bool = False) -> list[Cell]:
-    """Every combination of running and waiting; `quick` takes fewer steps and 100,000 waiting only once."""
+    """Every combination of running and waiting; `quick` runs fewer steps, and 100,000 waiting only at 256 running."""
     rounds = 2 if quick else 8
     cells = []
     for waiting, running in itertools.product(WAITING, RUNNING):
@@ -106,7 +106,9 @@ def measure(running: int, waiting: int, rounds: int) -> Cell:
     blocks = scheduler.kv_cache.stats().blocks_used
     times = [[_timed_step(scheduler) for _ in range(STEPS_PER_ROUND)] for _ in range(rounds)]
     blocks_taken = scheduler.kv_cache.stats().blocks_used - blocks
-    assert len(scheduler.queue) == waiting and len(scheduler.running) == running, "a request came or went"
+    assert len(scheduler.queue) == waiting and len(scheduler.running) == running, (
+        "the running or waiting requests changed"
+    )
     times.sort(key=lambda timed: statistics.median(map(sum, timed)))
     schedules, applies, both = _milliseconds(times[0])
     all_schedules, all_applies, all_both = _milliseconds(list(itertools.chain(*times)))
@@ -128,12 +130,12 @@ def measure(running: int, waiting: int, rounds: int) -> Cell:
 
 
 def _milliseconds(timed: list[tuple[float, float]]) -> tuple[list[float], list[float], list[float]]:
-    """Of schedule, of apply, and of both together."""
+    """Times of schedule, of apply, and of both together."""
     return [1000 * s for s, _ in timed], [1000 * a for _, a in timed], [1000 * (s + a) for s, a in timed]
 
 
 def decoding_scheduler(running: int, waiting: int, steps: int) -> ContinuousBatchScheduler:
-    """A scheduler whose rows all decode, none of them at its end for `steps` steps, with `waiting` requests queued."""
+    """A scheduler with `running` requests that all decode for at least `steps` steps, and `waiting` queued requests."""
     source = random.Random(running)
     longest_prompt = 512
     context = longest_prompt + steps + 2 * BLOCK_SIZE
@@ -147,7 +149,7 @@ def decoding_scheduler(running: int, waiting: int, steps: int) -> ContinuousBatc
     )
     config = SchedulerConfig(
         max_running=running,
-        # Room for every prompt at once: how they got here is not measured.
+        # Large enough for all prompts in one step: prefill is not measured.
         max_tokens_per_step=(running + 1) * longest_prompt,
         max_prefill_tokens=(running + 1) * longest_prompt,
         max_waiting_requests=running + waiting,
@@ -157,7 +159,7 @@ def decoding_scheduler(running: int, waiting: int, steps: int) -> ContinuousBatc
     request_ids = itertools.count()
     params = SamplingParams(max_tokens=context)
     for index in range(running):
-        # Lengths of every remainder: the same number of sequences reaches the end of a block in every step.
+        # Lengths cover every remainder, so that the same number of sequences fills a block in every step.
         length = source.randrange(64, longest_prompt - BLOCK_SIZE, BLOCK_SIZE) + index % BLOCK_SIZE
         prompt = tuple(source.choices(range(info.vocabulary_size), k=length))
         scheduler.add(Sequence(InferenceRequest(prompt, params), RequestId(next(request_ids)), seed=0))
@@ -171,12 +173,12 @@ def decoding_scheduler(running: int, waiting: int, steps: int) -> ContinuousBatc
 
 
 def _timed_step(scheduler: ContinuousBatchScheduler) -> tuple[float, float]:
-    """One step as the engine takes it. Seconds of `schedule` and of `apply`."""
+    """Runs one step as the engine does. Returns the seconds of `schedule` and of `apply`."""
     began = time.perf_counter()
     plan = scheduler.schedule()
     planned = time.perf_counter()
     assert plan is not None
-    # Fresh objects, as from a device: the interpreter keeps the numbers up to 256 ready, which would flatter us.
+    # New int objects, as from a device: Python caches the integers up to 256, which would make `apply` look faster.
     result = StepResult(tokens=list(range(10_000, 10_000 + sum(plan.samples))))
     ready = time.perf_counter()
     scheduler.apply(plan, result)
@@ -187,7 +189,7 @@ def _timed_step(scheduler: ContinuousBatchScheduler) -> tuple[float, float]:
 
 
 def count_instructions(scheduler: ContinuousBatchScheduler) -> int:
-    """Bytecode instructions of the next step. What C code does inside one of them is not seen."""
+    """Bytecode instructions of the next step. Work inside C functions is not counted."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> TraceFunction:

@@ -1,6 +1,6 @@
-"""Jobs for the benches of batching, run through the real engine on any clock: what they are, and what became of each.
+"""Jobs of the batching benchmarks, and how they run through the real engine on any clock.
 
-Three workloads: many requests of mixed lengths at once, and 100 short requests with and without 10 long ones among them.
+The workloads: many requests of mixed lengths at once, and 100 short requests with and without 10 long ones.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from weft.request import InferenceRequest, RequestId, SamplingParams, TokenOutpu
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 
 SHORT, LONG = (32, 64), (2048, 512)
-"""Prompt and answer."""
+"""Tokens of prompt and answer."""
 LOAD = 0.5
-"""Share of the device's time that short and long requests together take, where 16 share a step."""
+"""Share of the device time that the short and long requests take together, if 16 requests share a step."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request as a workload names it: when it comes, and how long its prompt and its answer are."""
+    """A request of a workload: arrival time, and the tokens of prompt and answer."""
 
     arrival: float
     prompt: int
@@ -34,7 +34,7 @@ class Job:
 
 @dataclass
 class Trace:
-    """One job's way through the engine. Times count from its arrival, not from when the engine saw it."""
+    """The token times of one job. Latencies count from its arrival, not from its submission to the engine."""
 
     job: Job
     token_times: list[float] = field(default_factory=list)
@@ -49,19 +49,19 @@ class Trace:
 
     @property
     def largest_gap(self) -> float:
-        """The longest silence between two tokens of the answer."""
+        """The longest time between two tokens of the answer."""
         return max((later - earlier for earlier, later in itertools.pairwise(self.token_times)), default=0.0)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a workload gave: its jobs' traces, when it ended, and how full its blocks were."""
+    """Result of a workload: the traces of its jobs, its duration, and the use of its KV blocks."""
 
     traces: list[Trace]
     seconds: float
-    held_cells: float
-    unused_cells: float
-    """Cells in blocks held by running requests, and those of them without a token; both times seconds."""
+    held_positions: float
+    unused_positions: float
+    """Token positions in KV blocks of running requests, and those without a token; both summed over time, in seconds."""
 
     @property
     def output_tokens_per_second(self) -> float:
@@ -71,27 +71,27 @@ class Run:
 def run_jobs(
     engine: ServingEngine, clock: Clock, wait_until: Callable[[float], None], jobs: Sequence[Job]
 ) -> Run:
-    """Runs the jobs, each submitted at its time on a clock that starts at 0, and stops the engine."""
+    """Submits each job at its arrival time, on a clock that starts at 0, runs all, and stops the engine."""
     source, vocabulary = random.Random(0), range(min(40_000, engine.scheduler.info.vocabulary_size))
     traces: dict[RequestId, Trace] = {}
 
-    def note(output: TokenOutput) -> None:
+    def record_token(output: TokenOutput) -> None:
         traces[output.request_id].token_times.append(clock())
 
     pending = sorted(jobs, key=lambda job: job.arrival, reverse=True)
-    held = unused = 0.0
+    held_seconds = unused_seconds = 0.0
     while True:
         while pending and pending[-1].arrival <= clock():
             job = pending.pop()
-            # Prompts that share no prefix: hits in the cache would make later requests cheaper than earlier ones.
+            # Prompts without common prefixes: prefix hits would make later requests cheaper than earlier ones.
             prompt = tuple(source.choices(vocabulary, k=job.prompt))
             params = SamplingParams(max_tokens=job.output, temperature=0.0, ignore_eos=True)
-            traces[engine.submit_with_callback(InferenceRequest(prompt, params), note)] = Trace(job)
-        began, (cells, empty) = clock(), _cells(engine.scheduler)
+            traces[engine.submit_with_callback(InferenceRequest(prompt, params), record_token)] = Trace(job)
+        began, (positions, empty_positions) = clock(), _count_positions(engine.scheduler)
         if engine.has_work:
             engine.run_iteration()
-            held += cells * (clock() - began)
-            unused += empty * (clock() - began)
+            held_seconds += positions * (clock() - began)
+            unused_seconds += empty_positions * (clock() - began)
         elif pending:
             wait_until(pending[-1].arrival)
         else:
@@ -99,40 +99,40 @@ def run_jobs(
     engine.stop()
     for trace in traces.values():
         assert len(trace.token_times) == trace.job.output, "a job did not get all its tokens"
-    return Run(list(traces.values()), clock(), held, unused)
+    return Run(list(traces.values()), clock(), held_seconds, unused_seconds)
 
 
-def _cells(scheduler: ContinuousBatchScheduler) -> tuple[int, int]:
-    """Cells in the blocks of running requests, and how many of them hold no token and are not being written."""
+def _count_positions(scheduler: ContinuousBatchScheduler) -> tuple[int, int]:
+    """Token positions in the KV blocks of running requests, and how many of them no scheduled token uses."""
     blocks = sum(len(sequence.allocation.blocks) for sequence in scheduler.running if sequence.allocation)
-    cells = blocks * scheduler.info.block_size
-    return cells, cells - sum(sequence.scheduled for sequence in scheduler.running)
+    positions = blocks * scheduler.info.block_size
+    return positions, positions - sum(sequence.scheduled for sequence in scheduler.running)
 
 
-def _even(source: random.Random, low: int, high: int) -> int:
+def _uniform(source: random.Random, low: int, high: int) -> int:
     return source.randint(low, high)
 
 
 def _skewed(source: random.Random, low: int, high: int) -> int:
-    """Evenly spread logarithms: many short, few long, as people ask."""
+    """Log-uniform: many short lengths, few long ones, as in real traffic."""
     return round(math.exp(source.uniform(math.log(low), math.log(high))))
 
 
-_LENGTHS: dict[str, Callable[[random.Random, int, int], int]] = {"even": _even, "skewed": _skewed}
+_LENGTHS: dict[str, Callable[[random.Random, int, int], int]] = {"even": _uniform, "skewed": _skewed}
 
 
 def mixed_jobs(lengths: str, count: int = 64) -> list[Job]:
-    """Requests at once: prompts of 16 to 512 tokens, answers of 16 to 256; "even" or "skewed"."""
+    """Requests at time 0 with prompts of 16 to 512 and answers of 16 to 256 tokens; `lengths` is "even" or "skewed"."""
     source, draw = random.Random(64), _LENGTHS[lengths]
     return [Job(0.0, draw(source, 16, 512), draw(source, 16, 256)) for _ in range(count)]
 
 
-# ---------------------------------------------------------------------- long among short
+# ---------------------------------------------------------------------- long and short requests
 
 
 @dataclass(frozen=True)
 class Mix:
-    """100 short requests, without and with 10 long ones among them; over several seeds. Seconds."""
+    """100 short requests, alone and together with 10 long ones, over several seeds. Times are in seconds."""
 
     device: str
     policy: str
@@ -144,7 +144,7 @@ class Mix:
     largest_gap: float
     """Between two tokens of a short request."""
     largest_extra_wait: float
-    """For the first token of a short request, above what the same request waited without the long ones."""
+    """Largest increase of the time to first token of a short request, caused by the long ones."""
     fragmentation: float
     fragmentation_alone: float
     long_p50: float
@@ -154,12 +154,12 @@ class Mix:
         return self.short_p99 / self.short_p99_alone - 1
 
     @property
-    def longest_block(self) -> float:
+    def longest_stall(self) -> float:
         return max(self.largest_gap, self.largest_extra_wait)
 
 
 def mix_of(device: str, policy: str, rate: float, alone: Sequence[Run], mixed: Sequence[Run]) -> Mix:
-    """From runs of the short requests alone and of the same with the long ones, in the same order."""
+    """Compares runs of the short requests alone with runs that include the long ones, in the same order."""
     before = [trace for result in alone for trace in result.traces]
     after = [trace for result in mixed for trace in result.traces if trace.job.prompt == SHORT[0]]
     long = [trace for result in mixed for trace in result.traces if trace.job.prompt == LONG[0]]
@@ -187,23 +187,28 @@ def poisson_jobs(source: random.Random, rate: float) -> list[Job]:
 
 
 def _fragmentation(runs: Sequence[Run]) -> float:
-    return sum(result.unused_cells for result in runs) / sum(result.held_cells for result in runs)
+    return sum(result.unused_positions for result in runs) / sum(result.held_positions for result in runs)
 
 
 def check_mixes(mixes: Sequence[Mix]) -> list[Check]:
     checks = []
     for mix in mixes:
-        who = f"{mix.device}, {mix.policy}"
+        name = f"{mix.device}, {mix.policy}"
         checks += [
-            Check(f"{who}: p99 of the short rises", f"{mix.rise:.0%}", "less than 50%", mix.rise < 0.5),
             Check(
-                f"{who}: longest block of a short one by a prefill",
-                f"{1000 * mix.longest_block:.0f} ms",
-                "at most 500 ms",
-                mix.longest_block <= 0.5,
+                f"{name}: rise of the p99 of short requests",
+                f"{mix.rise:.0%}",
+                "less than 50%",
+                mix.rise < 0.5,
             ),
             Check(
-                f"{who}: KV fragmentation, with and without the long ones",
+                f"{name}: longest stall of a short request by a prefill",
+                f"{1000 * mix.longest_stall:.0f} ms",
+                "at most 500 ms",
+                mix.longest_stall <= 0.5,
+            ),
+            Check(
+                f"{name}: KV fragmentation, with and without long requests",
                 f"{mix.fragmentation:.1%}, {mix.fragmentation_alone:.1%}",
                 "less than 15%",
                 max(mix.fragmentation, mix.fragmentation_alone) < 0.15,
@@ -217,7 +222,7 @@ def print_mixes(mixes: Sequence[Mix]) -> None:
         return " -> ".join(f"{1000 * value:,.0f}" for value in seconds)
 
     print_table(
-        f"10 long (2048/512) among 100 short (32/64), Poisson arrivals at {LOAD:.0%} load; without -> with them, ms",
+        f"100 short requests (32/64), without -> with 10 long ones (2048/512), Poisson arrivals at {LOAD:.0%} load, ms",
         (
             *("device, policy", "requests/s", "p99", "first token p99"),
             *("gap", "extra wait", "KV unused", "long p50"),

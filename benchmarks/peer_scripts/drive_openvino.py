@@ -1,6 +1,6 @@
-"""Drives OpenVINO GenAI with continuous batching: MODEL, END (the id that ends an answer, which is ignored), PRECISION.
+"""Driver of OpenVINO GenAI with continuous batching. Arguments: MODEL, END (the EOS id, which is ignored), PRECISION.
 
-The last is of K and V, such as f16; without it OpenVINO chooses, which is 8 bits.
+PRECISION is that of K and V, such as f16. By default OpenVINO uses 8 bits.
 """
 
 import json
@@ -13,12 +13,12 @@ import openvino
 import openvino_genai as genai
 
 ANSWERS = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what libraries print is no answer
+os.dup2(2, 1)  # libraries may print to standard output, which only answers may use
 
 
 def main(model, end, precision=None):
     scheduler = genai.SchedulerConfig()
-    # GB: 40,000 tokens of the default model or more, and no workload holds as many at once.
+    # In GB: enough for 40,000 tokens of the default model, more than any workload needs at once.
     scheduler.cache_size = 1
     scheduler.max_num_seqs = 64
     scheduler.dynamic_split_fuse = True
@@ -37,7 +37,7 @@ def run(pipeline, phase, end):
 
 
 def run_items(pipeline, items, end, start):
-    """Adds each request when it is due, and steps while any is unfinished."""
+    """Adds each request at its time, and runs steps until all have ended."""
     offset = time.perf_counter() - start
     waiting = [(offset + item["at"], item) for item in reversed(items)]
     running, done = [], []

@@ -1,4 +1,4 @@
-"""The caches that `weft bench kv-cache` compares, and how an engine with one of them is opened."""
+"""The kinds of cache that `python -m benchmarks kv-cache` compares, and engines with them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from weft.engine.serving import ServingEngine
 from weft.loading.checkpoint import Checkpoint
 
 STEP_TOKENS = 2048
-"""Of prompts in a step, at most."""
+"""Most prompt tokens in one step."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of cache. `bits` None: all of it in full precision."""
+    """One kind of cache. Without `bits`, all of it is in full precision."""
 
     name: str
     bits: int | None
     tail_length: int = 256
 
     def pool(self, **sizes: Any) -> KvCachePoolConfig:
-        """Never with swap space: nothing measured here may depend on a second memory."""
+        """A pool of this kind, without swap: results must not depend on a second memory."""
         if self.bits is None:
             return KvCachePoolConfig(swap_blocks=0, **sizes)
         return KvCachePoolConfig(
@@ -37,15 +37,15 @@ class Kind:
         )
 
     def pool_for(self, sequences: int, context: int) -> KvCachePoolConfig:
-        """With room for so many sequences of so many tokens, and for the prompts of a step beside them."""
+        """A pool for `sequences` sequences of `context` tokens, and for the prompt tokens of one step."""
         size = KvCachePoolConfig().block_size
         blocks = -(-context // size)
-        under_way = -(-STEP_TOKENS // size)
+        step_blocks = -(-STEP_TOKENS // size)
         if self.bits is None:
-            return self.pool(num_blocks=sequences * blocks + under_way)
+            return self.pool(num_blocks=sequences * blocks + step_blocks)
         tail = self.tail_length // size
         return self.pool(
-            num_blocks=sequences * (tail + 1) + under_way + 1,
+            num_blocks=sequences * (tail + 1) + step_blocks + 1,
             store_blocks=sequences * max(2, blocks),
         )
 
@@ -54,13 +54,13 @@ FULL = "full"
 
 
 def kinds(tail_length: int) -> tuple[Kind, ...]:
-    """What the others are compared with comes first."""
+    """All kinds; the first is the reference."""
     return (Kind(FULL, None), Kind("8 bits", 8, tail_length), Kind("4 bits", 4, tail_length))
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is measured, and on what."""
+    """The model and the device of a measurement."""
 
     checkpoint: Checkpoint
     device: str
@@ -68,8 +68,7 @@ class Setup:
 
     @contextmanager
     def open(self, pool: KvCachePoolConfig, context: int, sequences: int) -> Iterator[ServingEngine]:
-        """An engine for contexts of so many tokens, at most `sequences` of them together. It is not started: whoever
-        measures runs its steps."""
+        """An engine for at most `sequences` contexts of `context` tokens. The caller runs its steps."""
         backend = registry.build(
             self.device, checkpoint=self.checkpoint, max_context=context, threads=self.threads
         )
@@ -81,12 +80,12 @@ class Setup:
 
 
 def engine_config(pool: KvCachePoolConfig, sequences: int) -> ServingEngineConfig:
-    """First come, first served, a prompt in two or three steps: what runs together is then decided by memory alone."""
+    """First come, first served, a prompt in two or three steps: only memory limits what runs together."""
     scheduler = SchedulerConfig(
         max_running=sequences,
         max_tokens_per_step=STEP_TOKENS + sequences,
         max_prefill_tokens=STEP_TOKENS,
         max_chunk_tokens=STEP_TOKENS,
-        max_draft_tokens=0,  # all get on by one token a step
+        max_draft_tokens=0,  # every sequence gets one token per step
     )
     return ServingEngineConfig(scheduler=scheduler, cache=pool)

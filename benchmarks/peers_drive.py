@@ -1,7 +1,7 @@
-"""Drives weft inside one process, as the drivers in `peer_scripts` drive libraries: MODEL.
+"""Runs weft in one process, as the drivers in `peer_scripts` run libraries. Argument: MODEL.
 
-The engine is the one that `weft serve` runs, with the settings that it has by default; without HTTP, without a second
-process, and without text. What goes in and comes out is said in `peer_scripts`.
+The engine has the default settings of `weft serve`, but no HTTP, no second process and no text. `peer_scripts` defines
+the input and the output.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from weft.server.settings import ServerSettings
 
 
 def serving_config() -> ServingEngineConfig:
-    """What `weft serve` runs with where nobody says otherwise."""
+    """The default engine settings of `weft serve`."""
     return ServerSettings("", ()).engine
 
 
 class Driver:
-    """An engine on the CPU, and the requests that are under way."""
+    """An engine on the CPU, and its running requests."""
 
     def __init__(self, model: str, config: ServingEngineConfig) -> None:
-        self._arrived: list[list[float]] = []
-        """Where the time of this step goes: once for each of its tokens."""
+        self._step_tokens: list[list[float]] = []
+        """The list that gets the time of the current step, once for each token of the step."""
         self._num_ended = 0
         self._num_running = 0
         self._changed = threading.Condition()
         self.engine = ServingEngine(
-            registry.build("cpu", checkpoint=model), config, after_delivery=self._note_step
+            registry.build("cpu", checkpoint=model), config, after_delivery=self._record_step
         )
 
     def run(self, phase: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """When each request was due, when its tokens came and when it ended, in seconds after the start of the phase."""
+        """Scheduled start, token times and end of each request, in seconds after the start of the phase."""
         start = perf_counter()
         if not phase["one_by_one"]:
             return self._run_items(phase["items"], start)
         return [request for item in phase["items"] for request in self._run_items([item], start)]
 
     def _run_items(self, items: Sequence[Mapping[str, Any]], start: float) -> list[dict[str, Any]]:
-        """Submits each request when it is due, whatever became of those before it."""
+        """Submits each request at its time, whether or not earlier ones have ended."""
         offset = perf_counter() - start
         times: list[list[float]] = [[] for _ in items]
         for item, arrivals in zip(items, times, strict=True):
@@ -68,22 +68,22 @@ class Driver:
         ]
 
     def _submit(self, item: Mapping[str, Any], arrivals: list[float]) -> None:
-        def take(output: TokenOutput) -> None:
+        def record_token(output: TokenOutput) -> None:
             if output.token_id is not None:
-                self._arrived.append(arrivals)
+                self._step_tokens.append(arrivals)
             self._num_ended += output.is_final
 
         params = SamplingParams(max_tokens=item["max_tokens"], temperature=0.0, ignore_eos=True)
         with self._changed:
             self._num_running += 1
-        self.engine.submit_with_callback(InferenceRequest(tuple(item["prompt"]), params), take)
+        self.engine.submit_with_callback(InferenceRequest(tuple(item["prompt"]), params), record_token)
 
-    def _note_step(self) -> None:
-        """In the engine's thread, after all that a step gave: one time for all of it, as a library's step has one."""
+    def _record_step(self) -> None:
+        """Runs in the engine thread after each step. All tokens of a step get one time, as in a library."""
         now = perf_counter()
-        for arrivals in self._arrived:
+        for arrivals in self._step_tokens:
             arrivals.append(now)
-        self._arrived.clear()
+        self._step_tokens.clear()
         if self._num_ended:
             with self._changed:
                 self._num_running -= self._num_ended
@@ -93,9 +93,9 @@ class Driver:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries may print to standard output, which only answers may use
     driver = Driver(sys.argv[1], serving_config())
-    gc.freeze()  # as the server's engine does
+    gc.freeze()  # as the engine process of the server does
     with driver.engine:
         for line in sys.stdin:
             print(json.dumps(driver.run(json.loads(line))), file=answers, flush=True)

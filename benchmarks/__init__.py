@@ -1,0 +1,1 @@
+"""What only maintainers measure. Called from a clone: .venv/bin/python -m benchmarks NAME. Not part of the wheel."""

@@ -1,0 +1,257 @@
+"""`python -m benchmarks`: the options and help of each command. A command imports its implementation when it is called."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.cli.bench import AsJson
+from weft.cli.entry import run as run_command
+
+app = typer.Typer(
+    help="Measure parts of weft, and compare it with other engines. `weft bench` measures servers.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command("scheduler")
+def scheduler(
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Fewer repetitions: takes seconds, but the figures are less reliable."),
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Time the scheduler on the host.
+
+    Time of schedule and apply per step, by number of running and waiting requests.
+    """
+    from benchmarks.scheduler import main as run
+
+    run(quick=quick, json=json)
+
+
+@app.command("batching")
+def batching(
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Measure on cuda or cpu instead of a cost model.")
+    ] = None,
+    shape: Annotated[
+        list[str], typer.Option(metavar="S,S,...", help="0.6b, 8b, tiny; default: 0.6b,8b.")
+    ] = [],  # noqa: B006  (typer makes a new one)
+    json: AsJson = False,
+) -> None:
+    """Compare continuous and static batching.
+
+    Uses a cost model and a virtual clock; with --device, the models with random weights of `weft bench gpu`.
+    """
+    if device is not None:
+        from benchmarks.batching_measured import main as measure
+
+        measure(device, shape, json)
+        return
+    from benchmarks.batching import main as run
+
+    run(json=json)
+
+
+@app.command("criteria")
+def criteria(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="default, hf:owner/name, or a path.")
+    ] = "default",
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Default: one for each physical core.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Measure the published criteria of batching.
+
+    On a real model: continuous against static batching, scaling, long requests among short ones. Takes some minutes and
+    needs an idle machine.
+    """
+    from benchmarks.criteria import main as run
+
+    run(model, threads=threads, json=json)
+
+
+@app.command("perplexity")
+def perplexity(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="default, hf:owner/name, or a path.")
+    ] = "default",
+    text: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="A UTF-8 file; default: Python's help topics.")
+    ] = None,
+    context: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens per window.")] = 512,
+    windows: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Number of windows; default: 4,096 tokens in all.")
+    ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="int8 or int4, for weights in floating point.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Compare the perplexity of kernels and card with numpy.
+
+    All use the same text and weights; numpy computes in f32.
+    """
+    from benchmarks.perplexity import main as run
+
+    run(model, text=text, context=context, windows=windows, quantize=quantize, json=json)
+
+
+@app.command("kv-cache")
+def kv_cache(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="default, hf:owner/name, or a path.")
+    ] = "default",
+    part: Annotated[
+        list[str],
+        typer.Option(metavar="P,P,...", help="admission, perplexity, retrieval, speed; default: all."),
+    ] = [],  # noqa: B006  (typer makes a new one)
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="The backend.")] = "auto",
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Default: one for each core.")
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="A UTF-8 file for perplexity; default: Python's help topics."),
+    ] = None,
+    windows: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Windows of 2,048 tokens for perplexity.")
+    ] = 4,
+    facts: Annotated[int, typer.Option(min=1, metavar="N", help="Facts for retrieval.")] = 100,
+    context: Annotated[
+        int, typer.Option(min=64, metavar="N", help="Tokens of a context for admission and speed.")
+    ] = 4096,
+    contexts: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Contexts that fill the memory for admission with a full cache."
+        ),
+    ] = 16,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Batch size for speed.")] = 16,
+    tail_length: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Newest tokens that stay in full precision.")
+    ] = 256,
+    confirm: Annotated[
+        bool, typer.Option("--confirm", help="Compute the contexts of admission too; takes minutes on a CPU.")
+    ] = False,
+    json: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Write all measurements as JSON, after every part.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw a chart as PNG.")] = None,
+) -> None:
+    """Compare a two-tier KV cache with a full one.
+
+    Contexts in the same memory, perplexity, facts retrieved from long contexts, and decode speed, with a full cache, 8 bits
+    and 4 bits. Takes a quarter of an hour on a small CPU. Exit code 1: a criterion was missed.
+    """
+    from benchmarks.kv_cache import Options
+    from benchmarks.kv_cache import main as run
+
+    options = Options(context, contexts, batch, windows, facts, tail_length, confirm)
+    is_met = run(
+        model,
+        device=device,
+        threads=threads,
+        part=part,
+        text=text,
+        options=options,
+        json_path=json,
+        plot_path=plot,
+    )
+    if not is_met:
+        raise typer.Exit(1)
+
+
+@app.command("peers")
+def peers(
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="P,P,...",
+            help="llama.cpp, openvino, openvino-f16, onnxruntime, vllm, weft-in-process, weft-without-drafts; "
+            "default: all but weft-in-process and openvino-f16.",
+        ),
+    ] = None,
+    work: Annotated[
+        str | None,
+        typer.Option(metavar="W,W,...", help="start, W1, W8, W32, Wmix, Wshare, Wshare-warm; default: all."),
+    ] = None,
+    home: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory of the installed peers; default: peers in WEFT_HOME."),
+    ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Store each result there; an interrupted run continues from there."),
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Rounds; the engines take turns, and the median counts.")
+    ] = 1,
+    repeats: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Repeats of a run that other load disturbed.")
+    ] = 2,
+    json: Annotated[Path | None, typer.Option(metavar="PATH", help="Write all measurements as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw a bar chart as PNG.")] = None,
+) -> None:
+    """Compare with other engines on this machine.
+
+    Installs each engine into its own environment, some GB in all, and runs the same workloads on each in turn. Takes half
+    an hour. Exit code 1: an engine could not be measured.
+    """
+    from benchmarks.peers import main as run_peers
+
+    is_complete = run_peers(
+        peers=peers,
+        work=work,
+        home=home,
+        keep=keep,
+        rounds=rounds,
+        repeats=repeats,
+        json_path=json,
+        plot_path=plot,
+    )
+    if not is_complete:
+        raise typer.Exit(1)
+
+
+@app.command("kernels")
+def kernels(
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Default: one for each physical core.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Time the linear layers of the default model.
+
+    On every instruction set of this machine, compared with its memory bandwidth and arithmetic.
+    """
+    from benchmarks.kernels import main as run
+
+    run(threads=threads, json=json)
+
+
+@app.command("drafts")
+def drafts(
+    model: Annotated[str, typer.Option("--model", "-m", help="The model.")] = "default",
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Rounds over all prompts.")] = 2,
+    json: AsJson = False,
+) -> None:
+    """Time one stream with and without drafts.
+
+    For several kinds of prompts. Exit code 1: an answer differs with drafts.
+    """
+    from benchmarks.drafts import main as run
+
+    if not run(model, rounds, json):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    run_command(app)
