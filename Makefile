@@ -17,7 +17,7 @@ else
 READY := $(VENV)/.kernels
 endif
 
-.PHONY: help kernels chat serve test test-machines test-gpu test-sanitize test-clients test-schema lint clean
+.PHONY: help kernels chat serve test test-machines test-gpu test-sanitize test-clients test-schema lint docs reference charts clean
 .DELETE_ON_ERROR:
 
 help:
@@ -27,10 +27,11 @@ help:
 	@echo "make test-machines   what depends on the machine once more, as on one core with AVX2 and as on a processor without AVX"
 	@echo "make test-schema   a long run of schemathesis and of the request fuzzer against the server; COUNT=200000"
 	@echo "make test-gpu   the CUDA kernels and the engine on this machine's card; PYTHON=... with torch and pytest, nothing is installed"
-	@echo "make test-clients   the clients people use against the real server; writes docs/clients.md"
+	@echo "make test-clients   the clients people use against the real server; writes docs/guide/clients.md"
 	@echo "make test-sanitize   the kernels' tests under AddressSanitizer and UBSan, the thread pool's under ThreadSanitizer"
 	@echo "make kernels   build the C++ kernels again after a change; WEFT_NO_KERNELS=1 make ... does without them"
 	@echo "make lint    the first two of those alone"
+	@echo "make docs    build the site of the documents into build/site; make reference and make charts make its generated parts"
 	@echo "make clean   remove the environment, build output and caches"
 	@echo "PYTHON=...   the interpreter to build .venv with (now: $(PYTHON))"
 
@@ -156,6 +157,24 @@ $(VENV)-clients/.installed: pyproject.toml constraints-clients.txt
 	@echo "==> installing the clients (about 1.1 GB; some minutes, silent unless something is wrong)"
 	@$(VENV)-clients/bin/python -m pip --disable-pip-version-check install --quiet -c constraints-clients.txt -e . \
 		httpx pytest openai 'litellm[mcp]' langchain-openai llm instructor 'lm_eval[api]'
+	@touch $@
+
+# The site, with warnings as errors, and nothing in it that a browser would load from another host.
+docs: $(VENV)/.docs
+	@$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+	@$(BIN)/python tools/check_site.py build/site
+	@echo "the site is in build/site; to read it: $(BIN)/python -m http.server --directory build/site 8001"
+
+# docs/reference from the code, and docs/charts from the figures in tools/make_charts.py. Both are committed.
+reference: $(READY)
+	@$(BIN)/python tools/make_reference.py
+
+charts: $(VENV)/.docs
+	@$(BIN)/python tools/make_charts.py
+
+$(VENV)/.docs: $(READY)
+	@echo "==> installing mkdocs, its theme and matplotlib (about 60 MB)"
+	@WEFT_NO_KERNELS=1 $(PIP) install --quiet -c constraints.txt -e '.[docs]'
 	@touch $@
 
 test-clients: $(VENV)-clients/.installed

@@ -70,6 +70,7 @@ class SchedulerConfig:
     """What one step may hold, who goes first, and how long the queue may grow."""
 
     policy: PriorityPolicy = PriorityPolicy.FCFS
+    """The order in which waiting requests are admitted."""
     max_running: int = 256
     """Sequences that hold a row (slot) at the same time."""
     max_sequences_per_step: int | None = None
@@ -81,15 +82,18 @@ class SchedulerConfig:
     max_chunk_tokens: int = 512
     """How much of one prompt is computed in one step."""
     chunked_prefill: bool = True
+    """Long prompts are computed in chunks, over several steps."""
     prefer_pure_decode: bool = False
     """Steps hold either prompts or decodes, never both; a full round of decodes, then one step of prompts."""
     dynamic_batching: bool = True
     """New requests join while others generate. Off: a batch is formed, closed, and run to its end."""
     prefix_caching: bool = True
+    """KV blocks of earlier prompts are reused by prompts with the same beginning."""
     max_draft_tokens: int = 11
     """Tokens that are guessed from the sequence's own text and checked in one step, at most; 0: none. They change how many
     steps an answer takes, never the answer. Only where the backend checks drafts (the CPU's does)."""
     preemption: PreemptionMode = PreemptionMode.AUTO
+    """How a preempted sequence is resumed: by recompute, from swap, or by the cheaper of both."""
     ageing_rate: float = 0.1
     """Priority levels that a waiting request gains per second (policies PRIORITY and ADAPTIVE)."""
     target_inter_token_latency: float = 0.1
@@ -97,7 +101,9 @@ class SchedulerConfig:
     session_lifetime: float = 600.0
     """Seconds after a turn of a conversation (a request with a session id) that its cached blocks are evicted last."""
     max_waiting_requests: int = 8192
+    """Requests that may wait for admission; further ones are refused."""
     max_waiting_tokens: int = 4_194_304
+    """Prompt tokens that may wait for admission; further requests are refused."""
 
     def __post_init__(self) -> None:
         _check_choice("policy", self.policy, PriorityPolicy)
@@ -137,7 +143,9 @@ class KvCachePoolConfig:
     """The paged pool. Where neither `num_blocks` nor `memory` says how large, the backend chooses from what it has."""
 
     num_blocks: int | None = None
+    """KV blocks in the pool. None: `memory` decides, or the backend."""
     block_size: int = 16
+    """Tokens in one KV block."""
     swap_blocks: int | None = None
     """Blocks of host memory for swapping; None: the backend's default; 0: never swap."""
     memory: int | None = None

@@ -1,4 +1,4 @@
-"""Runs the clients' tests and writes what they said, with versions and commit, into docs/clients.md: `make test-clients`."""
+"""Runs the clients' tests and writes what they said, with versions and commit, into docs/guide/clients.md: `make test-clients`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "clients.md"
+PAGE = ROOT / "docs" / "guide" / "clients.md"
 PACKAGES = ("openai", "litellm", "langchain-openai", "llm", "instructor", "lm_eval")
 MARK = "<!-- written by `make test-clients` from here on -->"
 

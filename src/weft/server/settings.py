@@ -32,6 +32,7 @@ class ServerSettings:
     names: tuple[str, ...]
     """What requests may call the model; the first is the one that answers carry."""
     host: str = "127.0.0.1"
+    """The address to listen on. "0.0.0.0" accepts other machines: set API keys then."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """0: any that is free."""
     api_keys: tuple[ApiKey, ...] = ()
@@ -47,12 +48,14 @@ class ServerSettings:
     backend: str = "auto"
     """What computes: "cpu", "cuda", or "auto": a card, where there is one."""
     backend_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the backend, for developers of backends."""
     engine: ServingEngineConfig = field(default_factory=_engine_config)
     drain_seconds: Seconds = 30.0
     """What is under way at a SIGTERM has this long to end."""
     stall_seconds: Annotated[float, Meta(ge=1, le=1_000_000)] = 120.0
     """An engine that shows no sign of life for this long is replaced, and its requests get an error."""
     max_body_bytes: AtLeastOne = 16 << 20
+    """Largest body of one request."""
     max_buffered_bytes: AtLeastOne = 256 << 20
     """Bodies of all requests together, until they are tokens."""
     max_answer_bytes: AtLeastOne = 64 << 20
@@ -60,7 +63,9 @@ class ServerSettings:
     max_buffered_answer_bytes: AtLeastOne = 256 << 20
     """The same for all requests together."""
     max_header_bytes: AtLeastOne = 64 << 10
+    """Largest headers of one request."""
     header_seconds: Seconds = 10.0
+    """A request's headers have this long to arrive."""
     body_seconds: Seconds = 120.0
     """A request has this long to arrive, from its first byte."""
     stalled_reader_seconds: Seconds = 60.0
