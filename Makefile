@@ -161,7 +161,7 @@ $(VENV)-clients/.installed: pyproject.toml constraints-clients.txt
 
 # The site, with warnings as errors, and nothing in it that a browser would load from another host.
 docs: $(VENV)/.docs
-	@$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 	@$(BIN)/python tools/check_site.py build/site
 	@echo "the site is in build/site; to read it: $(BIN)/python -m http.server --directory build/site 8001"
 
