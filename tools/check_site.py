@@ -56,7 +56,9 @@ def main(folder: Path) -> int:
         found += [f"{style.relative_to(folder)}: {one}" for one in loads]
     for script in sorted(folder.rglob("*.js")):
         # Not loaded: an XML namespace, and the address of a repository's host, which mkdocs.yml does not name.
-        loads = re.findall(r"""["'`](https?://(?!www\.w3\.org/|\$)[^"'`\s]+)["'`]""", script.read_text("utf-8"))
+        loads = re.findall(
+            r"""["'`](https?://(?!www\.w3\.org/|\$)[^"'`\s]+)["'`]""", script.read_text("utf-8")
+        )
         found += [f"{script.relative_to(folder)}: {one}" for one in loads]
     for one in found:
         print(f"loaded from another host: {one}")
