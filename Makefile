@@ -17,7 +17,7 @@ else
 READY := $(VENV)/.kernels
 endif
 
-.PHONY: help kernels chat serve test test-machines test-gpu test-sanitize test-clients test-schema lint clean
+.PHONY: help kernels chat serve test test-machines test-gpu test-sanitize test-clients test-schema lint docs reference charts clean
 .DELETE_ON_ERROR:
 
 help:
@@ -27,10 +27,11 @@ help:
 	@echo "make test-machines   the tests that depend on the machine, as on one core with AVX2, then as on a processor without AVX"
 	@echo "make test-schema   a long run of schemathesis and of the request fuzzer against the server; COUNT=200000"
 	@echo "make test-gpu   the CUDA kernels and the engine on this machine's GPU; PYTHON=... with torch and pytest; installs nothing"
-	@echo "make test-clients   widely used clients against the real server; writes docs/clients.md"
+	@echo "make test-clients   widely used clients against the real server; writes docs/guide/clients.md"
 	@echo "make test-sanitize   the kernel tests under AddressSanitizer and UBSan, the thread pool tests under ThreadSanitizer"
 	@echo "make kernels   rebuild the C++ kernels after a change; WEFT_NO_KERNELS=1 make ... skips them"
 	@echo "make lint    ruff and mypy alone"
+	@echo "make docs    build the document site into build/site; make reference and make charts make its generated parts"
 	@echo "make clean   remove the environment, build output and caches"
 	@echo "PYTHON=...   the interpreter for .venv (now: $(PYTHON))"
 
@@ -159,6 +160,24 @@ $(VENV)-clients/.installed: pyproject.toml constraints-clients.txt
 	@echo "==> installing the clients (about 1.1 GB; some minutes, silent unless something fails)"
 	@$(VENV)-clients/bin/python -m pip --disable-pip-version-check install --quiet -c constraints-clients.txt -e . \
 		httpx pytest openai 'litellm[mcp]' langchain-openai llm instructor 'lm_eval[api]'
+	@touch $@
+
+# The site, with warnings as errors, and nothing in it that a browser would load from another host.
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
+	@$(BIN)/python tools/check_site.py build/site
+	@echo "the site is in build/site; to read it: $(BIN)/python -m http.server --directory build/site 8001"
+
+# docs/reference from the code, and docs/charts from the figures in tools/make_charts.py. Both are committed.
+reference: $(READY)
+	@$(BIN)/python tools/make_reference.py
+
+charts: $(VENV)/.docs
+	@$(BIN)/python tools/make_charts.py
+
+$(VENV)/.docs: $(READY)
+	@echo "==> installing mkdocs, its theme and matplotlib (about 60 MB)"
+	@WEFT_NO_KERNELS=1 $(PIP) install --quiet -c constraints.txt -e '.[docs]'
 	@touch $@
 
 test-clients: $(VENV)-clients/.installed

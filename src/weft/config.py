@@ -70,6 +70,7 @@ class SchedulerConfig:
     """Limits of a step, the order of requests, and limits of the queue."""
 
     policy: PriorityPolicy = PriorityPolicy.FCFS
+    """The order in which waiting requests are admitted."""
     max_running: int = 256
     """Sequences that hold a row (slot) at the same time."""
     max_sequences_per_step: int | None = None
@@ -81,15 +82,18 @@ class SchedulerConfig:
     max_chunk_tokens: int = 512
     """The largest chunk of one prompt in one step."""
     chunked_prefill: bool = True
+    """Long prompts are computed in chunks, over several steps."""
     prefer_pure_decode: bool = False
     """A step holds either prompts or decodes: one step of prompts each time all running sequences have decoded."""
     dynamic_batching: bool = True
     """New requests join while others generate. Off: a batch closes when it generates, and runs to its end."""
     prefix_caching: bool = True
+    """KV blocks of earlier prompts are reused by prompts with the same beginning."""
     max_draft_tokens: int = 11
     """The most draft tokens of a sequence in one step; 0: none. They are proposed from the sequence's own text, and
     change how many steps an answer takes, never the answer. Only the CPU backend checks draft tokens."""
     preemption: PreemptionMode = PreemptionMode.AUTO
+    """How a preempted sequence is resumed: by recompute, from swap, or by the cheaper of both."""
     ageing_rate: float = 0.1
     """Priority levels that a waiting request gains per second (policies PRIORITY and ADAPTIVE)."""
     target_inter_token_latency: float = 0.1
@@ -97,7 +101,9 @@ class SchedulerConfig:
     session_lifetime: float = 600.0
     """Seconds after a request with a session id during which its cached blocks are evicted last."""
     max_waiting_requests: int = 8192
+    """Requests that may wait for admission; further ones are refused."""
     max_waiting_tokens: int = 4_194_304
+    """Prompt tokens that may wait for admission; further requests are refused."""
 
     def __post_init__(self) -> None:
         _check_choice("policy", self.policy, PriorityPolicy)
@@ -137,7 +143,9 @@ class KvCachePoolConfig:
     """The KV cache. Without `num_blocks` and `memory`, the backend chooses the size by its free memory."""
 
     num_blocks: int | None = None
+    """KV blocks in the pool. None: `memory` decides, or the backend."""
     block_size: int = 16
+    """Tokens in one KV block."""
     swap_blocks: int | None = None
     """Swap slots in host memory. None: the backend's default. 0: never swap."""
     memory: int | None = None

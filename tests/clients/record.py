@@ -1,4 +1,4 @@
-"""Runs the tests of clients and writes their output, with versions and commit, to docs/clients.md: `make
+"""Runs the tests of clients and writes their output, with versions and commit, to docs/guide/clients.md: `make
 test-clients`."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "clients.md"
+PAGE = ROOT / "docs" / "guide" / "clients.md"
 PACKAGES = ("openai", "litellm", "langchain-openai", "llm", "instructor", "lm_eval")
 MARK = "<!-- written by `make test-clients` from here on -->"
 

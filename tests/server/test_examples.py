@@ -13,7 +13,7 @@ from server_process import MODEL, Server
 ROOT = Path(__file__).parents[2]
 EXAMPLES = [
     pytest.param(code, printed, id=f"{page.name} {number}")
-    for page in (ROOT / "README.md", ROOT / "docs" / "structured-output.md")
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md")))
     for number, (code, printed) in enumerate(
         re.findall(
             r"^```python\n(.*?)^```\n(?:\nprints\n\n```\n(.*?)^```\n)?", page.read_text("utf-8"), re.S | re.M

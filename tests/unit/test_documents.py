@@ -1,28 +1,41 @@
-"""Links, commands and flags in the documents exist."""
+"""What the documents promise exists: pages, links, commands, flags, source files, names of the package, generated pages."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from typer.main import get_command
 
-from benchmarks.__main__ import app as benchmarks_app
 from weft.cli.main import app as weft_app
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
+# The lab is history: names of files and modules there are those of their day.
+CURRENT = [
+    document for document in DOCUMENTS if "lab" not in document.parts and document.name != "CHANGELOG.md"
+]
 PROGRAM = r"(?:weft|make|(?:\.venv/bin/)?python -m benchmarks)"
-# Engines and ratios in the tables of `python -m benchmarks peers`.
+# Engines and ratios in the tables of `python -m benchmarks peers`, and commands that were moved.
 NOT_COMMANDS = (
-    "weft in process",
-    "weft without drafts",
-    "weft / best peer",
-    "weft in process / best in process",
+    *("weft in process", "weft without drafts", "weft / best peer", "weft in process / best in process"),
+    *("weft bench peers", "weft COMMAND --help"),
 )
-documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+documents = pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+current_documents = pytest.mark.parametrize("document", CURRENT, ids=name_of)
 
 
 def without_blocks(text: str) -> str:
@@ -30,7 +43,7 @@ def without_blocks(text: str) -> str:
 
 
 def anchors(document: Path) -> set[str]:
-    """The anchors that GitHub makes from headings."""
+    """The anchors that GitHub and mkdocs make of headings."""
     headings = re.findall(r"^#+ (.+)$", without_blocks(document.read_text("utf-8")), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -46,6 +59,13 @@ def commands(text: str) -> Iterator[str]:
     yield from re.findall(rf"`({PROGRAM} [^`]*)`", without_blocks(joined))
 
 
+def inline_code(document: Path) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", without_blocks(document.read_text("utf-8")))
+
+
+# --- links and the site ---------------------------------------------------------------------------------------------
+
+
 @documents
 def test_every_link_leads_to_a_page_and_a_heading_that_exist(document: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", without_blocks(document.read_text("utf-8"))):
@@ -53,22 +73,45 @@ def test_every_link_leads_to_a_page_and_a_heading_that_exist(document: Path) -> 
             continue
         page, _, heading = target.partition("#")
         found = (document.parent / page) if page else document
-        assert found.exists(), f"{document.name} links to {target}"
-        assert not heading or heading in anchors(found), f"{document.name} links to {target}"
+        assert found.is_file(), f"{name_of(document)} links to {target}"
+        assert not heading or heading in anchors(found), f"{name_of(document)} links to {target}"
+
+
+def test_every_page_is_once_in_the_navigation_of_the_site() -> None:
+    _, _, navigation = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")
+    listed = Counter(re.findall(r"^ *- ([\w/.-]+\.md)$", navigation, re.M))
+    assert listed == Counter(str(page.relative_to(ROOT / "docs")) for page in PAGES)
+
+
+def test_names_of_pages_are_lower_case_with_dashes() -> None:
+    files = [path for path in (ROOT / "docs").rglob("*") if path.is_file()]
+    assert [name_of(path) for path in files if not re.fullmatch(r"[a-z0-9-]+\.[a-z]+", path.name)] == []
+
+
+def test_the_site_loads_nothing_from_other_hosts() -> None:
+    """`make docs` checks the built pages; this is the part that needs no build."""
+    settings = (ROOT / "mkdocs.yml").read_text("utf-8")
+    assert re.search(r"^  font: false$", settings, re.M)
+    assert not re.search(r"https?://", settings)
+    for page in PAGES:
+        assert not re.search(r"!\[[^]]*\]\(https?:|```mermaid", page.read_text("utf-8")), name_of(page)
+
+
+# --- commands, files and names --------------------------------------------------------------------------------------
 
 
 @documents
 def test_every_command_and_flag_that_is_shown_exists(document: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
     for line in commands(document.read_text("utf-8")):
-        if line in NOT_COMMANDS:
+        if line in NOT_COMMANDS or line.endswith("..."):
             continue
         program, *words = re.sub(r"^\S*python -m benchmarks", "benchmarks", line).split()
         if program == "make":
             words = [word for word in words if "=" not in word]
-            assert words and words[0] in targets, f"{document.name}: {line}"
+            assert words and words[0] in targets, f"{name_of(document)}: {line}"
             continue
-        app = get_command(benchmarks_app if program == "benchmarks" else weft_app)
+        app = get_command(benchmarks_app() if program == "benchmarks" else weft_app)
         command = app
         while words and words[0] in getattr(command, "commands", {}):
             command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
@@ -76,7 +119,94 @@ def test_every_command_and_flag_that_is_shown_exists(document: Path) -> None:
             "--help",
             "--version",
         }
-        assert command is not app or words[0] in known, f"{document.name}: {line}"
+        assert command is not app or (words and words[0] in known), f"{name_of(document)}: {line}"
         for word in words:
             if word.startswith("-") and word != "-":
-                assert word.partition("=")[0] in known, f"{document.name}: {line}"
+                assert word.partition("=")[0] in known, f"{name_of(document)}: {line}"
+
+
+def benchmarks_app():  # type: ignore[no-untyped-def]
+    return importlib.import_module("benchmarks.__main__").app
+
+
+@current_documents
+def test_every_source_file_that_is_named_exists(document: Path) -> None:
+    """A name with folders is a path in the repository or in the package; one without may be anywhere in the source."""
+    for code in inline_code(document):
+        if re.fullmatch(r"[a-z_0-9./-]+\.(?:py|pyi|cpp|h|inl)", code):
+            if "/" in code:
+                found = any((folder / code).is_file() for folder in (ROOT, ROOT / "src" / "weft"))
+            else:
+                folders = [ROOT / name for name in ("src", "csrc", "tests", "tools", "benchmarks", "docs")]
+                found = any(next(folder.rglob(code), None) for folder in folders if folder.is_dir())
+            assert found, f"{name_of(document)} names {code}"
+
+
+@current_documents
+def test_every_name_of_the_package_that_is_shown_exists(document: Path) -> None:
+    for code in inline_code(document):
+        if re.fullmatch(r"weft(?:\.\w+)+", code) and code != "weft.toml":
+            assert exists(code), f"{name_of(document)} names {code}"
+
+
+def exists(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        module, _, attribute = name.rpartition(".")
+        return bool(module) and hasattr(importlib.import_module(module), attribute)
+    return True
+
+
+def test_every_contract_that_is_cited_is_defined_once() -> None:
+    text = (ROOT / "docs" / "internals" / "contracts.md").read_text("utf-8")
+    defined = Counter(re.findall(r"^## (\d+)\. ", text, re.M))
+    assert defined == Counter(str(number) for number in range(1, len(defined) + 1))
+    folders = [ROOT / name for name in ("src", "csrc", "tests", "docs", "benchmarks")]
+    files = [path for folder in folders for path in folder.rglob("*.*") if path.suffix in SOURCE_SUFFIXES]
+    for path in files:
+        for cited in re.findall(r"\bcontracts? ((?:\d+(?:, | and | to )?)+)", path.read_text("utf-8"), re.I):
+            assert set(re.findall(r"\d+", cited)) <= set(defined), f"{name_of(path)} cites contract {cited}"
+
+
+SOURCE_SUFFIXES = {".py", ".pyi", ".cpp", ".h", ".inl", ".md"}
+
+
+# --- generated pages and limits -------------------------------------------------------------------------------------
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["settings.md", "routes.md", "metrics.md", "commands.md"])
+def test_a_reference_page_is_what_the_code_says(name: str) -> None:
+    made = tool("make_reference").PAGES[name]()
+    written = (ROOT / "docs" / "reference" / name).read_text("utf-8")
+    assert written == made, f"docs/reference/{name} is out of date: run `make reference`"
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "limit"),
+    [("README.md", "lines", 130), ("docs/internals/overview.md", "words", 1200)],
+)
+def test_a_short_page_stays_short(name: str, unit: str, limit: int) -> None:
+    text = (ROOT / name).read_text("utf-8")
+    length = len(text.splitlines() if unit == "lines" else text.split())
+    assert length <= limit, f"{name} has {length} {unit}; allowed: at most {limit}"
+
+
+def test_the_glossary_has_at_most_forty_terms() -> None:
+    text = (ROOT / "docs" / "internals" / "glossary.md").read_text("utf-8")
+    terms = re.findall(r"^\| (?!term |---)(.+?) \|", text, re.M)
+    assert 0 < len(terms) <= 40 and terms == sorted(set(terms), key=str.lower)
+
+
+@documents
+def test_documents_do_not_turn_code_into_people(document: Path) -> None:
+    found = re.findall(r"\b(?:whoever|nobody|somebody|whom)\b", document.read_text("utf-8"), re.I)
+    assert not found, f"{name_of(document)}: {found}"

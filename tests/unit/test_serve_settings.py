@@ -19,7 +19,7 @@ from weft.server.config_file import KEYS, as_toml, gather, parse_size, variable
 from weft.server.settings import ServerSettings
 
 Write = Callable[[str], Path]
-DOCUMENT = Path(__file__).parents[2] / "docs" / "serving.md"
+DOCUMENTS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture
@@ -193,32 +193,39 @@ def test_print_config_prints_and_starts_nothing(monkeypatch: pytest.MonkeyPatch)
     assert (printed["port"], printed["max_requests"], printed["memory"]) == (9, 5, 1 << 30)
 
 
-def test_the_example_in_the_documentation_is_valid_and_has_every_key() -> None:
-    """Commented settings count: the page shows every setting."""
-    found = re.search(r"```toml\n(.*?)```", DOCUMENT.read_text(), re.S)
-    assert found is not None
-    tomllib.loads(found[1])
-    table, named = "", set()
-    for line in found[1].splitlines():
-        if heading := re.fullmatch(r"#? ?\[([\w.]+)\]", line):
-            table = heading[1] + "."
-        elif setting := re.match(r"(?:# )?(\w+) = ", line):
-            named.add(table + setting[1])
-    assert named == set(KEYS), named ^ set(KEYS)
+def documented() -> dict[str, str]:
+    """Every setting of the reference page with its default as the page shows it."""
+    table, defaults = "", {}
+    for line in (DOCUMENTS / "reference" / "settings.md").read_text("utf-8").splitlines():
+        if heading := re.fullmatch(r"## (?:Top level|\[([\w.]+)\])", line):
+            table = f"{heading[1]}." if heading[1] else ""
+        elif setting := re.match(r"\| `(\w+)` \| (.*?) \| ", line):
+            defaults[table + setting[1]] = setting[2].strip("`")
+    return defaults
 
 
-def test_the_example_in_the_documentation_shows_the_defaults(write: Write) -> None:
-    found = re.search(r"```toml\n(.*?)```", DOCUMENT.read_text(), re.S)
-    assert found is not None
-    everything = re.sub(r"(?m)^# (?=\[|\w+ = )", "", found[1])
-    given = gather(write(everything), {}, {}).given
-    default = ServerSettings("model", ())
-    for key, one in given.items():
-        value: Any = default
+def test_the_reference_page_names_every_key() -> None:
+    assert documented().keys() == KEYS.keys(), documented().keys() ^ KEYS.keys()
+
+
+def test_the_reference_page_shows_the_defaults(write: Write) -> None:
+    for key, shown in documented().items():
+        value: Any = ServerSettings("model", ())
         for part in key.split("."):
             value = getattr(value, part, None)
-        if value not in (None, (), {}) and key not in ("model", "host", "api_keys", "names"):
-            assert one.value == value, key
+        if value in (None, (), {}) or key in ("model", "api_keys", "names"):
+            continue
+        *tables, name = key.split(".")
+        text = f'"{shown}"' if key.endswith("_bytes") else shown
+        head = f"[{'.'.join(tables)}]\n" if tables else ""
+        assert gather(write(f"{head}{name} = {text}"), {}, {}).given[key].value == value, key
+
+
+def test_the_example_of_the_guide_is_read(write: Write) -> None:
+    found = re.findall(r"```toml\n(.*?)```", (DOCUMENTS / "guide" / "configure.md").read_text("utf-8"), re.S)
+    assert len(found) == 1
+    given = gather(write(found[0]), {}, {})
+    assert len(given.given) > 5 and given.applied_to(ServerSettings("model", ())).engine.cache.is_two_tier
 
 
 def test_every_variable_has_a_unique_name() -> None:

@@ -47,12 +47,19 @@ class _Command:
     """Keys that `weft serve` handles itself. It derives fields of `ServerSettings` from them."""
 
     model: str = "default"
+    """'default' (SmolLM2-135M-Instruct), 'hf:owner/name', or a path to a GGUF file or a folder with safetensors."""
     context: Annotated[int, Meta(ge=2)] | None = None
+    """Longest context in tokens. Not set: the model's own."""
     memory: Annotated[int, Meta(ge=1)] | None = None
+    """Bytes for the KV cache. Not set: 2 GiB, or the model's whole context where memory allows; less inside a cgroup limit."""
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    """Threads of the CPU backend. Not set: one for each physical core."""
     quantize: Literal["int8", "int4"] | None = None
+    """Quantise weights that are stored as floats."""
     api_keys: tuple[str, ...] = ()
+    """API keys that requests must send. None at all: no key is needed."""
     api_key_file: str | None = None
+    """A file with API keys: one key a line, or TOML with limits for each key."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class ServerSettings:
     names: tuple[str, ...]
     """Names of the model that requests may use. Responses carry the first one."""
     host: str = "127.0.0.1"
+    """The address to listen on. "0.0.0.0" accepts other machines: set API keys then."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """0: any free port."""
     api_keys: tuple[ApiKey, ...] = ()
@@ -47,12 +48,14 @@ class ServerSettings:
     backend: str = "auto"
     """One of "cpu", "cuda", and "auto": a GPU if there is one, else the CPU."""
     backend_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the backend, for developers of backends."""
     engine: ServingEngineConfig = field(default_factory=_engine_config)
     drain_seconds: Seconds = 30.0
     """After a SIGTERM, active requests may run this long."""
     stall_seconds: Annotated[float, Meta(ge=1, le=1_000_000)] = 120.0
     """An engine process without progress for this long is restarted. Its requests get an error."""
     max_body_bytes: AtLeastOne = 16 << 20
+    """Largest body of one request."""
     max_buffered_bytes: AtLeastOne = 256 << 20
     """Limit for the bodies of all requests together. A body counts until its prompt is tokenised."""
     max_answer_bytes: AtLeastOne = 64 << 20
@@ -60,7 +63,9 @@ class ServerSettings:
     max_buffered_answer_bytes: AtLeastOne = 256 << 20
     """The same limit for all requests together."""
     max_header_bytes: AtLeastOne = 64 << 10
+    """Largest headers of one request."""
     header_seconds: Seconds = 10.0
+    """A request's headers have this long to arrive."""
     body_seconds: Seconds = 120.0
     """Time limit for the body of a request, counted from the end of its headers."""
     stalled_reader_seconds: Seconds = 60.0
