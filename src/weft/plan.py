@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from weft.request import RequestId, SamplingParams, TokenLogprobs
+from weft.request import Failure, RequestId, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class StepResult:
     """One per token, None for a request without logprobs. None if no request of the step has logprobs."""
     prompt_logprobs: Mapping[RequestId, tuple[int, Sequence[TokenLogprobs]]] = field(default_factory=dict)
     """Logprobs of prompt tokens: (position of the first, values). A prompt in chunks is reported chunk by chunk."""
-    errors: Mapping[RequestId, str] = field(default_factory=dict)
+    errors: Mapping[RequestId, Failure] = field(default_factory=dict)
     """Errors of single requests. These requests end; the others are planned again."""
     error: str | None = None
     """An error of the whole step. The step is retried in halves."""

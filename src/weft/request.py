@@ -66,6 +66,27 @@ class FinishReason(Enum):
         return _OPENAI_NAMES.get(self, "error")
 
 
+class FailureKind(Enum):
+    """Why a request did not complete. Callers decide by this, never by the words of an error message."""
+
+    CANCELLED = "cancelled"
+    """By the client or an operator."""
+    DEADLINE = "deadline"
+    NO_ALLOWED_TOKEN = "no_allowed_token"
+    """The parameters or the grammar of the request forbid every next token. A retry cannot help."""
+    STEP = "step"
+    """The backend failed to compute the request."""
+    DELIVERY = "delivery"
+    """The callback or the detokenizer of the request raised an exception."""
+    ENGINE = "engine"
+    """The engine failed or stopped."""
+
+
+class Failure(NamedTuple):
+    kind: FailureKind
+    message: str
+
+
 _OPENAI_NAMES = {
     FinishReason.STOP: "stop",
     FinishReason.END_OF_SEQUENCE: "stop",
@@ -402,6 +423,8 @@ class GenerationResult:
     """Number of generated tokens, if `tokens` was left out. None: `len(tokens)`."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The metadata of the request."""
+    failure: FailureKind | None = None
+    """Why the request did not complete; `error` has the words. None if it completed."""
 
     @property
     def choices(self) -> tuple[GenerationResult, ...]:

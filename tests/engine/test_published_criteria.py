@@ -20,6 +20,8 @@ from weft.engine.serving import ServingEngine
 from weft.errors import InvalidRequestError
 from weft.plan import IterationPlan, StepResult, SwapTask
 from weft.request import (
+    Failure,
+    FailureKind,
     FinishReason,
     GenerationResult,
     InferenceRequest,
@@ -369,8 +371,10 @@ def test_14_the_error_of_one_request_stops_neither_the_loop_nor_another_request(
         def at_submit(self, plan: IterationPlan) -> str | None:
             return None
 
-        def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, str]]:
-            return None, ({RequestId(1): "not a number"} if 1 in plan.request_ids else {})
+        def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, Failure]]:
+            return None, (
+                {RequestId(1): Failure(FailureKind.STEP, "not a number")} if 1 in plan.request_ids else {}
+            )
 
         def at_wait(self, plan: IterationPlan) -> str | None:
             return None
@@ -439,4 +443,7 @@ def test_16_the_detector_finds_a_wrong_block_a_wrong_position_and_a_lost_swap() 
 
 def test_16_a_step_result_says_whether_it_failed() -> None:
     assert not StepResult().failed
-    assert StepResult(error="x").failed and StepResult(errors={RequestId(1): "x"}).failed
+    assert (
+        StepResult(error="x").failed
+        and StepResult(errors={RequestId(1): Failure(FailureKind.STEP, "x")}).failed
+    )

@@ -30,7 +30,15 @@ from weft.engine.replay import ReplayDifference, replay
 from weft.engine.serving import ServingEngine
 from weft.errors import InvalidRequestError
 from weft.plan import IterationPlan, SwapTask
-from weft.request import InferenceRequest, Priority, RequestId, RequestState, SamplingParams
+from weft.request import (
+    Failure,
+    FailureKind,
+    InferenceRequest,
+    Priority,
+    RequestId,
+    RequestState,
+    SamplingParams,
+)
 
 
 class RandomFaults:
@@ -42,10 +50,10 @@ class RandomFaults:
     def at_submit(self, plan: IterationPlan) -> str | None:
         return "refused" if self._random.random() < 0.02 else None
 
-    def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, str]]:
+    def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, Failure]]:
         chance = self._random.random()
         if plan.request_ids and chance < 0.02:
-            return None, {self._random.choice(plan.request_ids): "its own"}
+            return None, {self._random.choice(plan.request_ids): Failure(FailureKind.STEP, "its own")}
         return ("device error" if chance < 0.04 else None), {}
 
     def at_wait(self, plan: IterationPlan) -> str | None:

@@ -27,6 +27,8 @@ from weft.engine.serving import ServingEngine
 from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError, WeftError
 from weft.plan import IterationPlan, StepResult, SwapTask
 from weft.request import (
+    Failure,
+    FailureKind,
     FinishReason,
     InferenceRequest,
     Priority,
@@ -80,7 +82,7 @@ class Gate:
     def at_submit(self, plan: IterationPlan) -> str | None:
         return None
 
-    def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, str]]:
+    def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, Failure]]:
         self.reached.set()
         assert self.open.wait(TIMEOUT)
         return None, {}
@@ -111,10 +113,14 @@ class Culprits:
     def at_submit(self, plan: IterationPlan) -> str | None:
         return "will not take it" if self.rejects and self._hit(plan) else None
 
-    def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, str]]:
+    def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, Failure]]:
         if self.rejects or not (hit := self._hit(plan)):
             return None, {}
-        return (None, {rid: f"bad input of {rid}" for rid in hit}) if self.named else ("device error", {})
+        return (
+            (None, {rid: Failure(FailureKind.STEP, f"bad input of {rid}") for rid in hit})
+            if self.named
+            else ("device error", {})
+        )
 
     def at_wait(self, plan: IterationPlan) -> str | None:
         return None
@@ -819,7 +825,7 @@ def test_a_step_with_an_unattributed_fault_is_retried_in_halves(overlap: bool, r
 
 def test_a_fault_that_does_not_repeat_fails_no_request() -> None:
     class Once(Culprits):
-        def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, str]]:
+        def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, Failure]]:
             failure = super().at_result(plan)
             if failure[0] is not None:
                 self.culprits.clear()

@@ -120,8 +120,8 @@ class OnDevice:
         codes = self.sampler.errors[:count].tolist()
         for entry, code in enumerate(codes):
             if code:
-                text = self.sampler.error_text(code)
-                errors[entry] = text if text == twin.NOT_A_NUMBER else errors.get(entry, text)
+                failure = self.sampler.failure(code)
+                errors[entry] = failure if failure == twin.NOT_A_NUMBER else errors.get(entry, failure)
         tokens = self.sampler.tokens[:count].cpu().numpy().astype(np.int64)
         written = [
             self.row_tokens[row, place].item() for row, place in zip(step.rows, step.positions, strict=True)

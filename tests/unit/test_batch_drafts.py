@@ -14,6 +14,7 @@ from weft.backends.step_arrays import PreparedStep, Rows
 from weft.config import KvCachePoolConfig
 from weft.loading.random_checkpoint import random_checkpoint
 from weft.plan import StepResult
+from weft.request import Failure, FailureKind
 from weft.sampling import reference as numpy_sampler
 from weft.sampling.reference import Sampled
 
@@ -171,6 +172,9 @@ SHAPE = {
 }
 
 
+NO_NUMBER = Failure(FailureKind.STEP, "no number")
+
+
 class FailingSampler:
     """The numpy sampler with given tokens and an error for one of the samples."""
 
@@ -180,7 +184,7 @@ class FailingSampler:
     def sample(self, *arguments: Any) -> Sampled:
         sampled = numpy_sampler.sample(*arguments)
         assert len(sampled.tokens) == len(self.tokens)
-        return Sampled(np.array(self.tokens), sampled.logprobs, {self.failing: "no number"})
+        return Sampled(np.array(self.tokens), sampled.logprobs, {self.failing: NO_NUMBER})
 
     score = staticmethod(numpy_sampler.score)
 
@@ -204,4 +208,4 @@ def test_an_error_after_a_rejected_draft_is_ignored(
     result: StepResult = backend.submit(drafted).result()
     assert list(result.tokens) == [9, 70, 0, 5]
     request_id = drafted.request_ids[min(failing, 1)]
-    assert result.errors == ({request_id: "no number"} if is_reported else {})
+    assert result.errors == ({request_id: NO_NUMBER} if is_reported else {})

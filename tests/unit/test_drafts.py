@@ -10,6 +10,8 @@ from weft.clock import VirtualClock
 from weft.config import PreemptionMode, SchedulerConfig
 from weft.plan import BackendInfo, DecodeTask, IterationPlan, StepResult
 from weft.request import (
+    Failure,
+    FailureKind,
     FinishReason,
     GenerationResult,
     InferenceRequest,
@@ -399,7 +401,7 @@ def test_an_error_of_one_request_in_a_step_with_draft_tokens_ends_only_that_requ
     script.step()
     plan = script.plan()
     assert len(plan.drafts) == 2
-    script.scheduler.fail(StepResult(errors={RequestId(0): "of one request"}))
+    script.scheduler.fail(StepResult(errors={RequestId(0): Failure(FailureKind.STEP, "of one request")}))
     script.run()
     assert script.results[0].state is RequestState.FAILED and script.results[0].tokens == (1,)
     assert script.reported(1) == list(other * 4)

@@ -240,7 +240,7 @@ def test_29_a_grammar_that_becomes_too_complex_is_an_error_of_its_row_only(
             break
         rows.advance(both, np.array([letter, letter]))
     assert list(rows.masks(both).errors) == [0]
-    assert "cannot be followed any further" in rows.masks(both).errors[0]
+    assert "cannot be followed any further" in rows.masks(both).errors[0].message
     rows.start([start(0, Grammar("regex", "a"))])
     assert not rows.masks(both).errors, "the next request of the row starts without the error"
 
@@ -330,7 +330,7 @@ def test_18_a_row_without_any_allowed_token_fails_alone(temperature: float) -> N
     logits = np.zeros((3, 40), np.float32)
     params = [SamplingParams(temperature=temperature)] * 3
     sampled = masked_sample(logits, params, {1: []})
-    assert list(sampled.errors) == [1] and "every token is forbidden" in sampled.errors[1]
+    assert list(sampled.errors) == [1] and "every token is forbidden" in sampled.errors[1].message
 
 
 def test_llguidance_is_not_imported_without_a_grammar() -> None:

@@ -243,7 +243,7 @@ def test_a_request_that_forbids_every_token_fails_alone() -> None:
     sampled = draw(logits, params)
     assert sampled.tokens[0] == 3
     assert list(sampled.errors) == [1]
-    assert "every token is forbidden" in sampled.errors[1]
+    assert "every token is forbidden" in sampled.errors[1].message
 
 
 def test_logprobs_ignore_the_sampling_parameters() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from weft.errors import InvalidRequestError
 from weft.plan import RowStart
-from weft.request import Grammar
+from weft.request import Failure, FailureKind, Grammar
 from weft.text.grammar import GrammarCompiler
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Masks:
     entries: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # int64 [M]
     bits: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.uint8))
     """uint8 [M, bytes]: one bit per token, the first token in the lowest bit; 1: allowed."""
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, Failure] = field(default_factory=dict)
     """Entry -> why its grammar cannot be continued."""
 
 
@@ -44,7 +44,7 @@ class RowGrammars:
         self._has_grammar = np.zeros(num_rows, np.bool_)
         self._bits = np.zeros((num_rows, -(-vocabulary_size // 32)), np.int32)
         self._matchers: dict[int, LLMatcher] = {}
-        self._errors: dict[int, str] = {}
+        self._errors: dict[int, Failure] = {}
         self._executor: LLExecutor | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-grammar")
         self._last: Future[None] | None = None
@@ -104,7 +104,8 @@ class RowGrammars:
                 self._fail(row, f"{type(error).__name__}: {error}")
 
     def _fail(self, row: int, error: str) -> None:
-        self._errors[row] = f"the grammar cannot be followed any further: {error}"
+        message = f"the grammar cannot be followed any further: {error}"
+        self._errors[row] = Failure(FailureKind.NO_ALLOWED_TOKEN, message)
 
     def _begin(self, begun: list[tuple[int, Grammar | None, tuple[int, ...]]]) -> None:
         for row, grammar, generated in begun:

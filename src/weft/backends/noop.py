@@ -29,7 +29,7 @@ from typing import Protocol
 
 from weft.config import KvCachePoolConfig
 from weft.plan import BackendInfo, IterationPlan, RowStart, StepResult, SwapTask
-from weft.request import Grammar, RequestId, SamplingParams, TokenLogprobs
+from weft.request import Failure, Grammar, RequestId, SamplingParams, TokenLogprobs
 from weft.tiers import PoolSizes, choose_sizes, longest_context
 
 POISON = -1
@@ -126,7 +126,7 @@ class Faults(Protocol):
 
     def at_submit(self, plan: IterationPlan) -> str | None: ...
 
-    def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, str]]:
+    def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, Failure]]:
         """An error of the whole step, and errors of single requests."""
         ...
 
@@ -176,7 +176,7 @@ class _Step:
         self.logprobs: list[TokenLogprobs | None] = []
         self.prompt_logprobs: dict[RequestId, tuple[int, list[TokenLogprobs]]] = {}
         self.failure: str | None = None
-        self.errors: Mapping[RequestId, str] = {}
+        self.errors: Mapping[RequestId, Failure] = {}
 
     def result(self) -> StepResult:
         return self.backend._finish(self)

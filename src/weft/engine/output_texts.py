@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weft.backends.base import AnswerText
-from weft.request import GenerationResult, RequestId, SamplingParams, TokenOutput
+from weft.request import Failure, FailureKind, GenerationResult, RequestId, SamplingParams, TokenOutput
 
 
 class AnswerTexts:
@@ -15,7 +15,7 @@ class AnswerTexts:
         self,
         text_of: Callable[[SamplingParams], AnswerText],
         finish: Callable[[RequestId, int], object],
-        fail: Callable[[RequestId, str], object],
+        fail: Callable[[RequestId, Failure], object],
     ) -> None:
         """`finish` ends a request at a stop string, after the given number of tokens. `fail` ends a request whose
         tokens cannot be decoded."""
@@ -40,7 +40,8 @@ class AnswerTexts:
         try:
             added = text.add(output)
         except Exception as error:
-            self._fail(output.request_id, f"the text failed ({type(error).__name__}: {error})")
+            message = f"the text failed ({type(error).__name__}: {error})"
+            self._fail(output.request_id, Failure(FailureKind.DELIVERY, message))
             return ""
         if text.is_cut and not was_cut:
             self._finish(output.request_id, text.num_tokens)

@@ -19,11 +19,20 @@ from weft.config import PreemptionMode, PriorityPolicy, SchedulerConfig
 from weft.engine.event_log import EventLog
 from weft.errors import WeftError
 from weft.plan import BackendInfo, IterationPlan, StepResult
-from weft.request import Grammar, InferenceRequest, Priority, RequestId, SamplingParams, TokenLogprobs
+from weft.request import (
+    Failure,
+    FailureKind,
+    Grammar,
+    InferenceRequest,
+    Priority,
+    RequestId,
+    SamplingParams,
+    TokenLogprobs,
+)
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 
-LOG_VERSION = 4
+LOG_VERSION = 5
 
 
 class _ReadingsClock:
@@ -87,10 +96,10 @@ class _RecordingScheduler(ContinuousBatchScheduler):
             self._write("finish", id=request_id, num_tokens=num_tokens)
         return done
 
-    def fail_request(self, request_id: RequestId, error: str) -> bool:
-        done = super().fail_request(request_id, error)
+    def fail_request(self, request_id: RequestId, failure: Failure) -> bool:
+        done = super().fail_request(request_id, failure)
         if done:
-            self._write("fail_request", id=request_id, reason=error)
+            self._write("fail_request", id=request_id, failure=_plain(failure))
         return done
 
     def schedule(self) -> IterationPlan | None:
@@ -185,7 +194,7 @@ def _replay_event(
     elif kind == "finish":
         scheduler.finish(RequestId(event["id"]), event["num_tokens"])
     elif kind == "fail_request":
-        scheduler.fail_request(RequestId(event["id"]), event["reason"])
+        scheduler.fail_request(RequestId(event["id"]), _failure_from(event["failure"]))
     elif kind == "plan":
         plan = scheduler.schedule()
         planned = None if plan is None else json.loads(json.dumps(describe(plan)))
@@ -276,11 +285,16 @@ def _result_from(fields: dict[str, Any]) -> StepResult:
             request_id: (first, [TokenLogprobs(*one) for one in logprobs])
             for request_id, (first, logprobs) in fields["prompt_logprobs"]
         },
-        errors=dict(fields["errors"]),
+        errors={request_id: _failure_from(failure) for request_id, failure in fields["errors"]},
         error=fields["error"],
         finished_swaps=tuple(fields["finished_swaps"]),
         failed_swaps=dict(fields["failed_swaps"]),
     )
+
+
+def _failure_from(fields: list[str]) -> Failure:
+    kind, message = fields
+    return Failure(FailureKind(kind), message)
 
 
 def _logprobs_from(fields: list[Any] | None) -> TokenLogprobs | None:

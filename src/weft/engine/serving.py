@@ -23,6 +23,8 @@ from weft.engine.streams import TokenBuffer
 from weft.errors import EngineStoppedError, QueueFullError
 from weft.metrics import ServingMetrics
 from weft.request import (
+    Failure,
+    FailureKind,
     FinishReason,
     GenerationResult,
     InferenceRequest,
@@ -455,14 +457,19 @@ class ServingEngine:
 
     def _fail_for_callback(self, request_id: RequestId, message: str) -> None:
         with self._lock:
-            if self.scheduler.fail_request(request_id, message) or request_id not in self._results:
+            failure = Failure(FailureKind.DELIVERY, message)
+            if self.scheduler.fail_request(request_id, failure) or request_id not in self._results:
                 return
             # The request has ended already: only its stored result can change.
             result = self._results[request_id]
             self._metrics.ended[result.state] -= 1
             self._metrics.ended[RequestState.FAILED] += 1
             self._results[request_id] = dataclasses.replace(
-                result, state=RequestState.FAILED, finish_reason=FinishReason.ERROR, error=message
+                result,
+                state=RequestState.FAILED,
+                finish_reason=FinishReason.ERROR,
+                error=message,
+                failure=failure.kind,
             )
 
     # ------------------------------------------------------------------ metrics

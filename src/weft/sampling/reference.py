@@ -16,7 +16,7 @@ import numpy as np
 
 from weft.backends.grammar import NO_MASKS, Masks
 from weft.backends.step_arrays import Rows, SampledEntries
-from weft.request import SamplingParams, TokenLogprobs
+from weft.request import Failure, FailureKind, SamplingParams, TokenLogprobs
 from weft.sampling.noise import GUMBEL_MAX, GUMBEL_MIN, gumbel, noise_bits, noise_keys, uniform
 
 _NUCLEUS_CANDIDATES = 1024
@@ -28,9 +28,11 @@ _ADDED_BY_BYTE = np.where(
     np.float32(-np.inf),
 )
 
-NOT_A_NUMBER = "the model's output is not a number (NaN or infinite logits)"
-FORBIDDEN = "every token is forbidden by the request's parameters"
-OVERFLOW = "repetition_penalty is so far from 1 that a logit became infinite or NaN"
+NOT_A_NUMBER = Failure(FailureKind.STEP, "the model's output is not a number (NaN or infinite logits)")
+FORBIDDEN = Failure(FailureKind.NO_ALLOWED_TOKEN, "every token is forbidden by the request's parameters")
+OVERFLOW = Failure(
+    FailureKind.STEP, "repetition_penalty is so far from 1 that a logit became infinite or NaN"
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Sampled:
 
     tokens: np.ndarray  # int64 [S]
     logprobs: list[TokenLogprobs | None] | None  # None if no entry requests logprobs
-    errors: dict[int, str]  # entry -> error message
+    errors: dict[int, Failure]  # by entry
 
 
 def sample(
@@ -97,7 +99,7 @@ def score(logits: np.ndarray, tokens: np.ndarray, top_count: int) -> list[TokenL
 
 
 def _requested_logprobs(
-    logits: np.ndarray, tokens: np.ndarray, top_counts: np.ndarray, errors: Mapping[int, str]
+    logits: np.ndarray, tokens: np.ndarray, top_counts: np.ndarray, errors: Mapping[int, Failure]
 ) -> list[TokenLogprobs | None] | None:
     if (top_counts < 0).all():
         return None

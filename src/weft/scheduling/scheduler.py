@@ -16,6 +16,8 @@ from weft.config import PriorityPolicy, SchedulerConfig
 from weft.errors import InvalidRequestError
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import (
+    Failure,
+    FailureKind,
     FinishReason,
     GenerationResult,
     InferenceRequest,
@@ -37,6 +39,14 @@ from weft.scheduling.sequence import Phase, Sequence
 from weft.scheduling.sequence_table import SequenceTable
 from weft.scheduling.stats import SchedulerStats
 from weft.tiers import longest_sequence
+
+_END_STATES: dict[FailureKind | None, tuple[RequestState, FinishReason]] = {
+    None: (RequestState.COMPLETED, FinishReason.STOP),
+    **dict.fromkeys(FailureKind, (RequestState.FAILED, FinishReason.ERROR)),
+    FailureKind.CANCELLED: (RequestState.CANCELLED, FinishReason.CANCELLED),
+    FailureKind.DEADLINE: (RequestState.CANCELLED, FinishReason.CANCELLED),
+}
+"""State and finish reason of a request that ends without a new token, by its failure; None: a stop string was found."""
 
 
 class ContinuousBatchScheduler:
@@ -162,7 +172,7 @@ class ContinuousBatchScheduler:
 
     def cancel(self, request_id: RequestId, reason: str | None = None) -> bool:
         """Ends a request in any state. False: it has ended already, or is unknown."""
-        return self._end_early(request_id, RequestState.CANCELLED, FinishReason.CANCELLED, reason)
+        return self._end_early(request_id, Failure(FailureKind.CANCELLED, reason or ""))
 
     def finish(self, request_id: RequestId, num_tokens: int) -> bool:
         """Ends a request after `num_tokens` generated tokens: a stop string was found. False: it has ended already."""
@@ -171,17 +181,16 @@ class ContinuousBatchScheduler:
             return False
         del sequence.tokens[sequence.prompt_length + num_tokens :]
         del sequence.logprobs[num_tokens:]
-        return self._end_early(request_id, RequestState.COMPLETED, FinishReason.STOP, None)
+        return self._end_early(request_id, None)
 
-    def fail_request(self, request_id: RequestId, error: str) -> bool:
+    def fail_request(self, request_id: RequestId, failure: Failure) -> bool:
         """Ends a request with an error from outside the steps. False: it has ended already."""
-        return self._end_early(request_id, RequestState.FAILED, FinishReason.ERROR, error)
+        return self._end_early(request_id, failure)
 
     def abandon(self, error: str) -> None:
         """Reports every request as failed, and frees nothing: for a scheduler whose state is broken."""
         for sequence in list(self.sequences.values()):
-            sequence.state, sequence.finish_reason = RequestState.FAILED, FinishReason.ERROR
-            self._report_end(sequence, error)
+            self._report_end(sequence, Failure(FailureKind.ENGINE, error))
         self.sequences.clear()
 
     def take_outputs(self) -> tuple[list[TokenOutput], list[GenerationResult]]:
@@ -190,15 +199,13 @@ class ContinuousBatchScheduler:
         self._outputs, self._results = [], []
         return outputs, results
 
-    def _end_early(
-        self, request_id: RequestId, state: RequestState, reason: FinishReason, error: str | None
-    ) -> bool:
+    def _end_early(self, request_id: RequestId, failure: Failure | None) -> bool:
+        """Ends a request without a new token: it failed, or, with None, a stop string was found."""
         sequence = self.sequences.get(request_id)
         if sequence is None:
             return False
         self._sequence_table.remove(sequence)
-        sequence.state, sequence.finish_reason = state, reason
-        self._report_end(sequence, error)
+        self._report_end(sequence, failure)
         return True
 
     def _complete(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -207,10 +214,11 @@ class ContinuousBatchScheduler:
         sequence.state, sequence.finish_reason = RequestState.COMPLETED, reason
         self._report_result(sequence)
 
-    def _report_end(self, sequence: Sequence, error: str | None) -> None:
+    def _report_end(self, sequence: Sequence, failure: Failure | None) -> None:
         """Reports the end of a request that ends without a new token."""
-        sequence.error = error
-        reason, length = sequence.finish_reason, len(sequence.tokens)
+        sequence.failure = failure
+        sequence.state, reason = _END_STATES[None if failure is None else failure.kind]
+        sequence.finish_reason, length = reason, len(sequence.tokens)
         self._outputs.append(TokenOutput(sequence.request_id, None, "", None, True, reason, length))
         self._report_result(sequence)
 
@@ -233,7 +241,7 @@ class ContinuousBatchScheduler:
         for sequence in deadlines.take_expired(now):
             waited = now - sequence.arrival
             message = f"deadline of {sequence.request.deadline:g} s passed after {waited:.3f} s"
-            self._end_early(sequence.request_id, RequestState.CANCELLED, FinishReason.CANCELLED, message)
+            self._end_early(sequence.request_id, Failure(FailureKind.DEADLINE, message))
         deadlines.compact(len(self.sequences))
 
     # ------------------------------------------------------------------ planning
@@ -460,15 +468,15 @@ class ContinuousBatchScheduler:
         self._roll_back()
         for step_result in (result, *later_results):
             self._finish_swaps(step_result)
-        for request_id, error in result.errors.items():
-            self._end_early(request_id, RequestState.FAILED, FinishReason.ERROR, error)
+        for request_id, failure in result.errors.items():
+            self._end_early(request_id, failure)
         if any(request_id in result.errors for request_id in failed.plan.request_ids):
             return
-        message = result.error or "; ".join(result.errors.values())
+        message = result.error or "; ".join(failure.message for failure in result.errors.values())
         alive = [s for s in failed.sequences if s.finish_reason is None]
         if failed.is_retry:
             for sequence in alive:
-                self._end_early(sequence.request_id, RequestState.FAILED, FinishReason.ERROR, message)
+                self._end_early(sequence.request_id, Failure(FailureKind.STEP, message))
         else:
             half = (len(alive) + 1) // 2
             self._retries.extend(part for part in (alive[:half], alive[half:]) if part)

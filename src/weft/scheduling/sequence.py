@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from weft.request import (
     MAX_TOKENS,
+    Failure,
     FinishReason,
     GenerationResult,
     InferenceRequest,
@@ -62,7 +63,7 @@ class Sequence:
         "computed",
         "deadline_at",
         "draft_proposer",
-        "error",
+        "failure",
         "finish_reason",
         "first_token_at",
         "has_announced",
@@ -132,7 +133,7 @@ class Sequence:
         self.deadline_at: float | None = None
         self.stop_ids: frozenset[int] = frozenset(request.params.stop_token_ids)
         self.finish_reason: FinishReason | None = None
-        self.error: str | None = None
+        self.failure: Failure | None = None
         self.phase = Phase.WAITING
         self.phase_times = [0.0, 0.0, 0.0]
         self.first_token_at: float | None = None
@@ -202,7 +203,8 @@ class Sequence:
             text="",
             state=self.state,
             finish_reason=self.finish_reason,
-            error=self.error,
+            error=None if self.failure is None else self.failure.message or None,
+            failure=None if self.failure is None else self.failure.kind,
             waiting_time=waiting,
             prefill_time=prefill,
             decode_time=decode,

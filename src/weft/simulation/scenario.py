@@ -16,7 +16,7 @@ from weft.config import (
     ServingEngineConfig,
 )
 from weft.plan import IterationPlan, SwapTask
-from weft.request import Grammar, InferenceRequest, Priority, RequestId, SamplingParams
+from weft.request import Failure, FailureKind, Grammar, InferenceRequest, Priority, RequestId, SamplingParams
 
 POLICIES = tuple(PriorityPolicy)
 MODES = (*PreemptionMode, PreemptionMode.SWAP)
@@ -256,10 +256,11 @@ class DrawnFaults:
             return "simulated fault at submit"
         return None
 
-    def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, str]]:
-        errors: dict[RequestId, str] = {}
+    def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, Failure]]:
+        errors: dict[RequestId, Failure] = {}
         if self._request:
-            errors = {r: "simulated fault" for r in plan.request_ids if self._rng.random() < self._request}
+            fault = Failure(FailureKind.STEP, "simulated fault")
+            errors = {r: fault for r in plan.request_ids if self._rng.random() < self._request}
             self.hit_requests.update(errors)
         if self._step and self._rng.random() < self._step:
             self.num_unattributed += bool(plan.rows)

@@ -34,7 +34,7 @@ from weft.models.registry import build_config, build_decoder
 from weft.ops.base import StepIndices, TwoTierCache
 from weft.ops.reference import ReferenceOps
 from weft.plan import BackendInfo, IterationPlan, StepResult
-from weft.request import Grammar, RequestId, TokenLogprobs
+from weft.request import Failure, Grammar, RequestId, TokenLogprobs
 from weft.sampling import reference as numpy_sampler
 from weft.sampling.reference import NOT_A_NUMBER, Sampled
 from weft.text.grammar import GrammarCompiler
@@ -256,10 +256,10 @@ class CpuBackend:
 
     def _score_prompts(
         self, scored: Sequence[ScoredPrompt], hidden: np.ndarray
-    ) -> tuple[dict[RequestId, tuple[int, list[TokenLogprobs]]], dict[RequestId, str]]:
+    ) -> tuple[dict[RequestId, tuple[int, list[TokenLogprobs]]], dict[RequestId, Failure]]:
         """Scores `_SCORED_AT_ONCE` tokens at a time, because the logits of a whole prompt would be large."""
         logprobs: dict[RequestId, tuple[int, list[TokenLogprobs]]] = {}
-        errors: dict[RequestId, str] = {}
+        errors: dict[RequestId, Failure] = {}
         start = 0
         for prompt in scored:
             values: list[TokenLogprobs] = []

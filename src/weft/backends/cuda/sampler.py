@@ -27,7 +27,7 @@ from weft.ops.triton.sampling_filters import shortlist_kernel, survey_kernel
 from weft.ops.triton.sampling_logprobs import logprobs_kernel
 from weft.ops.triton.sampling_scores import copy_kernel, count_kernel, lists_kernel, penalise_kernel
 from weft.plan import RowStart
-from weft.request import MAX_LOGPROBS, TokenLogprobs
+from weft.request import MAX_LOGPROBS, Failure, TokenLogprobs
 from weft.sampling.reference import FORBIDDEN, NOT_A_NUMBER, OVERFLOW
 
 Masks = tuple[Tensor, Tensor]
@@ -139,7 +139,7 @@ class DeviceSampler:
         self._no_masks: Masks = (nothing, nothing)
 
     @property
-    def refused(self) -> dict[int, str]:
+    def refused(self) -> dict[int, Failure]:
         """Row -> why it cannot sample. Such a row fails whatever the kernels return."""
         return self.rows.refused
 
@@ -149,7 +149,7 @@ class DeviceSampler:
     def path(self, rows: Sequence[int], masked: bool = False) -> SamplingPath:
         return self.rows.path(rows, masked)
 
-    def error_text(self, code: int) -> str:
+    def failure(self, code: int) -> Failure:
         return _ERRORS[code]
 
     def sample(

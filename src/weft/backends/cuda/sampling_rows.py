@@ -12,7 +12,7 @@ from weft.ops.triton import sampling as kernels
 from weft.ops.triton.device import Device, Event
 from weft.ops.triton.sampling_scores import start_rows_kernel
 from weft.plan import RowStart
-from weft.request import MAX_LOGIT_BIAS, SamplingParams
+from weft.request import MAX_LOGIT_BIAS, Failure, FailureKind, SamplingParams
 from weft.sampling.noise import as_seed
 
 # How many end tokens (stop tokens and the model's own) a row can hold. The kernels need them for min_tokens only.
@@ -108,7 +108,7 @@ class SamplingRows:
         self.doubles = self.words.view(torch.float64)
         self._flags = [0] * num_rows
         self.top_counts = [-1] * num_rows
-        self.refused: dict[int, str] = {}
+        self.refused: dict[int, Failure] = {}
         """Row -> why it cannot sample: its parameters do not fit into a row."""
         # Rows that are not purely greedy. Steps look only at these.
         self._special: set[int] = set()
@@ -157,10 +157,11 @@ class SamplingRows:
         ends = self._ends(params)
         self.refused.pop(row, None)
         if len(ends) > MAX_ENDS:
-            self.refused[row] = (
+            message = (
                 f"min_tokens is set with {len(ends)} stop tokens; on this device at most {MAX_ENDS} are allowed; "
                 "use fewer stop tokens"
             )
+            self.refused[row] = Failure(FailureKind.STEP, message)
             ends = []
         flags = self._flags[row] = _flags_of(params, self._vocabulary_size)
         top_count = self.top_counts[row] = -1 if params.logprobs is None else params.logprobs

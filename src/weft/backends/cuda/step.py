@@ -13,7 +13,7 @@ from weft.backends.cuda.sampler import DeviceSampler, PendingLogprobs
 from weft.backends.cuda.swap import CardSwap
 from weft.backends.grammar import NO_MASKS, Masks, RowGrammars
 from weft.plan import IterationPlan, StepResult
-from weft.request import RequestId, TokenLogprobs
+from weft.request import Failure, RequestId, TokenLogprobs
 from weft.sampling.reference import NOT_A_NUMBER
 
 
@@ -99,11 +99,9 @@ class DeviceStep:
             request_errors.update({request_ids[entry]: error for entry, error in errors.items()})
         self._result = StepResult(tokens.tolist(), logprobs, scores, request_errors)
 
-    def _errors(self, codes: np.ndarray) -> dict[int, str]:
+    def _errors(self, codes: np.ndarray) -> dict[int, Failure]:
         """Entry -> why it has no token."""
-        errors = {
-            entry: self._sampler.error_text(int(codes[entry])) for entry in np.flatnonzero(codes).tolist()
-        }
+        errors = {entry: self._sampler.failure(int(codes[entry])) for entry in np.flatnonzero(codes).tolist()}
         errors.update(self.masks.errors)
         refused = self._sampler.refused
         if refused:
@@ -112,10 +110,10 @@ class DeviceStep:
             )
         return errors
 
-    def _scores(self) -> tuple[dict[RequestId, tuple[int, list[TokenLogprobs]]], dict[RequestId, str]]:
+    def _scores(self) -> tuple[dict[RequestId, tuple[int, list[TokenLogprobs]]], dict[RequestId, Failure]]:
         """Logprobs of prompts, and an error for each request with a logprob that is not finite."""
         scores: dict[RequestId, tuple[int, list[TokenLogprobs]]] = {}
-        errors: dict[RequestId, str] = {}
+        errors: dict[RequestId, Failure] = {}
         for piece in self.pieces:
             logprobs = (value for pending in piece.scores for value in pending.read())
             values = [value for value in logprobs if value is not None]

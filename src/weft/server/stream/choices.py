@@ -10,7 +10,14 @@ from typing import NamedTuple
 from weft.engine.ipc.client import EngineClient
 from weft.engine.ipc.remote_answer import RemoteAnswer, Unread
 from weft.errors import WeftError
-from weft.request import GenerationResult, InferenceRequest, RequestState, TokenLogprobs, TokenOutput
+from weft.request import (
+    FailureKind,
+    GenerationResult,
+    InferenceRequest,
+    RequestState,
+    TokenLogprobs,
+    TokenOutput,
+)
 from weft.server.errors import ApiError
 from weft.server.http.byte_budget import RequestBytes
 from weft.text.answer_parts import Delta, ToolCallStart
@@ -18,8 +25,6 @@ from weft.text.answer_reader import AnswerReader, AnswerSyntax
 from weft.text.answer_text import AnswerText
 from weft.text.tokenizer import Tokenizer
 
-_REQUEST_FAULTS = ("every token is forbidden", "the grammar cannot be followed")
-"""Beginnings of backend errors that the request caused: it allows no next token, so a retry cannot help."""
 _MAX_EFFORT = 512
 """Work per call of `Choices.take`, in tokens without logprobs; about 2 ms. Without a limit, a thousand answers or a
 burst of tokens with twenty logprobs each would block the event loop for a second."""
@@ -154,9 +159,9 @@ class Choice:
             )
         if not self._text.is_cut and result.state is not RequestState.COMPLETED:
             message = result.error or f"the request was {result.state.value}"
-            if message.startswith("deadline"):
+            if result.failure is FailureKind.DEADLINE:
                 raise ApiError(504, message, code="deadline_exceeded")
-            if message.startswith(_REQUEST_FAULTS):
+            if result.failure is FailureKind.NO_ALLOWED_TOKEN:
                 raise ApiError(400, message, code="cannot_continue")
             raise WeftError(message)
         return self._text.result(result)
