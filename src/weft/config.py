@@ -157,7 +157,7 @@ class KvCachePoolConfig:
     store_bits: int = 8
     """TWO_TIER: bits per quantised value, 8 or 4."""
     store_blocks: int | None = None
-    """TWO_TIER: number of quantised blocks; num_blocks is that of full blocks. None: both follow from memory."""
+    """TWO_TIER: the number of quantised blocks, in addition to num_blocks full ones. None: both follow from memory."""
     expected_context: int | None = None
     """TWO_TIER: the typical length of a sequence in tokens; it decides how memory is split between the tiers. None:
     4096, or the model's context if that is shorter. Other lengths work too."""

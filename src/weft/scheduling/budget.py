@@ -14,7 +14,7 @@ class TokenBudget:
         self.tokens = tokens
         self.prefill_tokens = prefill_tokens
         self.prefill_seconds = NO_LIMIT
-        """Negative once the first prompt of a step has taken more than there was. No prompt is added after that."""
+        """Negative if the first prompt of a step took more than was left. Then no other prompt is added."""
         self.sequences = sequences
 
     @property

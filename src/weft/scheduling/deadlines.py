@@ -1,4 +1,4 @@
-"""Owns the deadlines of requests: which have passed."""
+"""Owns the deadlines of requests, and finds those that have passed."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ _TOKEN_BYTES = array("i").itemsize
 
 
 class DraftProposer:
-    """Proposes draft tokens for one sequence. Each new token updates the acceptance rate, checked by a step or not."""
+    """Proposes draft tokens for one sequence. Every new token updates the acceptance rate, even if no step checked a
+    draft token for it."""
 
     __slots__ = ("_bytes", "_next", "_tokens", "acceptance_rate")
 

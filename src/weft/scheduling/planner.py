@@ -221,7 +221,7 @@ class Planner:
         return blocks_are_coming and self._is_on_time(builder.step, sequence)
 
     def _is_on_time(self, step: int, sequence: Sequence) -> bool:
-        """Whether the last step of the sequence, or its admission, is at most one rotation ago."""
+        """Whether it ran or was admitted at most one rotation ago: the steps in which all running sequences run once."""
         rotation = -(-len(self._sequences.running) // self._config.sequences_per_step)
         is_prompt_in_tiers = self._info.store_blocks and not _is_decode(sequence)
         if is_prompt_in_tiers and all(s.priority >= sequence.priority for s in self._sequences.running):
@@ -408,9 +408,9 @@ class Planner:
     def _make_room(
         self, builder: PlanBuilder, sequence: Sequence, needed: BlockCounts, needed_soon: BlockCounts
     ) -> bool:
-        """Whether a row and the `needed` blocks are free for a waiting sequence. May preempt others for it. Otherwise
-        `needed_soon` must be free too, on top of what prompts in progress still need: a sequence that starts and is
-        preempted at once only costs time."""
+        """Whether a row and the `needed` blocks are free for a waiting sequence. May preempt others for it. Without
+        preemption, `needed_soon` must be free as well, on top of what prompts in progress still need: a sequence that
+        is preempted right after its start only costs time."""
         kv_cache = self._sequences.kv_cache
         available, has_row = kv_cache.available, kv_cache.free_rows > 0
         is_alone = not (self._sequences.running or self._sequences.resuming)

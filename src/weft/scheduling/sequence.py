@@ -162,7 +162,7 @@ class Sequence:
 
     @property
     def decode_steps(self) -> int:
-        """Tokens after the first."""
+        """Generated tokens after the first one."""
         return max(0, len(self.tokens) - self.prompt_length - 1)
 
     @property

@@ -85,7 +85,7 @@ class PrefixSharing:
         allocation = sequence.allocation
         assert allocation is not None
         if index - allocation.stored >= self._pool.num_blocks - 1:
-            return None  # adopted blocks are held until they move; one must be left to continue with
+            return None  # adopted blocks are held until they move: leave one full block to continue
         return self._pool.lookup(sequence.block_hashes[index])
 
     def max_hits(self, sequence: Sequence) -> int:
@@ -97,7 +97,7 @@ class PrefixSharing:
     def producer(self, sequence: Sequence, index: int) -> Sequence | None:
         """The running sequence that announced table entry `index`, the next one that `sequence` needs.
 
-        Only a producer that ranks above `sequence`: it can preempt it, so the two never wait for each other.
+        Only a producer that ranks above `sequence`: it can preempt `sequence`, so the two never wait for each other.
         """
         if index >= self.max_hits(sequence):
             return None
