@@ -302,7 +302,7 @@ def test_answers_end_even_if_watching_the_process_fails(monkeypatch: pytest.Monk
     async def test(client: EngineClient) -> None:
         (answer,) = await client.submit(request(max_tokens=2000))
         await answer.read()
-        monkeypatch.setattr(Liveness, "look", _no_descriptors)
+        monkeypatch.setattr(Liveness, "check", _no_descriptors)
         with pytest.raises(EngineDiedError):
             while True:
                 await answer.read()
