@@ -58,9 +58,9 @@ ZEN3_SMOLLM2_135M = StepCosts(
 
     linear layers     1 token       8 tokens   32 tokens   long prompts
     measured          2.4-2.8 ms    13.5 ms    30 ms       1,060-1,420 tokens/s
-    this model        2.9 ms        8.8 ms     29 ms       1,176 tokens/s
+    cost model        2.9 ms        8.8 ms     29 ms       1,176 tokens/s
 
-The model is too fast for 8 tokens: the kernels compute tiles of six tokens, and the second tile is mostly padding.
+The cost model is too fast for 8 tokens: the kernels compute tiles of six tokens, and the second tile is mostly padding.
 Attention: 46 kB of f32 K and V per position at 25 GB/s, 69 kFLOP per pair at 140 GFLOP/s. Swap: a block of 16 positions
 at 10 GB/s.
 """
@@ -70,9 +70,9 @@ H200_LLAMA_8B = StepCosts(
 )
 """Llama-3.1-8B in bf16 on one H200.
 
-Linear layers, measured: 4.0 ms for 1 token; 42,400 tokens/s on prompts of 2,048 (this model: 43,400). Attention: 131 kB
+Linear layers, measured: 4.0 ms for 1 token; 42,400 tokens/s on prompts of 2,048 (cost model: 43,400). Attention: 131 kB
 of K and V per position at 4.38 TB/s, 0.52 MFLOP per pair at 500 TFLOP/s. 256 decodes at 320 positions take 12.1 ms in
-this model, and 12.0 ms measured in a CUDA graph without fused kernels. Swap: 50 GB/s, an assumption.
+the cost model, and 12.0 ms measured in a CUDA graph without fused kernels. Swap: 50 GB/s, an assumption.
 """
 
 

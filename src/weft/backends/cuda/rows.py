@@ -145,7 +145,7 @@ class DeviceRows:
         return updates
 
     def moves(self, plan: IterationPlan, slot: Slot) -> Moves | None:
-        """Copies the list of blocks that a plan moves to the store to the GPU. None: the plan moves none."""
+        """Copies the moves of a plan, pairs of full block and store block, to the GPU. None: the plan has no moves."""
         pairs = [
             (source, target)
             for source, target in zip(plan.moved_from, plan.moved_to, strict=True)
