@@ -8,7 +8,7 @@ import typer
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 
 bench_app = typer.Typer(
-    help="Measure servers with the OpenAI API, and the engine on a GPU.",
+    help="Measure OpenAI-compatible servers, and the engine.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
