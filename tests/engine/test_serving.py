@@ -823,6 +823,31 @@ def test_a_step_with_an_unattributed_fault_is_retried_in_halves(overlap: bool, r
     assert_all_memory_is_free(engine)
 
 
+def test_every_failure_has_its_kind_whatever_its_message_is() -> None:
+    engine = make_engine(NoopBackend(faults=Culprits(1, named=True)))
+
+    def broken(output: TokenOutput) -> None:
+        raise ValueError("deadline")
+
+    late = engine.submit(request(deadline=0.0))
+    failing = engine.submit(request(family=1))
+    undelivered = engine.submit_with_callback(request(family=2), broken)
+    cancelled = engine.submit(request(family=3))
+    good = engine.submit(request(family=4))
+    engine.cancel(cancelled, "every token is forbidden")
+    engine.run_until_idle()
+    kinds = {
+        late: FailureKind.DEADLINE,
+        failing: FailureKind.STEP,
+        undelivered: FailureKind.DELIVERY,
+        cancelled: FailureKind.CANCELLED,
+        good: None,
+    }
+    for request_id, kind in kinds.items():
+        result = engine.get_result(request_id)
+        assert result is not None and result.failure is kind
+
+
 def test_a_fault_that_does_not_repeat_fails_no_request() -> None:
     class Once(Culprits):
         def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, Failure]]:
