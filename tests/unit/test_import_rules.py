@@ -24,7 +24,7 @@ VOCABULARY = (
     "weft.tiers",
 )
 
-# Ways to get time, chance, threads or I/O behind the back of whoever passes them in; they would break replay by seed.
+# Modules that give time, randomness, threads or I/O that no caller passed in. With them a seed would not replay a run.
 NONDETERMINISM = (
     *("asyncio", "concurrent", "multiprocessing", "selectors", "signal", "socket", "subprocess", "threading"),
     *("datetime", "random", "secrets", "time", "uuid"),

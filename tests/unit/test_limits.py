@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from weft.clock import VirtualClock
+from weft.server.admission.completion_rate import CompletionRate, retry_after
 from weft.server.admission.keys import ApiKey
 from weft.server.admission.limits import Bucket, KeyLimits
-from weft.server.admission.pace import CompletionRate, retry_after
 from weft.server.errors import ApiError
 
 

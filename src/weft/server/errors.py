@@ -12,7 +12,7 @@ from starlette.responses import Response
 from weft.engine.ipc.client import EngineDiedError, EngineStalledError
 from weft.engine.ipc.remote_answer import SlowReaderError
 from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError, WeftError
-from weft.server.admission.pace import retry_after
+from weft.server.admission.completion_rate import retry_after
 from weft.server.logs import current_record
 
 _TYPES = {

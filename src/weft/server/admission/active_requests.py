@@ -12,10 +12,10 @@ from typing import Any
 from weft.clock import Clock
 from weft.engine.ipc.client import EngineClient, EngineState
 from weft.request import GenerationResult, InferenceRequest
+from weft.server.admission.completion_rate import CompletionRate
 from weft.server.admission.fairness import AnswerJob, FairGate, GateTicket
 from weft.server.admission.keys import ApiKey
 from weft.server.admission.limits import KeyLimits
-from weft.server.admission.pace import CompletionRate
 from weft.server.errors import ApiError
 from weft.server.metrics import ServerMetrics
 from weft.server.settings import ServerSettings
@@ -237,7 +237,8 @@ class ActiveRequests:
         used = None
         if not isinstance(outcome, ApiError) or (num_generated and outcome.is_client_fault):
             used = num_generated
-            self.completion_rate.record_end()
+            if active.requests:  # tokenising alone ends soon, and says nothing about how long answers take
+                self.completion_rate.record_end()
         if active.ticket is not None:
             self._gate.leave(active.ticket, used)
         if active.limits is not None and active.key is not None:

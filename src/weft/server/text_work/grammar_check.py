@@ -11,8 +11,8 @@ import msgspec
 from weft.errors import InvalidRequestError
 from weft.request import Grammar
 from weft.server.text_work.grammar_process import Accepted, Outcome, Trial, Unfinished, Verdict
-from weft.server.text_work.places import CHEAP_SECONDS
 from weft.server.text_work.text_process import Refusal
+from weft.server.text_work.work_slots import CHEAP_SECONDS
 from weft.server.text_work.worker import Workers
 
 _PROCESSES = 2

@@ -11,7 +11,6 @@ import msgspec
 
 from weft.errors import InvalidRequestError
 from weft.server.errors import ApiError
-from weft.server.text_work.places import WorkSlots
 from weft.server.text_work.text_process import (
     Chat,
     Ids,
@@ -23,6 +22,7 @@ from weft.server.text_work.text_process import (
     TooLong,
     convert,
 )
+from weft.server.text_work.work_slots import WorkSlots
 from weft.server.text_work.worker import Workers, encode_message
 from weft.text.model_text import ModelText
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from weft.errors import InvalidRequestError, WeftError
-from weft.server.text_work.places import WorkSlots
+from weft.server.text_work.work_slots import WorkSlots
 
 _START_SECONDS = 60.0
 _RESTART_SECONDS = 1.0

@@ -33,7 +33,7 @@ def test_precompiled_kernels_are_those_that_are_launched_and_are_compiled_once(t
     environment["PYTHONPATH"] = os.pathsep.join([environment.get("PYTHONPATH", ""), str(HERE.parent)]).strip(
         os.pathsep
     )
-    command = [sys.executable, str(HERE / "foresee_a_small_model.py")]
+    command = [sys.executable, str(HERE / "precompile_a_small_model.py")]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-4000:]
     assert "kernels foreseen" in result.stdout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from weft.server.text_work.places import WorkSlots
+from weft.server.text_work.work_slots import WorkSlots
 
 CHEAP, COSTLY = 0.01, 1.0
 
