@@ -39,6 +39,7 @@ from model_files import (
     write_folder,
 )
 from weft.errors import ModelFileError
+from weft.loading import decoding
 from weft.loading.checkpoint import open_checkpoint
 from weft.loading.gguf import read_gguf
 from weft.loading.safetensors import INDEX_NAME, read_safetensors
@@ -173,6 +174,7 @@ def check(read: Callable[[], object], size: int, description: object) -> bool:
 
 @pytest.fixture(autouse=True)
 def traced() -> Iterator[None]:
+    assert decoding, "the readers import it with the first tensor, and compiling it takes memory that is not theirs"
     tracemalloc.start()
     yield
     tracemalloc.stop()
