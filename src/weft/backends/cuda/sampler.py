@@ -19,7 +19,7 @@ from torch import Tensor
 
 from weft.backends.cuda.sampling_rows import MAX_ENDS, ROW_WORDS, SamplingPath, SamplingRows
 from weft.ops.triton import sampling as kernels
-from weft.ops.triton.device import INTERPRETED, Device, pieces, power_of_two
+from weft.ops.triton.device import INTERPRETED, Device, ceil_divide, power_of_two
 from weft.ops.triton.sampling import choose_kernel
 from weft.ops.triton.sampling_filters import shortlist_kernel, survey_kernel
 from weft.ops.triton.sampling_logprobs import logprobs_kernel
@@ -118,7 +118,7 @@ class DeviceSampler:
         self._settled = device.zeros(max_sampled, dtype=torch.int32)
         self._counters = device.zeros(max_sampled, dtype=torch.int32)
         sizes = self._cut = _INTERPRETED if INTERPRETED.value else _ON_CARD
-        self._survey_pieces = pieces(vocabulary_size, sizes.group * sizes.groups_of_piece)
+        self._survey_pieces = ceil_divide(vocabulary_size, sizes.group * sizes.groups_of_piece)
         # A list of nearly all groups has a fourteenth of the vocabulary, where likely tokens lie anywhere.
         self._most_groups = vocabulary_size // sizes.group * 127 // 128
         self._groups = self._survey_pieces * sizes.groups_of_piece
@@ -127,7 +127,7 @@ class DeviceSampler:
         self._chosen_groups = device.empty(max_sampled, self._groups, dtype=torch.int32)
         self._list_scores = device.empty(max_sampled, sizes.most, dtype=torch.float32)
         self._list_tokens = device.empty(max_sampled, sizes.most, dtype=torch.int32)
-        self._choice_pieces = _power_of_2(pieces(vocabulary_size, _DRAW_TILE))
+        self._choice_pieces = _power_of_2(ceil_divide(vocabulary_size, _DRAW_TILE))
         self._choice_scores = device.empty(max_sampled, self._choice_pieces, dtype=torch.float32)
         self._choice_noise = device.empty(max_sampled, self._choice_pieces, dtype=torch.float64)
         self._choice_tokens = device.empty(max_sampled, self._choice_pieces, dtype=torch.int32)
@@ -191,7 +191,7 @@ class DeviceSampler:
     def _change_scores(self, entries: _Entries) -> None:
         count, path = entries.count, entries.path
         masks, mask_lines = entries.masks
-        copy_kernel[(count, pieces(self._vocabulary_size, _COPY_TILE))](
+        copy_kernel[(count, ceil_divide(self._vocabulary_size, _COPY_TILE))](
             entries.logits,
             self._scores,
             entries.rows,
@@ -353,9 +353,9 @@ class DeviceSampler:
         path = entries.path
         tile = _DRAW_TILE if path.draws else _GREEDY_TILE
         # Few entries are cut into many pieces, so that every processor has some.
-        all_tiles = pieces(self._vocabulary_size, tile)
+        all_tiles = ceil_divide(self._vocabulary_size, tile)
         tiles = max(1, all_tiles * entries.count // (_PROGRAMS_PER_PROCESSOR * self._device.processors))
-        num_pieces = pieces(all_tiles, tiles)
+        num_pieces = ceil_divide(all_tiles, tiles)
         stride = entries.logits.stride(0)
         self._device.launch(
             choose_kernel,
@@ -451,7 +451,7 @@ class _LogprobArrays:
     """Where the kernel of logprobs works and writes, for up to `count` entries."""
 
     def __init__(self, count: int, vocabulary_size: int, device: Device) -> None:
-        self.pieces = pieces(vocabulary_size, _LOGPROBS_TILE)
+        self.pieces = ceil_divide(vocabulary_size, _LOGPROBS_TILE)
         padded = _power_of_2(self.pieces)
         self.masses = device.empty(count, padded, dtype=torch.float32)
         self.best = device.empty(count, padded, dtype=torch.float32)
