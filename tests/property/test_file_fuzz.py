@@ -174,7 +174,9 @@ def check(read: Callable[[], object], size: int, description: object) -> bool:
 
 @pytest.fixture(autouse=True)
 def traced() -> Iterator[None]:
-    assert decoding, "the readers import it with the first tensor, and compiling it takes memory that is not theirs"
+    assert decoding, (
+        "the readers import it with the first tensor, and compiling it takes memory that is not theirs"
+    )
     tracemalloc.start()
     yield
     tracemalloc.stop()
