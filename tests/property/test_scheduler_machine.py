@@ -19,6 +19,8 @@ from weft.engine.loop import Rejected
 from weft.errors import InvalidRequestError, QueueFullError
 from weft.plan import IterationPlan, StepResult, SwapTask
 from weft.request import (
+    Failure,
+    FailureKind,
     FinishReason,
     GenerationResult,
     InferenceRequest,
@@ -53,12 +55,12 @@ class ScriptedFaults:
         self.num_unattributed += 1
         return "out of memory"
 
-    def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, str]]:
+    def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, Failure]]:
         if self.culprit is not None and plan.request_ids:
             culprit = plan.request_ids[self.culprit % len(plan.request_ids)]
             self.culprit = None
             self.culprits.add(culprit)
-            return None, {culprit: "its own fault"}
+            return None, {culprit: Failure(FailureKind.STEP, "its own fault")}
         if self.fail_next_result and plan.request_ids:
             self.fail_next_result = False
             self.num_unattributed += 1

@@ -136,7 +136,7 @@ class FaultClient(SoakClient):
                 await asyncio.sleep(random.uniform(0.1, 0.4))
         self._drop()
 
-    def _check_error(self, error: dict[str, Any]) -> str:
+    def _check_error(self, error: dict[str, Any], began: float) -> str:
         code = str(error["code"])
         return code if code in _ALWAYS_ALLOWED else f"error {code}"
 

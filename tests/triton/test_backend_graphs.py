@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 import torch
 
-from weft.backends.cuda.graphs import _BORROWED, DecodeGraphs, Kind
+from weft.backends.cuda.graphs import _STEPS_IN_LARGER_GRAPH, DecodeGraphs, Kind
 from weft.backends.cuda.sampling_rows import SamplingPath
 from weft.ops.triton.device import Device
 
@@ -63,13 +63,13 @@ def test_a_size_without_a_graph_uses_one_that_is_not_much_larger(device: Device)
 
 def test_a_size_that_repeats_gets_its_own_graph_after_it_was_launched(device: Device) -> None:
     launches = Launches(device)
-    for entries in (128, 128, *[96] * _BORROWED):
+    for entries in (128, 128, *[96] * _STEPS_IN_LARGER_GRAPH):
         launches.graphs.run(entries, 10, GREEDY)
-    assert launches.sizes_done(device) == {128: 2 + _BORROWED}
+    assert launches.sizes_done(device) == {128: 2 + _STEPS_IN_LARGER_GRAPH}
     for captured in (1, 2, 2):
         launches.graphs.run(96, 10, GREEDY)
         assert launches.graphs.num_captured == captured
-    assert launches.sizes_done(device) == {128: 2 + _BORROWED, 96: 3}
+    assert launches.sizes_done(device) == {128: 2 + _STEPS_IN_LARGER_GRAPH, 96: 3}
 
 
 def test_after_a_failed_capture_steps_are_launched_and_it_is_not_tried_again(

@@ -164,7 +164,7 @@ def test_a_segment_that_cannot_be_captured_is_launched(
 def test_a_limited_number_of_row_counts_have_graphs(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(piecewise_graphs, "_MOST_SIZES", 1)
     graphs = piecewise_graphs.PiecewiseGraphs(device)
-    assert [graphs.serve(rows) for rows in (16, 32, 16, 32, 32, 16)] == [
+    assert [graphs.begin_step(rows) for rows in (16, 32, 16, 32, 32, 16)] == [
         False,
         False,
         True,
@@ -172,4 +172,4 @@ def test_a_limited_number_of_row_counts_have_graphs(device: Device, monkeypatch:
         False,
         True,
     ]
-    assert not graphs.serve(4096) and not graphs.serve(4096)
+    assert not graphs.begin_step(4096) and not graphs.begin_step(4096)

@@ -75,7 +75,7 @@ def test_more_stop_tokens_than_a_row_holds_are_rejected_with_a_message(device: D
     stops = tuple(range(100, 1124))  # the most that a request may have, plus the two end tokens of the model
     sampler.start(Step([SamplingParams(min_tokens=2, stop_token_ids=stops), SamplingParams()]).starts)
     assert list(sampler.refused) == [0]
-    assert "1026 stop tokens" in sampler.refused[0] and "1024" in sampler.refused[0]
+    assert "1026 stop tokens" in sampler.refused[0].message and "1024" in sampler.refused[0].message
     sampler.start(Step([SamplingParams(stop_token_ids=stops)]).starts)
     assert not sampler.refused, "without min_tokens the stop tokens need no room in the row"
 

@@ -127,7 +127,7 @@ def test_the_rows_of_a_start_say_size_tokens_and_gain_of_the_tiers() -> None:
     assert store == (
         "store",
         "15 MiB",
-        "960 tokens in 4 bits; with the tail 2.80 times those of a full cache",
+        "960 tokens in 4 bits; with the tail 2.80 times as many as a full cache",
     )
 
 
@@ -152,7 +152,7 @@ def test_a_server_tells_both_tiers_when_it_starts() -> None:
     lines = [" ".join(line.split()) for line in announced("text", INFO, POOL)[0].splitlines()]
     assert "KV cache 25 MiB at most: 1,120 tokens, 4,096 in one context" in lines
     assert "tail 10 MiB: 160 tokens in full precision: the newest 32 of every context" in lines
-    assert "store 15 MiB: 960 tokens in 4 bits; with the tail 2.80 times those of a full cache" in lines
+    assert "store 15 MiB: 960 tokens in 4 bits; with the tail 2.80 times as many as a full cache" in lines
     assert "swap 6 MiB at most" in lines
     fields = announced("json", INFO, POOL)[1]
     assert (fields["kv_cache_bytes"], fields["swap_bytes"]) == (25 * MIB, 6 * MIB)
