@@ -5,8 +5,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The tests of a file stay in one process: they share slow fixtures.
-SPREAD := -n auto --maxprocesses 4 --dist loadfile
+# The tests of a file stay together: they share what is slow to start. Some tests wait for processes, so there is one
+# worker more than there are cores. torch computes in one thread for each: more would wait for each other.
+WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, 1 + len(os.sched_getaffinity(0))))')
+SPREAD = -n $(WORKERS) --dist loadfile
+export OMP_NUM_THREADS ?= 1
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # With WEFT_NO_KERNELS=1 nothing is compiled and numpy computes, for machines without a C++ compiler.
