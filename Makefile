@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # worker more than there are cores. torch computes in one thread for each: more would wait for each other.
 WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, 1 + len(os.sched_getaffinity(0))))')
 SPREAD = -n $(WORKERS) --dist loadfile
-export OMP_NUM_THREADS ?= 1
+test test-machines: export OMP_NUM_THREADS ?= 1
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # With WEFT_NO_KERNELS=1 nothing is compiled and numpy computes, for machines without a C++ compiler.
