@@ -23,6 +23,7 @@ _HOME = {
     "RequestId": "weft.request",
     "Priority": "weft.request",
     "RequestState": "weft.request",
+    "FailureKind": "weft.request",
     "FinishReason": "weft.request",
     "SamplingParams": "weft.request",
     "Grammar": "weft.request",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from weft.llm import LLM, PromptJob
     from weft.plan import IterationPlan
     from weft.request import (
+        FailureKind,
         FinishReason,
         GenerationResult,
         Grammar,
@@ -77,6 +79,7 @@ __all__ = [
     "LLM",
     "ContinuousBatchScheduler",
     "EngineStoppedError",
+    "FailureKind",
     "FinishReason",
     "GenerationResult",
     "Grammar",
