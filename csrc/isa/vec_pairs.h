@@ -78,7 +78,7 @@ inline Bytes without_lifts(const uint8_t* group, int64_t groups) {
   return sum;
 }
 
-// Adds a group to the sums of a scale block; `from`: the first row at this group.
+// Adds a group to the sums of a scale block. `from[row]` is this group of the row's activations.
 template <int rows>
 inline void add_group(const RowGroup* from, const uint8_t* group, Bytes (&blocks)[rows][1]) {
   using vec::each;
