@@ -51,7 +51,7 @@ class JointRun:
     """Most contexts that ran at the same time."""
     preemptions: int
     shortest: int
-    """Tokens of the shortest context while all ran, at its maximum; 0 if they never all ran."""
+    """The most tokens that the shortest context had while all ran; 0 if they never all ran."""
     first_steps: tuple[int, ...]
     """The step of the first token of each context."""
 

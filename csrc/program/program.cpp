@@ -104,8 +104,8 @@ void Program::run(const Instruction& instruction, int64_t rows) {
 }
 
 // Each row block passes through all these instructions on one thread, without synchronisation. With `with_head`, a
-// thread that would wait at the end begins with the LM head of its own rows. On a busy machine a thread loses up to a
-// tenth of a step, and the threads rarely lose the same time.
+// thread that would wait at the end computes the LM head of its own rows instead. Such waits are common: on a busy
+// machine each thread is descheduled for up to a tenth of a step, rarely at the same time as the others.
 void Program::run_in_blocks(size_t first, size_t end, bool with_head) {
   make_room_for_blocks(first, end);
   if (with_head) make_room_for_head();

@@ -159,13 +159,13 @@ class KvCacheManager:
         return self._take(allocation, needed, hashes)
 
     def adopt(self, allocation: KvCacheAllocation, block: int) -> None:
-        """Appends a full block that another request has filled, or fills in this step: a prefix hit while running."""
+        """Appends a full block that another request has filled or fills in this step: a prefix hit of a running sequence."""
         self._check_resident(allocation, "extended")
         self.pool.share(block)
         allocation.blocks.append(block)
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Adds a reference to each block of a prefix hit or, if one is free, to none."""
+        """Adds a reference to each block of a prefix hit. If one of them is free, raises ValueError and adds none."""
         stored = self.num_stored(blocks)
         self.store.share_all(blocks[:stored])
         try:
