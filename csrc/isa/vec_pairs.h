@@ -37,7 +37,7 @@ inline Bytes only_nibbles(Bytes a) {
   asm("vpandd %1%{1to16%}, %0, %0" : "+v"(a) : "m"(nibbles));
   return a;
 }
-// Weights of two steps of a group; the first step is multiplied in pairs.
+// Weights of 16 inputs of a group: `in_pairs` holds eight that are multiplied in pairs, `others` the other eight.
 struct Steps {
   Bytes v, w_and_128, first, last;
 

@@ -35,7 +35,7 @@ def decode_attention(
     split_mixed,  # float32 [splits of all requests and KV heads, group, head size]
     split_peaks,  # float32 [splits of all requests and KV heads, group]
     split_totals,
-    arrivals,  # int32 [requests, kv heads]: 0 before and after
+    arrivals,  # int32 [requests, kv heads]: 0 before and after the kernel
     layer,
     table_stride,
     requests,

@@ -61,7 +61,7 @@ class Operation:
     errors: tuple[int, ...] = ()
     media_type: str = "application/json"
     is_open: bool = False
-    """The route never needs a key."""
+    """True: the route never needs a key."""
 
 
 _GENERATING = (400, 404, 408, 413, 429, 500, 503, 504)
