@@ -142,7 +142,8 @@ class Speculation:
     def add_draft_tokens(self, builder: PlanBuilder, kv_cache: KvCacheManager, room: int) -> None:
         """Adds at most `room` draft tokens to the decodes of a step, without preempting anything.
 
-        A step becomes at most 1.5 times as long, or longer by the draft tokens of one sequence."""
+        They make a step at most 1.5 times as long. One sequence may always have its `max_draft_tokens`, even if they
+        make it longer."""
         num_running = len(builder.decodes)
         room = min(room, max(self._max_draft_tokens, int(self.costs.fixed_rows + num_running) // 2))
         for sequence in builder.decodes:

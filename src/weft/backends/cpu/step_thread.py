@@ -97,7 +97,7 @@ class StepThread:
         return step
 
     def prefault_when_idle(self, memory: Prefaulter) -> None:
-        """Hands the cache memory to the thread. Must not be called during a step, because any item in the queue delays the
+        """Hands the cache memory to the thread. Must not be called during a step: any item in the queue delays the
         report of that step."""
         self._steps.put(memory)
 

@@ -138,8 +138,8 @@ def _combine(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Writes output [tokens, columns]: for each token the sum of parts [pairs, columns] * shares [pairs] over its pairs,
-    in order, in float32."""
+    """Writes output [tokens, columns]: for each token the sum of parts [pairs, columns] * shares [pairs] over its
+    pairs, in order, in float32."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)

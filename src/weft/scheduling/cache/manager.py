@@ -193,7 +193,7 @@ class KvCacheManager:
         return self.pool if block < self.pool.num_blocks else self.store
 
     def truncate(self, allocation: KvCacheAllocation, num_blocks: int) -> None:
-        """Releases all but the first `num_blocks` blocks or, if it is swapped out, swap slots."""
+        """Releases all blocks after the first `num_blocks`. If the allocation is swapped out, releases swap slots."""
         if allocation.is_swapped:
             self._swaps.give_back(allocation.swap_slots[num_blocks:])
             del allocation.swap_slots[num_blocks:]
