@@ -354,11 +354,11 @@ def _query_runs(
     runs = []
     for request in requests:
         first, end = int(step.query_starts[request]), int(step.query_starts[request + 1])
-        max_tokens = max(1, _MAX_SCORES // (heads * int(step.context_lengths[request])))
+        longest = max(1, _MAX_SCORES // (heads * int(step.context_lengths[request])))
         start = first
         while start < end:
             position = int(step.positions[start])
-            count = max_tokens if step.store is None else min(max_tokens, block_size - (position + 1) % block_size)
+            count = longest if step.store is None else min(longest, block_size - (position + 1) % block_size)
             tokens = slice(start, min(start + count, end))
             start = tokens.stop
             positions = step.positions[tokens]

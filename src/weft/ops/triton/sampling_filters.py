@@ -1,5 +1,5 @@
-"""Top-k, top-p, min-p and typical-p: finds the tokens that they keep, and samples one of them. It reads a short
-list of the most likely tokens instead of the whole row.
+"""Top-k, top-p, min-p and typical-p: finds the tokens that they keep, and samples one of them. Both need only a
+list of the most likely tokens, not a sorted row.
 
     survey      the best score of every group of tokens, and the mass of every piece of the vocabulary: one read
     shortlist   one program per entry: a threshold from the groups' maxima, a list of the tokens that reach it, the

@@ -105,8 +105,8 @@ class KvCacheManager:
         return BlockCounts(full if full > 0 else 0, moving if moving > 0 else 0)
 
     def needed_over_steps(self, num_blocks: int, stored: int, end: int) -> BlockCounts:
-        """Like `needed`, but several steps may compute the positions. Moves free full blocks between the steps. So the
-        table needs at most the full blocks of its tail, and the one that is written."""
+        """Like `needed`, but several steps may compute the positions. Each step moves older blocks to the store and so
+        frees full blocks. The table needs at most the full blocks of its tail, and the one that is written."""
         border = stored_blocks(end - 1, self._block_size, self._tail_blocks)
         full = min(-(-end // self._block_size), self._tail_blocks + 1) - (num_blocks - stored)
         return BlockCounts(max(0, full), max(0, border - stored))
@@ -159,7 +159,7 @@ class KvCacheManager:
         return self._take(allocation, needed, hashes)
 
     def adopt(self, allocation: KvCacheAllocation, block: int) -> None:
-        """Appends a full block that another request has filled or fills in this step: a prefix hit of a running sequence."""
+        """Appends a full block that another request has filled or fills in this step: a prefix hit during prefill."""
         self._check_resident(allocation, "extended")
         self.pool.share(block)
         allocation.blocks.append(block)
