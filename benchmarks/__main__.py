@@ -148,8 +148,9 @@ def kv_cache(
 ) -> None:
     """Compare a two-tier KV cache with a full one.
 
-    Contexts in the same memory, perplexity, facts retrieved from long contexts, and decode speed, with a full cache, 8 bits
-    and 4 bits. Takes a quarter of an hour on a small CPU. Exit code 1: a criterion was missed.
+    Compares a full cache, 8 bits and 4 bits. Measures contexts that fit into the same memory, perplexity, facts
+    retrieved from long contexts, and decode speed. Takes a quarter of an hour on a small CPU. Exit code 1: a
+    criterion was missed.
     """
     from benchmarks.kv_cache import Options
     from benchmarks.kv_cache import main as run

@@ -123,7 +123,8 @@ class Comparison:
 
 
 def compare_with_static(rows: int = 16) -> list[Comparison]:
-    """64 requests at once: prompts of 16 to 512 tokens, answers of 16 to 256."""
+    """Compares continuous with static batching for 64 requests at once: prompts of 16 to 512 tokens, answers of 16 to
+    256."""
     return [
         _compare(device, lengths, equal, rows)
         for device in DEVICES
@@ -141,7 +142,7 @@ def _compare(device: str, lengths: str, equal: str, rows: int) -> Comparison:
         max_tokens_per_step=prompt_tokens + rows,
         max_prefill_tokens=prompt_tokens,
     )
-    # A static batch reserves the longest sequence for every row; the paged pool shares the unused blocks.
+    # A static batch reserves blocks for the longest sequence in every row. The paged pool shares unused blocks.
     blocks = rows * (512 + 256) // KvCachePoolConfig().block_size if equal == "memory" else None
     config = SchedulerConfig(max_running=rows if blocks is None else 256)
     tokens = sum(job.output for job in jobs)

@@ -51,7 +51,7 @@ class JointRun:
     """Most contexts that ran at the same time."""
     preemptions: int
     shortest: int
-    """Tokens of the shortest context while all ran, at its maximum; 0 if they never all ran."""
+    """The most tokens that the shortest context had while all ran; 0 if they never all ran."""
     first_steps: tuple[int, ...]
     """The step of the first token of each context."""
 
@@ -63,13 +63,13 @@ class JointRun:
 
 
 Lengths = Sequence[tuple[int, int]]
-"""Prompt and answer of each context."""
+"""Tokens of the prompt and of the answer, for each context."""
 
 
 def admit(
     setup: Setup, kind: Kind, context: int, *, contexts: int, memory: int | None, confirm: bool = False
 ) -> Admission:
-    """Finds the most contexts in `memory`; None: the memory of `contexts` contexts in full precision."""
+    """Finds how many contexts fit into `memory`. None: as much memory as `contexts` contexts need in full precision."""
     rows = 6 * contexts + 2
     blocks = -(-context // KvCachePoolConfig().block_size)
     sizes = {"num_blocks": contexts * blocks} if memory is None else {"memory": memory}

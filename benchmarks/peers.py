@@ -184,7 +184,7 @@ class Bench:
             running.end()
 
     def _is_done(self, engine: Engine, names: Sequence[str], number: int) -> bool:
-        """Whether every column has an undisturbed try in this round."""
+        """Whether each workload in `names` has an undisturbed try in round `number`."""
         return all(
             any(not one.troubles(self.gauge.best) for one in self._tries_of(engine, name, number))
             for name in names

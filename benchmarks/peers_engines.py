@@ -43,7 +43,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class PeerFiles:
-    """The directory of the environments and converted models, and the model that they are converted from."""
+    """Files of the peers: `home` holds their Python environments and their converted copies of `model`."""
 
     home: Path
     model: Path

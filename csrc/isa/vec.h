@@ -164,8 +164,8 @@ inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return _mm256_blendv_ps(n
 inline Vec swap_neighbours(Vec a) { return _mm256_permute_ps(a, 0xb1); }
 inline Vec negate_even(Vec a) { return _mm256_xor_ps(a, _mm256_castsi256_ps(_mm256_set1_epi64x(0x80000000))); }
 
-// Adds the lanes of two vectors at a distance of 2 or 1; the results of both share a vector. One operand is a blend
-// and not a second shuffle, because blend units are less busy: a0 + a2 is next to b2 + b0.
+// Adds lanes at a distance of 2 or 1, in a and in b. One vector holds the results of both: a0 + a2 is next to b2 + b0.
+// One operand is a blend and not a second shuffle, because blend units are less busy.
 inline Vec add_at_2(Vec a, Vec b) { return _mm256_blend_ps(a, b, 0xcc) + _mm256_shuffle_ps(a, b, 0x4e); }
 inline Vec add_at_1(Vec a, Vec b) { return _mm256_blend_ps(a, b, 0xaa) + swap_neighbours(_mm256_blend_ps(a, b, 0x55)); }
 

@@ -37,7 +37,7 @@ inline Bytes only_nibbles(Bytes a) {
   asm("vpandd %1%{1to16%}, %0, %0" : "+v"(a) : "m"(nibbles));
   return a;
 }
-// Weights of two steps of a group; the first step is multiplied in pairs.
+// Weights of 16 inputs of a group: `in_pairs` holds eight that are multiplied in pairs, `others` the other eight.
 struct Steps {
   Bytes v, w_and_128, first, last;
 
@@ -78,7 +78,7 @@ inline Bytes without_lifts(const uint8_t* group, int64_t groups) {
   return sum;
 }
 
-// Adds a group to the sums of a scale block; `from`: the first row at this group.
+// Adds a group to the sums of a scale block. `from[row]` is this group of the row's activations.
 template <int rows>
 inline void add_group(const RowGroup* from, const uint8_t* group, Bytes (&blocks)[rows][1]) {
   using vec::each;

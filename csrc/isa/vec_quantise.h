@@ -1,5 +1,5 @@
-// Activation rows to bytes: the steps that need intrinsics, for eight scale blocks at a time. "Block" means scale
-// block here.
+// Quantises activation rows to bytes: the parts that need intrinsics, for eight scale blocks at a time. "Block" means
+// scale block here.
 #pragma once
 
 #include "isa/vec_curves.h"
@@ -8,7 +8,7 @@ namespace weft::WEFT_ISA {
 namespace {
 namespace quantising {
 
-// Eight blocks go through each step together: maxima over lanes, sums of codes and divisions take hardly longer than
+// Each function works on eight blocks together: maxima over lanes, sums of codes and divisions take hardly longer than
 // for one.
 constexpr int blocks_together = 8;
 constexpr int groups_together = blocks_together * scale_block_groups;
@@ -62,12 +62,12 @@ inline PerBlock with_block(PerBlock all, int block, const float* lane_maxima) {
   return _mm256_blendv_ps(all, larger_of_two(pairs, pairs), _mm256_castsi256_ps(is_block));
 }
 
-// One bit for each block above the bound.
+// Returns one bit per block: 1 if its largest magnitude is above the bound.
 inline uint32_t blocks_above(PerBlock all, float bound) {
   return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(all, _mm256_set1_ps(bound), _CMP_GT_OQ)));
 }
 
-// One bit for each value of a block with a magnitude above the bound.
+// Returns one bit per value of a block: 1 if its magnitude is above the bound.
 inline uint64_t inputs_above(const float* values, float bound) {
   uint64_t bits = 0;
 #pragma GCC unroll 8
@@ -82,8 +82,8 @@ inline uint64_t inputs_above(const float* values, float bound) {
   return bits;
 }
 
-// Computes the factors of values and the scales of codes. Returns one bit for each block without codes: all its
-// values are negligible, or one is not finite.
+// For each block: code = value * factor, and value = code * scale. Returns one bit per block: 1 if the block has no
+// codes, because all its values are negligible or one is not finite.
 inline uint32_t find_scales(PerBlock largest, float* factors, float* scales) {
   const PerBlock top = _mm256_set1_ps(static_cast<float>(largest_code)), infinite = _mm256_set1_ps(INFINITY);
   const PerBlock finite = _mm256_cmp_ps(largest, infinite, _CMP_LT_OQ);

@@ -14,8 +14,8 @@ float half_from(const uint8_t* bytes) {
   return half_to_float(half);
 }
 
-// Codes of `bits` bits in runs of `width` bytes: the lowest bits of a run hold its first codes, the next bits the
-// codes after them. The codes are shifted left by `shift` and ORed into `codes`.
+// Unpacks codes of `bits` bits from runs of `width` bytes. The lowest bits of the bytes hold the first `width` codes of
+// a run, the next bits the next `width` codes. Each code is shifted left by `shift` and ORed into `codes`.
 template <int bits, int width, int count>
 void add_planes(const uint8_t* packed, int shift, uint8_t* codes) {
   constexpr int planes = 8 / bits, runs = count / (planes * width);
@@ -72,7 +72,7 @@ void decode_q4_1(const uint8_t* block, float* values) {
   scale_codes<32>(codes, half_from(block), half_from(block + 2), values);
 }
 
-// One bit per value, in value order: the fifth bit of Q5_0 and Q5_1.
+// Adds the fifth bits of Q5_0 and Q5_1. They are packed one per value, in value order.
 void add_fifth_bits(const uint8_t* packed, uint8_t* codes) {
   for (int i = 0; i < 32; i++) codes[i] |= static_cast<uint8_t>((packed[i / 8] >> i % 8 & 1) << 4);
 }

@@ -32,7 +32,7 @@ uint32_t four_bytes(const uint8_t* bytes) {
   return word;
 }
 
-// 32 codes, one per byte.
+// Packs 32 codes, which are given one per byte, into a group of a lane.
 void put_w4(const Lane& lane, int64_t group, const uint8_t* codes) {
   for (int step = 0; step < 4; step++) {
     const uint32_t word = four_bytes(codes + 8 * step) | four_bytes(codes + 8 * step + 4) << 4;

@@ -13,7 +13,7 @@ struct StoredFormat {
   const char* name;
   int64_t values;
   int64_t bytes;
-  Layout layout;                                       // the layout that holds it exactly, or the smallest that holds it well
+  Layout layout;                                       // the default layout: an exact one, or else the smallest that is accurate enough
   void (*decode)(const uint8_t* raw, int64_t blocks, float* out);
 };
 

@@ -19,7 +19,7 @@ struct RowStatistics {
   }
 };
 
-// The last block of a row, if it is incomplete.
+// Writes the last block of a row if it is incomplete, padded with zeros.
 template <typename Make>
 inline void write_last_values(int64_t first, int64_t columns, Make& make, float* out, RowStatistics& statistics) {
   const int64_t side_by_side = (columns - first) / (RowStatistics::num_sums * vec::lanes) * RowStatistics::num_sums;

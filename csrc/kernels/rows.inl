@@ -30,8 +30,8 @@ inline void multiply_each(vec::Vec (&x)[count], const float* with, Lanes n) {
   vec::each<count>([&](int k) { x[k] = x[k] * vec::load(with + k * vec::lanes, n); });
 }
 
-// Calls use(make); make(i, n, into) computes some vectors of the row from element i on, of n lanes each. A partial
-// last vector is computed alone; its unused lanes are zero, unless the row has a NaN.
+// Calls use(make). make(i, n, into) computes the row's elements from i on: it fills the array `into` with vectors of n
+// lanes each. A partial last vector needs its own call; its unused lanes are zero, unless the row has a NaN.
 template <typename Use>
 inline void with_values(const RowInput& input, int64_t columns, Use&& use) {
   const float *row = input.row, *other = input.other;

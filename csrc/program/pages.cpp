@@ -34,8 +34,8 @@ void touch(uint8_t* begin, uint8_t* end, uintptr_t page) {
   }
 }
 
-// Memory in pieces, each within one huge page. If two threads shared a huge page, both would clear it, one of them in
-// vain. And another thread that needs a mapping waits for one piece at most.
+// Memory in pieces, each within one huge page. Two threads in one huge page would both clear it, and the kernel would
+// discard one copy. Small pieces also bound how long a thread that maps memory waits for the kernel's lock.
 class Pieces {
  public:
   Pieces(uint8_t* begin, uint8_t* end) : begin_(begin), end_(end), first_(reinterpret_cast<uintptr_t>(begin) / large_page) {}

@@ -1,5 +1,5 @@
-// The threads that share the work of a step. A phase is a number of items; each free thread takes the next one, also
-// the calling thread. So a descheduled thread delays the phase by at most the item that it holds. Between phases
+// The threads that share the work of a step. A phase is a number of items. Each free thread takes the next item; the
+// calling thread does so too. So a descheduled thread delays the phase by at most the item that it holds. Between phases
 // workers spin briefly, then yield while they poll, then sleep: waking a thread costs as much as a phase, and other
 // processes must not wait for a thread that only waits.
 //
@@ -28,8 +28,8 @@ class Pool {
 
   int threads() const { return static_cast<int>(workers_->threads.size()) + 1; }
 
-  // Memory that one thread may prefault while the others work (pages.h): the first thread that finds the offer open
-  // closes it. The caller of `run` opens the offer before and withdraws it after.
+  // Memory that one thread prefaults while the others work (pages.h). The first thread that sees the offer open closes
+  // it and prefaults the memory. The caller of `run` opens the offer before, and withdraws it after.
   struct Offer {
     uint8_t *begin = nullptr, *end = nullptr;
     std::atomic<bool> is_open{false};

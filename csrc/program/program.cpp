@@ -104,8 +104,8 @@ void Program::run(const Instruction& instruction, int64_t rows) {
 }
 
 // Each row block passes through all these instructions on one thread, without synchronisation. With `with_head`, a
-// thread that would wait at the end begins with the LM head of its own rows. On a busy machine a thread loses up to a
-// tenth of a step, and the threads rarely lose the same time.
+// thread that would wait at the end computes the LM head of its own rows instead. Such waits are common: on a busy
+// machine each thread is descheduled for up to a tenth of a step, rarely at the same time as the others.
 void Program::run_in_blocks(size_t first, size_t end, bool with_head) {
   make_room_for_blocks(first, end);
   if (with_head) make_room_for_head();
@@ -155,7 +155,7 @@ void Program::add_seconds_of_workers() {
   }
 }
 
-// Runs on one thread; memory is allocated already.
+// Runs on one worker thread. `make_room_for_blocks` has allocated all memory.
 void Program::execute_block(size_t first, size_t end, size_t index, Worker& worker) {
   const RowBlock& block = row_blocks_[index];
   for (size_t i = first; i < end; i++) {
@@ -261,7 +261,7 @@ void Program::linear(const Instruction& instruction, int64_t rows) {
           instruction.add, instruction.scale);
 }
 
-// Runs on one thread; memory is allocated already.
+// Runs on one worker thread. `make_room_for_blocks` has allocated all memory.
 void Program::linear_of_block(const Instruction& instruction, int64_t first, int64_t count, Worker& worker) {
   if (!instruction.reuses_rows) prepare_block(instruction, first, count, worker.prepared, worker);
   kernels().linear(worker.prepared.product_task(instruction.weight, count, row_of(instruction.output, first) + instruction.column,

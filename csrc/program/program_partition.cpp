@@ -8,7 +8,7 @@ namespace {
 
 // With at least this many rows per thread, row blocks pass through several instructions at a time. A row block finds
 // its own output in the L2 cache, and threads do not wait for each other. Measured gain for steps of many rows: 5 to
-// 8%. For 8 to 20 rows: 15 to 30% on two cores without a shared cache, little on two with one.
+// 8%. For 8 to 20 rows: 15 to 30% on two cores without a shared cache, little with a shared cache.
 //
 // The cost: every thread reads all weights, at its share of the memory bandwidth. Reading a weight takes as long as
 // multiplying it with four rows or more, and longer with more threads.
@@ -22,8 +22,8 @@ constexpr int64_t most_rows_of_requests = 10 * panel_rows;
 constexpr int64_t blocks_worth_a_pipeline = 2;
 constexpr int64_t most_rows_of_pipeline = 6 * panel_rows;
 
-// The cost model of a request, in products of a weight and a row: reading a byte of K and V, and attending to it from
-// each row that shares the read.
+// The cost model of a request. The unit is one product of a weight and a row. A byte of K and V costs the first
+// constant once for reading it, and the second for each row that attends to it.
 constexpr int64_t products_per_byte = 8, products_per_byte_and_row = 4;
 // If the requests of one thread cost this much more than the mean, the others would wait longer than in separate
 // phases.

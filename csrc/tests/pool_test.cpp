@@ -131,7 +131,7 @@ void time_phases(int threads) {
                   (median - ideal) * 1e6);
     }
   }
-  // A step after a pause in which the workers went to sleep.
+  // The first phase after a pause. During a long pause the workers go to sleep.
   for (const double pause : {20e-6, 100e-6, 300e-6, 1e-3}) {
     std::vector<double> first;
     for (int repeat = 0; repeat < 400; repeat++) {

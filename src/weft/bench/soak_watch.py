@@ -140,7 +140,8 @@ class HealthWatch:
 
 @dataclass(frozen=True)
 class Kill:
-    """A kill of the engine, and when /health reported the failure and then an engine that is ready; None: never."""
+    """A kill of the engine. `noticed`: when /health first failed after it; `ready`: when it then succeeded again.
+    None: never."""
 
     at: float
     noticed: float | None
@@ -148,13 +149,14 @@ class Kill:
 
 
 async def kill_engine(processes: ServerProcesses, at: list[float]) -> list[float]:
-    """Kills the engine process at each time in `at`, or as soon as there is one. Returns the times of the kills."""
+    """Kills the engine process at each time in `at`; if none runs then, as soon as one runs. Returns the times of the
+    kills."""
     done = []
     for moment in at:
         await asyncio.sleep(max(0.0, moment - time.monotonic()))
         while (pid := processes.engine()) is None:
             await asyncio.sleep(0.1)
-        now = time.monotonic()  # before the kill, so that no poll can report it earlier
+        now = time.monotonic()  # taken before the kill: a poll that sees the kill always ends later
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:

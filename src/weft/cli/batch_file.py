@@ -237,8 +237,10 @@ class BatchRun:
 
 @contextmanager
 def _progress(source: IO[bytes]) -> Iterator[Callable[[float, str], None]]:
-    """Shows a progress bar in a terminal; for a pipe it has no total. The callback gets the share of the read lines that
-    are answered, and the text beside the bar."""
+    """Shows a progress bar in a terminal. The size of a pipe is unknown, so its bar has no total.
+
+    The arguments of the callback: the share of the lines read so far that are answered, and the text beside the bar.
+    """
     console = Console(stderr=True)
     columns = (
         TextColumn("generating"),

@@ -135,8 +135,10 @@ class ServingEngine:
     def submit(
         self, request: InferenceRequest, *, block: bool = False, timeout: float | None = None
     ) -> RequestId:
-        """Queues a request and returns its id. If the queue is full, raises QueueFullError; with `block`, waits first,
-        at most `timeout` seconds, while another thread runs the loop."""
+        """Queues a request and returns its id. Raises QueueFullError if the queue is full.
+
+        With `block`, it first waits up to `timeout` seconds for a place. Another thread must run the loop meanwhile.
+        """
         return self._submit([self._sequence(request)], None, block, timeout)[0]
 
     def submit_with_callback(

@@ -71,7 +71,7 @@ class GgufFile:
 
 
 def read_gguf(path: Path | str) -> GgufFile:
-    """Opens, checks and maps a GGUF file. The first file of a split model brings the others with it."""
+    """Opens, checks and maps a GGUF file. For the first file of a split model, also opens the others."""
     first = _read_one(Path(path))
     count = _whole_number(first, "split.count", 1)
     return first if count <= 1 else _with_other_parts(first, count)

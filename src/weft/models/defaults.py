@@ -55,7 +55,8 @@ _GEMMA2: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
 }
 
-# By `model_type`. If a field has two keys (see `fields`), the default has the key of lower precedence.
+# By `model_type`. If a field has two keys (see `fields`), the default uses the second: then both keys of a file override
+# it. Gemma's `hidden_activation` is an exception: its classes ignore `hidden_act`.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": _LLAMA,
     "mistral": _MISTRAL,

@@ -349,16 +349,16 @@ def _query_runs(
     tail_blocks: int,
     heads: int,
 ) -> tuple[_QueryRun, ...]:
-    """Requests with several tokens, in runs of at most `_MAX_SCORES` scores. A run reads only blocks in its window.
-    With a store, all its queries read the same blocks from the store."""
+    """Splits requests with several tokens into runs of at most `_MAX_SCORES` scores. A run reads only blocks in its
+    window. With a store, all queries of a run read the same blocks from the store."""
     runs = []
     for request in requests:
         first, end = int(step.query_starts[request]), int(step.query_starts[request + 1])
-        piece = max(1, _MAX_SCORES // (heads * int(step.context_lengths[request])))
+        longest = max(1, _MAX_SCORES // (heads * int(step.context_lengths[request])))
         start = first
         while start < end:
             position = int(step.positions[start])
-            count = piece if step.store is None else min(piece, block_size - (position + 1) % block_size)
+            count = longest if step.store is None else min(longest, block_size - (position + 1) % block_size)
             tokens = slice(start, min(start + count, end))
             start = tokens.stop
             positions = step.positions[tokens]

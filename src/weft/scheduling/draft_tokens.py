@@ -1,8 +1,8 @@
 """Prompt-lookup speculation: proposes draft tokens from a sequence's own text, and decides how many a step checks.
 
 A step reads all weights whatever it computes, so a few more rows cost little while few sequences run. Text repeats
-itself: edited code, quotes of the question, lists, loops. The proposer finds the last place where the same tokens
-stood, and proposes the tokens that followed them there. The model samples after each draft token; the first
+itself: edited code, quotes of the question, lists, loops. The proposer finds the last earlier occurrence of
+the final tokens, and proposes the tokens that followed it. The model samples after each draft token; the first
 mismatch discards the rest. Answers are the same token for token, in fewer steps.
 """
 
@@ -112,7 +112,7 @@ class Speculation:
         self._max_draft_tokens = config.max_draft_tokens if info.fixed_cost_rows else 0
         self.costs = DecodeCosts(info.fixed_cost_rows)
         self._idle_since: float | None = None
-        """When the last step ended, if the next was not planned by then."""
+        """When the last step ended. None if the next step was planned before that."""
         self._block_size = info.block_size
         self._has_tiers = info.store_blocks > 0
 
@@ -121,7 +121,7 @@ class Speculation:
         return self._max_draft_tokens > 0
 
     def attach_proposer(self, sequence: Sequence) -> None:
-        """Not for a sequence with a grammar: its mask is known for one token at a time."""
+        """Gives the sequence a proposer, unless it has a grammar: a grammar mask is known for one token at a time."""
         if self._max_draft_tokens and sequence.request.params.grammar is None:
             sequence.draft_proposer = DraftProposer(sequence.tokens)
 
@@ -142,7 +142,8 @@ class Speculation:
     def add_draft_tokens(self, builder: PlanBuilder, kv_cache: KvCacheManager, room: int) -> None:
         """Adds at most `room` draft tokens to the decodes of a step, without preempting anything.
 
-        A step becomes at most 1.5 times as long, or longer by the draft tokens of one sequence."""
+        They make a step at most 1.5 times as long. One sequence may always have its `max_draft_tokens`, even if they
+        make it longer."""
         num_running = len(builder.decodes)
         room = min(room, max(self._max_draft_tokens, int(self.costs.fixed_rows + num_running) // 2))
         for sequence in builder.decodes:
@@ -167,7 +168,7 @@ class Speculation:
         assert allocation is not None
         if self._has_tiers:
             # NOTE: computing the last position of a block moves an older block to the store. That move is final, but a
-            # draft token may be rejected: so none may stand at that position.
+            # draft token may be rejected. So no draft token may have that position.
             count = min(count, self._block_size - 2 - start % self._block_size)
         first = len(allocation.blocks)
         needed = kv_cache.needed(first, allocation.stored, start + 1 + count)
@@ -182,7 +183,7 @@ class Speculation:
         """Whether the next step should wait for the tokens of the step in flight, so that it can have draft tokens."""
         if not self._max_draft_tokens or any(s.phase is not Phase.DECODE for s in running):
             return False
-        # In rows: what the expected draft tokens save, and what waiting costs.
+        # Compares the expected saving by draft tokens with the cost of waiting. Unit: the time of one row.
         saved, per_token = 0.0, self.costs.fixed_rows / max(1, len(running)) + 1.0
         for sequence in running:
             if sequence.draft_proposer is not None:

@@ -87,15 +87,16 @@ class StepCostModel:
     Context: positions whose K and V are read. Pairs: (token, earlier position) pairs that attention computes; they make
     the end of a long prompt cost more than its beginning.
 
-    Least squares over decaying sums. Only steps with prompts decay them: many equal decode steps contain no news about
+    Least squares over decaying sums. Only steps with prompts decay them: many equal decode steps say nothing about
     prompt tokens, and must not erase what was learned.
     """
 
     DECAY = 0.98
     TRUSTED_SECONDS = 0.5
     MAX_PREDICTED_RATIO = 4.0
-    """A step counts for at most TRUSTED_SECONDS, or MAX_PREDICTED_RATIO times its prediction if that is more. A laptop
-    that slept is not slower. A machine that is slower is believed after some dozens of steps."""
+    """A step counts for at most TRUSTED_SECONDS, or MAX_PREDICTED_RATIO times its prediction if that is more. So a
+    step during which a laptop slept does little harm. If the machine has become slower, predictions follow within some
+    dozens of steps."""
     SCALES = (1.0, 256.0, 4096.0, 262_144.0)
     """Features are divided by these, for numerical accuracy."""
 
@@ -167,8 +168,8 @@ class StepCostModel:
         return int(2 * spare / (each + (each**2 + 2 * per_pair * spare) ** 0.5))
 
     def _solve_above_zero(self) -> list[float]:
-        """The best coefficients, none negative. A negative one is set to zero and the others are solved again: left as
-        they are, they would still offset the negative one, and every prediction would be too high."""
+        """The best coefficients that are not negative. Sets a negative one to zero and solves the others again. Without
+        the second solution the others would still compensate for it: every prediction would be too high."""
         used = list(range(len(self._products)))
         while True:
             solution = self._solve(used)

@@ -185,7 +185,7 @@ class Sequence:
         extend_block_hashes(self.block_hashes, self.root_hash, self.tokens, block_size)
 
     def update_proposer(self) -> None:
-        """Shows new tokens to the draft proposer."""
+        """Updates the draft proposer with new tokens."""
         if self.draft_proposer is not None:
             self.draft_proposer.update()
 

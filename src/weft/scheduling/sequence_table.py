@@ -74,7 +74,7 @@ class SequenceTable:
         return sequence.last_step > self.applied_step
 
     def add_running(self, sequence: Sequence, step: int, phase: Phase, now: float) -> None:
-        """Makes a sequence run that holds a row and blocks. It takes part in steps from `step` on."""
+        """Sets a sequence running from `step` on. It already holds a row and KV blocks."""
         sequence.state = RequestState.RUNNING
         sequence.admitted_step = step
         sequence.row_sent = False

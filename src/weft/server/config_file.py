@@ -51,7 +51,7 @@ class _Command:
     context: Annotated[int, Meta(ge=2)] | None = None
     """Longest context in tokens. Not set: the model's own."""
     memory: Annotated[int, Meta(ge=1)] | None = None
-    """Bytes for the KV cache. Not set: 2 GiB, or the model's whole context where memory allows; less inside a cgroup limit."""
+    """Bytes for the KV cache. Not set: most of the free GPU memory; on a CPU 2 GiB or one whole context, at most half of the free memory."""
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     """Threads of the CPU backend. Not set: one for each physical core."""
     quantize: Literal["int8", "int4"] | None = None

@@ -73,7 +73,7 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
 
 
 def as_api_error(error: WeftError) -> ApiError:
-    """The status and code over HTTP of an expected error of weft."""
+    """Converts an expected error of weft to an error with an HTTP status and code."""
     message = str(error)
     if isinstance(error, InvalidRequestError):
         return ApiError(400, message, param=error.field or None, code=error.code or None)

@@ -144,7 +144,8 @@ class PlanChecker:
             and victims
             and victims[-1].allocation is not None
         ):
-            # It held its computed tokens and the block of its next position. Spare blocks were released before.
+            # The last victim held its computed tokens and the block of its next position. Its spare blocks were
+            # released before. If more blocks than it held are available now, its preemption was not needed.
             num_held = victims[-1].scheduled // scheduler.info.block_size + 1
             require(scheduler.kv_cache.pool.available <= num_held, "a request was preempted needlessly")
 
@@ -152,8 +153,8 @@ class PlanChecker:
         has_run = self._last_ran.get(sequence.request_id, -1) >= sequence.admitted_step
         was_finishing = sequence.is_finishing and sequence.last_step < plan.step
         is_final = sequence.request_id in plan.request_ids[plan.first_prefill :]
-        # Blocks that it held before this plan and did not share: their content is not cached. With two tiers, either
-        # may have been short, so only a sequence with blocks in both would certainly have helped.
+        # Blocks that the sequence held before this plan and did not share: their content is not cached. With two tiers,
+        # either tier may have been short. Only a sequence with blocks in both would certainly have helped.
         kv_cache, allocation = self._scheduler.kv_cache, sequence.allocation
         blocks = allocation.blocks if allocation is not None else []
         new = {*plan.table_blocks, *plan.moved_to}

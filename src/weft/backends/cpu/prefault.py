@@ -67,8 +67,10 @@ class Prefaulter:
         return self._prefaulted < min(self._used + self._ahead_bytes, self._bytes.size)
 
     def use(self, num_rows: int) -> None:
-        """Called before a step that uses the first `num_rows`. Prefaults what is missing of them, and offers pages
-        for the next two steps to the pool, assuming that each needs as many new rows as this one."""
+        """Called before a step that uses the first `num_rows` rows. Prefaults those that are not yet prefaulted.
+
+        Also offers the pool the pages for the next two steps, assuming that each needs as many new rows as this one.
+        """
         used = max(num_rows * self._row_bytes, self._used)
         if used > self._prefaulted:
             # At least one page per thread: in parallel that takes less than twice the time of one page.

@@ -73,7 +73,7 @@ class QueuedStep:
 
 
 class StepThread:
-    """Runs steps in the order of submission. Prefaults memory while there are none."""
+    """Runs steps in the order of submission. Prefaults memory while no step is queued."""
 
     def __init__(self, name: str) -> None:
         self._steps: SimpleQueue[QueuedStep | Prefaulter | None] = SimpleQueue()
@@ -97,7 +97,8 @@ class StepThread:
         return step
 
     def prefault_when_idle(self, memory: Prefaulter) -> None:
-        """Hands the cache memory to the thread. Not during a step: an item in the queue counts as a next step."""
+        """Hands the cache memory to the thread. Must not be called during a step: any item in the queue delays the
+        report of that step."""
         self._steps.put(memory)
 
     def close(self) -> None:
@@ -121,7 +122,7 @@ class StepThread:
             outcome = run()
         except BaseException as error:
             outcome = error
-        self.report()  # for a step that computed nothing
+        self.report()  # no effect unless `run` ended before it computed anything
         self._running = None
         self._unreported = step, outcome
         if self._steps.empty() or not self._end.alive:  # after `close`, the next item may be the end marker

@@ -22,7 +22,8 @@ def thread_count(threads: int | None) -> int:
 
 
 def _physical_cores() -> int:
-    """Hardware threads of one core count once: they share its arithmetic units, and slow each other down."""
+    """The number of usable cores. Hardware threads of one core count once: they share its arithmetic units, and slow
+    each other down."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cores = set()

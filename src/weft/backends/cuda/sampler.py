@@ -56,7 +56,7 @@ class _Sizes:
 
 
 _ON_CARD = _Sizes(head=4, group=64, groups_of_piece=64, few=512, gathered=32, most=16384, tile=512)
-# Small, so that lists overflow with the vocabularies of tests.
+# Small sizes, so that even the small vocabularies of the tests overflow the lists.
 _INTERPRETED = _Sizes(head=1, group=8, groups_of_piece=512, few=16, gathered=128, most=512, tile=2048)
 
 _ERRORS = {

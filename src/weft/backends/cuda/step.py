@@ -78,7 +78,7 @@ class DeviceStep:
         )
 
     def fail(self, error: str) -> None:
-        """The launch failed, so there is no end to wait for."""
+        """Sets the result of a step whose launch failed. `collect` then does not wait for its end."""
         self._result = StepResult(error=error)
 
     def collect(self) -> None:

@@ -163,7 +163,7 @@ class RemoteAnswer:
         )
 
     def _discard(self, error: WeftError, reason: str) -> None:
-        """Fails and cancels the answer, and frees its unread outputs: with a gap, its text is useless."""
+        """Fails and cancels the answer, and frees its unread outputs: its text would have a gap."""
         if self._failure is None:
             self._may_grow(-sum(map(_size, self._unread)))
             self._unread.clear()

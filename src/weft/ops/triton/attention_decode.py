@@ -35,7 +35,7 @@ def decode_attention(
     split_mixed,  # float32 [splits of all requests and KV heads, group, head size]
     split_peaks,  # float32 [splits of all requests and KV heads, group]
     split_totals,
-    arrivals,  # int32 [requests, kv heads]: 0 before and after
+    arrivals,  # int32 [requests, kv heads]: 0 before and after the kernel
     layer,
     table_stride,
     requests,
@@ -46,7 +46,7 @@ def decode_attention(
     score_cap,
     SHARED: tl.constexpr,  # the programs of a KV head share all its tiles; otherwise each has one split of a request
     MOST_REQUESTS: tl.constexpr,  # power of two >= requests
-    FIXED_SPLIT: tl.constexpr,  # 0: a context is cut into equal splits, as many as there are programs for
+    FIXED_SPLIT: tl.constexpr,  # tokens of a split; 0: each context is cut into equal splits
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -81,8 +81,7 @@ def decode_attention(
         counts = tl.where(each < requests, _work_of(contexts, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS), 0)
         all_tiles = tl.sum(counts, 0)
         longest = tl.max(counts, 0)
-        # Tiles of the busiest program, times `programs`, if each request has its own program and the GPU schedules
-        # them.
+        # If each request had its own program: upper bound of the tiles read one after another, times `programs`.
         most_read = tl.minimum(
             tl.cdiv(requests, programs) * longest * programs, all_tiles + longest * programs
         )
@@ -255,8 +254,8 @@ def _work_of(
     BLOCK_SIZE: tl.constexpr,
     TAIL_BLOCKS: tl.constexpr,
 ):
-    """The work of a request: the number of visible tiles. With a store, a stored tile counts 1, a full tile 16 /
-    BITS, by bytes. A padded request counts as one empty tile."""
+    """The work of a request, in units: one per visible tile. With a store, one per stored tile and 16 / BITS per full
+    tile, because work is proportional to the bytes read. A padded request counts as one tile."""
     tiles = tl.cdiv(context, TILE)
     if WINDOW > 0:
         tiles -= tl.maximum(context - WINDOW, 0) // TILE
@@ -277,7 +276,7 @@ def _tile_at(
     BLOCK_SIZE: tl.constexpr,
     TAIL_BLOCKS: tl.constexpr,
 ):
-    """The tile at which a program is after `work` units of work."""
+    """The tile that a program has reached after `work` units of a request."""
     if BITS > 0:
         stored = _stored_tiles(context, WINDOW, TILE, BLOCK_SIZE, TAIL_BLOCKS)
         work = tl.where(work < stored, work, stored + (work - stored) // (16 // BITS))
@@ -301,8 +300,8 @@ def _stored_tiles(
 
 @triton.jit
 def _cut(share, shares, all_tiles, begins, ends, longest_whole):
-    """The tile at which a share begins. A request of up to `longest_whole` tiles is not cut; the share with most of
-    it gets it."""
+    """The tile at which a share begins. A request of up to `longest_whole` tiles is not cut: it goes to the share
+    that would have most of it."""
     tile = tl.minimum(share * all_tiles // shares, all_tiles)
     begin = tl.max(tl.where(begins <= tile, begins, 0), 0)
     end = tl.min(tl.where(ends > tile, ends, tl.max(ends, 0)), 0)

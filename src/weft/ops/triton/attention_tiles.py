@@ -42,8 +42,8 @@ def attend(
     mixed,
     begin,  # a multiple of TILE
     end,
-    full_from,  # TIERED: [ROWS], a row does not see earlier positions here
-    full_begin,  # TIERED: no row sees positions before this one
+    full_from,  # TIERED: [ROWS], first position that each row reads from full blocks
+    full_begin,  # TIERED: the lowest of `full_from`
     keys,  # address of K of the layer and head in block 0
     table,  # block table of the request
     scale,

@@ -270,7 +270,7 @@ class Device:
         if (known := self._launches.get(place)) is not None:
             run, function, metadata, current_stream, values = known
             x, y, z = grid
-            # As Triton calls it, without hooks.
+            # The same call as in Triton's launcher. The three None: no launch metadata, no enter hook, no exit hook.
             run(
                 x, y, z, current_stream(self.index), function, metadata, None, None, None, *arguments, *values
             )

@@ -30,7 +30,7 @@ class DeviceBatch:
     )
     logit_indices: Tensor  # int32 [selected], token indices; sampled tokens come first
     decodes: int = 0
-    """At least the first `decodes` requests have one token each, and token i belongs to request i. If `longest_query`
-    is 1, all."""
+    """The first `decodes` requests have one token each: token i belongs to request i. If `longest_query` is 1, this
+    holds for all requests."""
     moves: Moves | None = None
     """Blocks that each layer quantises after it writes K and V and before it reads them."""

@@ -1,9 +1,9 @@
 """A mixture of experts: every token passes through the few experts that its router chose.
 
     route      the experts of each token, by ascending expert number, and their shares
-    group      for each expert the (token, place) pairs that chose it
-    two products over the pairs of each expert, the first with its gate
-    combine    for each token the sum over its places
+    group      for each expert its pairs. Pair token * experts per token + i is the i-th expert of a token
+    products   two for each pair: gate and up (with the gate applied), then down
+    combine    for each token the sum over its pairs
 
 The host decides nothing: an expert that no token chose has an empty list, and its programs end at once.
 """
@@ -35,8 +35,8 @@ def _route(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The PER_TOKEN experts with the highest logits [tokens, experts] of each token, by ascending expert number, and
-    their softmax shares. One program per token."""
+    """Chooses for each token the PER_TOKEN experts with the highest logits [tokens, experts]. Writes them by ascending
+    expert number, with their softmax shares. One program per token."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     token = tl.program_id(0)
@@ -59,8 +59,8 @@ def _route(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _group(chosen, lists, counts, pairs, capacity, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """For each expert, the pairs (token * experts per token + place) that chose it, in ascending order, and their
-    count. One program per expert, so that no atomics are needed and the order is fixed."""
+    """Lists the pairs of each expert (token * experts per token + i) in ascending order, and counts them. One
+    program per expert, so that no atomics are needed and the order is fixed."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     expert = tl.program_id(0)
@@ -138,8 +138,8 @@ def _combine(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """output [tokens, columns] = the sum of parts [pairs, columns] times shares [pairs] over the places of each token,
-    in order, in float32."""
+    """Writes output [tokens, columns]: for each token the sum of parts [pairs, columns] * shares [pairs] over its
+    pairs, in order, in float32."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)

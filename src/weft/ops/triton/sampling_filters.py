@@ -1,12 +1,12 @@
-"""Top-k, top-p, min-p and typical-p: finds the tokens that they keep, and draws among them, from a list of the most
-likely.
+"""Top-k, top-p, min-p and typical-p: finds the tokens that they keep, and samples one of them. Both need only a
+list of the most likely tokens, not a sorted row.
 
     survey      the best score of every group of tokens, and the mass of every piece of the vocabulary: one read
     shortlist   one program per entry: a threshold from the groups' maxima, a list of the tokens that reach it, the
                 floors of the filters (the lowest score that each keeps), and the winner of the draw on that list
 
-At least n tokens reach the n-th best group maximum, and few more. If a list does not hold all tokens that the
-filters keep, because thousands of tokens share the probability, a longer list is made. If that fails too, the
+At least n tokens reach the n-th best group maximum, and rarely many more. A list may lack tokens that the filters
+keep, if thousands of tokens share the probability. Then a longer list is made. If that fails too, the
 floors are found on the whole row of scores, which is slow. The draw is then left to `choose_kernel`, which uses
 all multiprocessors.
 
@@ -172,7 +172,9 @@ def shortlist_kernel(
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Finds the token of each entry with filters, if a list is enough; otherwise its floors. One program per entry.
+    """For each entry with filters: makes a list of the most likely tokens and samples from it. If no list holds all
+    tokens that the filters keep, finds only the floors. One program per entry.
+
     HALVES: logits are bfloat16, so the low sixteen bits are zero."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)

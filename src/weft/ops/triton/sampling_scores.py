@@ -146,8 +146,8 @@ def penalise_kernel(
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Writes the penalised scores of all tokens so far, computed from their logits: a repeated token gets the same
-    score again. Grid (entries, any)."""
+    """Writes the penalised scores of all tokens so far. A token that occurs twice is written twice with the same
+    value, because the score is computed from its logit. Grid (entries, any)."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     entry = tl.program_id(0)
@@ -164,7 +164,7 @@ def penalise_kernel(
     presence = tl.load(row_doubles + PRESENCE)
     position = tl.load(positions_ptr + entry)
     prompt_length = tl.load(row_ints + PROMPT_LENGTH)
-    # Without a repetition penalty the prompt does not matter.
+    # Only the repetition penalty applies to prompt tokens.
     first = tl.where((flags & HAS_REPETITION) != 0, 0, prompt_length)
     stride = tl.num_programs(1) * TILE
     for start in range(first + tl.program_id(1) * TILE, position, stride):

@@ -97,7 +97,7 @@ class KvCacheManager:
         return min(full, self.store.available) if self.store.num_blocks else full
 
     def needed(self, num_blocks: int, stored: int, end: int) -> BlockCounts:
-        """Blocks that a table lacks so that one step can compute all positions before `end`. The table has
+        """Blocks to add to a table, so that one step can compute all positions before `end`. The table has
         `num_blocks`, of which `stored` are in the store. The step writes to full blocks, and reads older blocks from
         the store."""
         full = -(-end // self._block_size) - num_blocks
@@ -105,8 +105,8 @@ class KvCacheManager:
         return BlockCounts(full if full > 0 else 0, moving if moving > 0 else 0)
 
     def needed_over_steps(self, num_blocks: int, stored: int, end: int) -> BlockCounts:
-        """The same, if several steps may compute the positions. Moves free full blocks in between, so the table never
-        needs more of them than its tail and the block it writes."""
+        """Like `needed`, but several steps may compute the positions. Each step moves older blocks to the store and so
+        frees full blocks. The table needs at most the full blocks of its tail, and the one that is written."""
         border = stored_blocks(end - 1, self._block_size, self._tail_blocks)
         full = min(-(-end // self._block_size), self._tail_blocks + 1) - (num_blocks - stored)
         return BlockCounts(max(0, full), max(0, border - stored))
@@ -159,13 +159,13 @@ class KvCacheManager:
         return self._take(allocation, needed, hashes)
 
     def adopt(self, allocation: KvCacheAllocation, block: int) -> None:
-        """Appends a full block that another request has filled, or fills in this step: a prefix hit while running."""
+        """Appends a full block that another request has filled or fills in this step: a prefix hit during prefill."""
         self._check_resident(allocation, "extended")
         self.pool.share(block)
         allocation.blocks.append(block)
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Adds a reference to each block of a prefix hit or, if one is free, to none."""
+        """Adds a reference to each block of a prefix hit. If one of them is free, raises ValueError and adds none."""
         stored = self.num_stored(blocks)
         self.store.share_all(blocks[:stored])
         try:
@@ -193,7 +193,7 @@ class KvCacheManager:
         return self.pool if block < self.pool.num_blocks else self.store
 
     def truncate(self, allocation: KvCacheAllocation, num_blocks: int) -> None:
-        """Releases all but the first `num_blocks` blocks or, if it is swapped out, swap slots."""
+        """Releases all blocks after the first `num_blocks`. If the allocation is swapped out, releases swap slots."""
         if allocation.is_swapped:
             self._swaps.give_back(allocation.swap_slots[num_blocks:])
             del allocation.swap_slots[num_blocks:]
@@ -385,7 +385,7 @@ class KvCacheManager:
             return None
         tail, stored = self.pool.num_referenced, self.store.num_referenced
         tail_bytes, store_bytes = tail * self.bytes_per_block, stored * self.bytes_per_store_block
-        # A block that is leaving is in both tiers. A cache with one tier would hold it once.
+        # A block whose move is in flight is in both tiers. A cache with one tier would hold it once.
         leaving = {
             full for a in self._allocations.values() for full in a.leaving.values() if full != RELEASED
         }

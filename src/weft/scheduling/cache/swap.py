@@ -23,7 +23,8 @@ class SwapSlots:
         self._free_store = list(range(slots.full + slots.store - 1, slots.full - 1, -1))
         self._next_swap_id = 0
         self._swaps: dict[int, list[tuple[dict[int, int], dict[int, int | None]]]] = {}
-        """Swaps in flight: their block guards and slot guards, each with the earlier guard that it replaced."""
+        """By swap in flight: two pairs, for blocks and for slots. Each is the dict of guards, and the earlier guards that
+        the swap replaced there (None: none)."""
         self._block_guards: dict[int, int] = {}
         self._slot_guards: dict[int, int] = {}
         self._dependencies: set[int] = set()

@@ -47,12 +47,13 @@ _MESSAGE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Operation:
-    """One route: its request and response types. `answer` None: plain text."""
+    """One route: its request and response types."""
 
     summary: str
     description: str
     tag: str
     answer: type | None
+    """Type of the response. None: plain text."""
     request: type | None = None
     event: type | None = None
     """Type of the events, if the route can stream."""
@@ -60,7 +61,7 @@ class Operation:
     errors: tuple[int, ...] = ()
     media_type: str = "application/json"
     is_open: bool = False
-    """The route never needs a key."""
+    """True: the route never needs a key."""
 
 
 _GENERATING = (400, 404, 408, 413, 429, 500, 503, 504)
@@ -267,14 +268,14 @@ def _responses(operation: Operation) -> dict[str, Any]:
     if operation.event is not None:
         note = "Each `data:` line is one event with a JSON object of this type. The last one is `[DONE]` or an error."
         good["text/event-stream"] = {"schema": {"description": note}, "x-event": _reference(operation.event)}
-    answers: dict[str, Any] = {"200": {"description": "Success.", "content": good}}
+    responses: dict[str, Any] = {"200": {"description": "Success.", "content": good}}
     shown = sorted({*operation.errors, *((401, 403) if not operation.is_open else ())})
     for status in shown:
-        answers[str(status)] = _error(_STATUSES[status])
+        responses[str(status)] = _error(_STATUSES[status])
     if operation.is_open and 503 in operation.errors:  # the 503 of /health has a status, not an error
-        answers["503"] = {"description": "The engine is down.", "content": good}
-    answers["default"] = _error("Any other error.")
-    return answers
+        responses["503"] = {"description": "The engine is down.", "content": good}
+    responses["default"] = _error("Any other error.")
+    return responses
 
 
 def _error(description: str) -> dict[str, Any]:
@@ -288,9 +289,9 @@ def _reference(kind: type) -> dict[str, str]:
 
 def _schemas() -> dict[str, Any]:
     requests = {one.request for one in OPERATIONS.values() if one.request is not None}
-    answers = {one.answer for one in OPERATIONS.values() if one.answer not in (None, dict)}
+    responses = {one.answer for one in OPERATIONS.values() if one.answer not in (None, dict)}
     events = {one.event for one in OPERATIONS.values() if one.event is not None}
-    kinds = sorted(requests | answers | events | {shapes.Error}, key=lambda kind: kind.__name__)
+    kinds = sorted(requests | responses | events | {shapes.Error}, key=lambda kind: kind.__name__)
     _, found = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
     _, request_schemas = msgspec.json.schema_components(list(requests), ref_template=_REFERENCE)
     body_types = {kind.__name__ for kind in requests}

@@ -35,7 +35,8 @@ class WorkSlots:
         self._waiting: list[_WaitingWork] = []
         self._virtual_times: dict[str, float] = {}
         """By client: the seconds of work that it was granted. Reset when no work waits."""
-        self._now = 0.0
+        self._virtual_now = 0.0
+        """The largest virtual time at which a slot was granted. A client without waiting work starts from here."""
 
     async def take(self, client_id: str, cost: float) -> None:
         """Waits for a slot for work of about `cost` seconds. The caller then calls `free` with the same cost, unless
@@ -43,9 +44,9 @@ class WorkSlots:
         waiting = _WaitingWork(client_id, cost, self._clock())
         if not self._waiting:
             self._virtual_times.clear()
-            self._now = 0.0
+            self._virtual_now = 0.0
         if all(other.client_id != client_id for other in self._waiting):
-            self._virtual_times[client_id] = max(self._virtual_times.get(client_id, 0.0), self._now)
+            self._virtual_times[client_id] = max(self._virtual_times.get(client_id, 0.0), self._virtual_now)
         self._waiting.append(waiting)
         self._grant_slots()
         try:
@@ -69,15 +70,15 @@ class WorkSlots:
                 continue
             self._num_free -= 1
             self._num_for_costly -= waiting.cost > CHEAP_SECONDS
-            self._now = max(self._now, self._virtual_times[waiting.client_id])
+            self._virtual_now = max(self._virtual_now, self._virtual_times[waiting.client_id])
             self._virtual_times[waiting.client_id] += waiting.cost
             waiting.granted.set_result(None)
 
     def _next(self) -> _WaitingWork | None:
         now = self._clock()
-        granted = (one for one in self._waiting if self._num_for_costly or one.cost <= CHEAP_SECONDS)
+        eligible = (one for one in self._waiting if self._num_for_costly or one.cost <= CHEAP_SECONDS)
         return min(
-            granted,
+            eligible,
             key=lambda one: (
                 self._virtual_times[one.client_id],
                 one.cost / (now - one.since + _LEAST_SECONDS),
