@@ -128,11 +128,9 @@ class Faults(Protocol):
 
     def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, Failure]]:
         """An error of the whole step, and errors of single requests."""
-        ...
 
     def at_wait(self, plan: IterationPlan) -> str | None:
         """The message of an exception that `result` raises."""
-        ...
 
     def at_swap(self, task: SwapTask) -> str | None: ...
 
