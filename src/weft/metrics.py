@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from weft.request import RequestId
+
 
 class Histogram:
     """Counts in buckets that grow by 10%, from a microsecond to a day. Quantiles are exact within 5%."""
@@ -104,7 +106,7 @@ class Slot:
     row: int
     state: str
     """idle, prefilling, decoding, or preempted (its swap-in is in flight)."""
-    request_id: int | None
+    request_id: RequestId | None
     context_used: int
     context_limit: int
     tokens_per_second: float | None

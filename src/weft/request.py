@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import operator
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any, NamedTuple, NewType, TypeVar
 
 from weft.errors import InvalidRequestError
 
-RequestId = NewType("RequestId", int)
+RequestId = NewType("RequestId", str)
+"""The one name of a request: for the caller, the engine, logs, metrics and the ids of the API."""
+
+REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+REQUEST_ID_RULE = "1 to 128 of letters, digits and ._:/+=@-"
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
@@ -283,6 +289,9 @@ class InferenceRequest:
     """Must be empty: adapters are not supported yet."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """For the caller: copied to the result, otherwise ignored."""
+    request_id: RequestId = RequestId("")
+    """The id of the request. "": the engine makes one when the request is submitted. It must not be the id of an
+    unfinished request."""
 
     def __post_init__(self) -> None:
         try:
@@ -315,6 +324,15 @@ class InferenceRequest:
                 _number(name, getattr(self, name), 0.0, MAX_SECONDS)
         if self.max_sequence_length is not None:
             _integer("max_sequence_length", self.max_sequence_length, 2, 2**31 - 1)
+        if self.request_id != "":
+            _instance("request_id", self.request_id, str, REQUEST_ID_RULE)
+            if REQUEST_ID_PATTERN.fullmatch(self.answer_id(self.params.n - 1)) is None:  # the longest id
+                with_index = ", with the index of each answer" if self.params.n > 1 else ""
+                _refuse("request_id", self.request_id, REQUEST_ID_RULE + with_index)
+
+    def answer_id(self, index: int) -> RequestId:
+        """The id of answer `index`: the id of the request, and with several answers the index."""
+        return self.request_id if self.params.n == 1 else RequestId(f"{self.request_id}-{index}")
 
     def children(self, seed: int, indices: range | None = None) -> list[InferenceRequest]:
         """One request for each of the `n` answers, or for those in `indices`. `seed` is the seed of the whole request.
@@ -324,12 +342,13 @@ class InferenceRequest:
         params = self.params
         return [
             self.replaced(
+                request_id=self.answer_id(index),
                 params=_replaced(
                     params,
                     n=1,
                     seed=child_seed(seed, index),
                     prompt_logprobs=None if index else params.prompt_logprobs,
-                )
+                ),
             )
             for index in (range(params.n) if indices is None else indices)
         ]
@@ -348,6 +367,11 @@ def _replaced(original: _Frozen, **fields: Any) -> _Frozen:
     for name in original.__slots__:
         object.__setattr__(other, name, fields[name] if name in fields else getattr(original, name))
     return other
+
+
+def numbered_ids() -> Callable[[], RequestId]:
+    """A generator of the ids "0", "1", "2", ... With it a simulation or a test is the same in every run."""
+    return map(RequestId, map(str, itertools.count())).__next__
 
 
 def child_seed(seed: int, index: int) -> int:

@@ -103,7 +103,7 @@ def record(path: Path, seed: int = 9, words: int = 50_000, **options: Any) -> Se
             )
             engine.submit(submitted)
         if source.random() < 0.1:
-            engine.cancel(RequestId(source.randrange(50)), "changed my mind")
+            engine.cancel(RequestId(str(source.randrange(50))), "changed my mind")
         engine.run_iteration()
         clock.advance(source.random() * 0.2)
     engine.run_until_idle()

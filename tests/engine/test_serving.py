@@ -221,7 +221,7 @@ def test_cancelling_the_task_cancels_the_request() -> None:
     with engine:
         asyncio.run(main())
         gate.open.set()
-        result = engine.get_result(RequestId(0), wait=TIMEOUT)
+        result = engine.get_result(RequestId("0"), wait=TIMEOUT)
     assert result is not None and result.state is RequestState.CANCELLED
     assert_all_memory_is_free(engine)
 
@@ -327,7 +327,7 @@ def test_cancel_ends_a_request_in_every_state_and_frees_its_memory(state: str, o
 
 
 def test_cancelling_an_unknown_request_returns_false() -> None:
-    assert make_engine().cancel(RequestId(99)) is False
+    assert make_engine().cancel(RequestId("99")) is False
 
 
 def test_a_request_cancelled_just_before_the_loop_waits_still_gets_its_result() -> None:
@@ -344,7 +344,7 @@ def test_a_request_cancelled_just_before_the_loop_waits_still_gets_its_result() 
             return outputs
 
     with Sleepy(NoopBackend(), ServingEngineConfig()) as engine:
-        result = engine.get_result(RequestId(0), wait=TIMEOUT)
+        result = engine.get_result(RequestId("0"), wait=TIMEOUT)
     assert result is not None and result.state is RequestState.CANCELLED
 
 
@@ -390,12 +390,12 @@ def test_stop_from_a_callback_ends_the_loop_and_every_callback_gets_its_tokens_i
     if own_thread:
         engine.start()
         for number in range(4):
-            assert engine.get_result(RequestId(number), wait=TIMEOUT) is not None
+            assert engine.get_result(RequestId(str(number)), wait=TIMEOUT) is not None
         engine.stop()
     else:
         engine.run_until_idle()
     for number, outputs in received.items():
-        result = engine.get_result(RequestId(number))
+        result = engine.get_result(RequestId(str(number)))
         assert result is not None and result.state is RequestState.CANCELLED
         assert tuple(o.token_id for o in outputs if o.token_id is not None) == result.tokens
         assert [o.is_final for o in outputs] == [False] * (len(outputs) - 1) + [True]
@@ -462,7 +462,7 @@ def test_stop_wakes_a_submit_that_waits_for_the_queue() -> None:
     engine.stop()
     thread.join(TIMEOUT)
     assert not thread.is_alive()
-    assert raised or engine.is_complete(RequestId(2))
+    assert raised or engine.is_complete(RequestId("2"))
 
 
 # ---------------------------------------------------------------------- idle, threads, back-pressure
@@ -632,7 +632,7 @@ def test_callbacks_run_without_the_lock_and_do_not_block_other_threads() -> None
         assert entered.wait(TIMEOUT)
         engine.metrics()
         engine.submit(request(family=1))
-        assert engine.cancel(RequestId(1))
+        assert engine.cancel(RequestId("1"))
         done.set()
     assert answered == [True]
 
@@ -747,9 +747,9 @@ def test_the_metrics_agree_with_the_results() -> None:
     for _ in range(30):
         engine.run_iteration()
         clock.advance(0.5)
-    engine.cancel(RequestId(2))
+    engine.cancel(RequestId("2"))
     engine.run_until_idle()
-    results = [engine.get_result(RequestId(number)) for number in range(3)]
+    results = [engine.get_result(RequestId(str(number))) for number in range(3)]
     metrics = engine.metrics()
     tokens = sum(len(result.tokens) for result in results if result)
     assert (metrics.requests_completed, metrics.requests_cancelled, metrics.requests_failed) == (2, 1, 0)

@@ -28,7 +28,7 @@ from weft.text.tokenizer import Tokenizer
 
 
 def final(request_id: int) -> TokenOutput:
-    return TokenOutput(RequestId(request_id), 9, "", None, True, FinishReason.LENGTH, 5)
+    return TokenOutput(RequestId(str(request_id)), 9, "", None, True, FinishReason.LENGTH, 5)
 
 
 def test_adjacent_step_reports_are_merged_and_other_messages_keep_their_place() -> None:
@@ -88,14 +88,14 @@ class QuickEngine:
         self, request: InferenceRequest, take: Callback, indices: range
     ) -> tuple[RequestId, ...]:
         def run() -> None:
-            take(TokenOutput(RequestId(7), 5, "", None, False, None, 4))
+            take(TokenOutput(RequestId("7"), 5, "", None, False, None, 4))
             take(final(7))
 
         self.thread = threading.Thread(target=run, daemon=True)
         self.thread.start()
         while self.thread.is_alive() and not self.process._client_id_added._waiters:  # type: ignore[attr-defined]
             time.sleep(0.001)
-        return (RequestId(7),)
+        return (RequestId("7"),)
 
     def get_result(self, request_id: RequestId) -> GenerationResult:
         return GenerationResult(

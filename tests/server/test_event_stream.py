@@ -118,7 +118,7 @@ class Streamed:
         await self.put(len(self.tokens))
         self.answer.put(wire.Output(0, None, finish_reason=FinishReason.LENGTH))
         self.answer.result = GenerationResult(
-            RequestId(0), (), "", RequestState.COMPLETED, FinishReason.LENGTH, None, 0, 0, 0, 0, 0,
+            RequestId("0"), (), "", RequestState.COMPLETED, FinishReason.LENGTH, None, 0, 0, 0, 0, 0,
             prompt_token_count=1, cached_token_count=0, preemptions=0, num_tokens=self.answer.num_tokens,
         )  # fmt: skip
 

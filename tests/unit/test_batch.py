@@ -16,12 +16,12 @@ from weft.request import RequestId, SamplingParams
 def plan(entries: list[tuple[int, int, int, bool]], decodes: int = 0, **extra: object) -> IterationPlan:
     """Entries are (row, start, count, samples)."""
     rows, starts, counts, samples = zip(*entries, strict=True)
-    ids = tuple(RequestId(100 + row) for row in rows)
+    ids = tuple(RequestId(str(100 + row)) for row in rows)
     return IterationPlan(0, decodes, ids, rows, starts, counts, samples, **extra)  # type: ignore[arg-type]
 
 
 def start(row: int, tokens: tuple[int, ...], blocks: tuple[int, ...], **params: object) -> RowStart:
-    return RowStart(row, RequestId(100 + row), tokens, 2, SamplingParams(**params), row, blocks)  # type: ignore[arg-type]
+    return RowStart(row, RequestId(str(100 + row)), tokens, 2, SamplingParams(**params), row, blocks)  # type: ignore[arg-type]
 
 
 def indices(rows: Rows, plan: IterationPlan) -> StepIndices:

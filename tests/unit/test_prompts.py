@@ -45,7 +45,7 @@ class Machine:
         )
         info = self.backend.allocate(pool, config.max_running)
         self.scheduler = ContinuousBatchScheduler(config, info, self.clock)
-        self.first_token_at: dict[int, float] = {}
+        self.first_token_at: dict[RequestId, float] = {}
         self.max_in_progress = 0
         self._ids = count()
         for step in range(40):
@@ -66,7 +66,9 @@ class Machine:
         first = 10_000 + number if family is None else family
         prompt = (first, *range(1, length))
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        sequence = Sequence(InferenceRequest(prompt, params, **fields), RequestId(number), seed=0)
+        sequence = Sequence(
+            InferenceRequest(prompt, params, request_id=RequestId(str(number)), **fields), seed=0
+        )
         self.scheduler.add(sequence)
         return sequence
 
@@ -102,8 +104,8 @@ class Machine:
     def last_overtaken_by(self, sequence: Sequence, arrivals: list[tuple[float, int]]) -> float:
         """The latest arrival that overtook `sequence`: it got its first token before it."""
         own = self.first_token_at[sequence.request_id]
-        times = enumerate((at for at, _ in arrivals), sequence.request_id + 1)
-        return max(at for number, at in times if self.first_token_at[number] < own)
+        times = enumerate((at for at, _ in arrivals), sequence.order + 1)
+        return max(at for number, at in times if self.first_token_at[RequestId(str(number))] < own)
 
     def waited(self, sequence: Sequence) -> float:
         return self.first_token_at[sequence.request_id] - sequence.arrival
@@ -305,7 +307,7 @@ def test_without_time_the_first_prompt_gets_one_block_and_no_other_gets_any(star
     for _ in range(3):
         plan = machine.step()
         assert plan is not None
-        assert [(task.request_id, task.num_tokens) for task in plan.prefill_tasks] == [(0, BLOCK)]
+        assert [(task.request_id, task.num_tokens) for task in plan.prefill_tasks] == [("0", BLOCK)]
 
 
 def test_inter_token_latency_stays_within_the_target_while_prompts_arrive() -> None:
@@ -368,7 +370,7 @@ def test_every_policy_learns_the_cost_of_steps_with_prompts(policy: PriorityPoli
     info = backend.allocate(KvCachePoolConfig(num_blocks=64, block_size=BLOCK), config.max_running)
     scheduler = ContinuousBatchScheduler(config, info, clock)
     request = InferenceRequest(tuple(range(500)), SamplingParams(max_tokens=1, ignore_eos=True))
-    scheduler.add(Sequence(request, RequestId(0), seed=0))
+    scheduler.add(Sequence(request, seed=0))
     assert not scheduler.cost_model.is_ready
     while (plan := scheduler.schedule()) is not None:
         seconds = PER_TOKEN * sum(plan.counts)

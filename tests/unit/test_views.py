@@ -13,7 +13,7 @@ from weft.scheduling.views import BatchType, ScheduledBatch
 MIXED = IterationPlan(
     step=3,
     num_decodes=2,
-    request_ids=(RequestId(4), RequestId(5), RequestId(6)),
+    request_ids=(RequestId("4"), RequestId("5"), RequestId("6")),
     rows=(0, 1, 2),
     starts=(9, 7, 16),
     counts=(1, 1, 3),
@@ -65,7 +65,7 @@ def test_the_last_token_of_a_split_prompt_is_no_decode() -> None:
     prompt = IterationPlan(
         step=0,
         num_decodes=0,
-        request_ids=(RequestId(1),),
+        request_ids=(RequestId("1"),),
         rows=(0,),
         starts=(0,),
         counts=(5,),
