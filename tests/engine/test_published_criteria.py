@@ -30,6 +30,7 @@ from weft.request import (
     RequestState,
     SamplingParams,
     TokenOutput,
+    numbered_ids,
 )
 from weft.scheduling.cache.block_pool import BlockCounts
 from weft.scheduling.cache.manager import KvCacheManager
@@ -62,7 +63,7 @@ def make(
         cache=KvCachePoolConfig(num_blocks=blocks, block_size=4),
         overlap=overlap,
     )
-    return ServingEngine(watched, config, clock=clock, seed=0), watched
+    return ServingEngine(watched, config, clock=clock, seed=0, new_id=numbered_ids()), watched
 
 
 def ask(length: int = 6, max_tokens: int = 6, family: int = 0, **fields: Any) -> InferenceRequest:
@@ -75,7 +76,7 @@ def alone(engine: ServingEngine, request: InferenceRequest) -> tuple[int, ...]:
     return tuple(generate_alone(request.prompt, 1, request.params, limit, engine.scheduler.info))
 
 
-def result_of(engine: ServingEngine, request_id: int) -> GenerationResult:
+def result_of(engine: ServingEngine, request_id: RequestId | int) -> GenerationResult:
     result = engine.get_result(RequestId(str(request_id)))
     assert result is not None
     return result
@@ -280,11 +281,11 @@ def test_10_a_preempted_request_resumes_after_the_request_that_preempted_it(
         engine.run_iteration()
     engine.submit(ask(24, 4, 1, priority=Priority.HIGH))
     engine.run_until_idle()
-    victims = [plan for plan in backend.plans if 0 in plan.preempted]
+    victims = [plan for plan in backend.plans if "0" in plan.preempted]
     assert len(victims) == 1, "preempted once, not repeatedly"
-    assert 0 not in victims[0].request_ids, "its entry is removed from the plan"
-    steps_of_high = [plan.step for plan in backend.plans if 1 in plan.request_ids]
-    back = [plan.step for plan in backend.plans if 0 in plan.request_ids and plan.step > victims[0].step]
+    assert "0" not in victims[0].request_ids, "its entry is removed from the plan"
+    steps_of_high = [plan.step for plan in backend.plans if "1" in plan.request_ids]
+    back = [plan.step for plan in backend.plans if "0" in plan.request_ids and plan.step > victims[0].step]
     assert steps_of_high[0] <= victims[0].step + 1 + overlap and back[0] > steps_of_high[0]
     for family, request in enumerate((ask(12, 12), ask(24, 4, 1))):
         assert result_of(engine, family).tokens == alone(engine, request)
@@ -373,7 +374,7 @@ def test_14_the_error_of_one_request_stops_neither_the_loop_nor_another_request(
 
         def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, Failure]]:
             return None, (
-                {RequestId("1"): Failure(FailureKind.STEP, "not a number")} if 1 in plan.request_ids else {}
+                {RequestId("1"): Failure(FailureKind.STEP, "not a number")} if "1" in plan.request_ids else {}
             )
 
         def at_wait(self, plan: IterationPlan) -> str | None:

@@ -37,6 +37,7 @@ from weft.request import (
     SamplingParams,
     TokenOutput,
     child_seed,
+    numbered_ids,
 )
 
 TIMEOUT = 60.0
@@ -69,7 +70,9 @@ def make_engine(
         cache=KvCachePoolConfig(num_blocks=blocks, block_size=4, swap_blocks=swap_blocks),
         **options,
     )
-    return ServingEngine(backend or NoopBackend(max_context=4096), config, clock=clock, seed=1)
+    return ServingEngine(
+        backend or NoopBackend(max_context=4096), config, clock=clock, seed=1, new_id=numbered_ids()
+    )
 
 
 class Gate:
@@ -98,7 +101,7 @@ class Culprits:
     """Fails every step that contains one of these requests."""
 
     def __init__(self, *culprits: int, named: bool, rejects: bool = False) -> None:
-        self.culprits = set(culprits)
+        self.culprits = set(map(str, culprits))
         self.named = named
         self.rejects = rejects
         self.sizes: list[int] = []
@@ -343,7 +346,7 @@ def test_a_request_cancelled_just_before_the_loop_waits_still_gets_its_result() 
                 self.cancel(self.cancelled)
             return outputs
 
-    with Sleepy(NoopBackend(), ServingEngineConfig()) as engine:
+    with Sleepy(NoopBackend(), ServingEngineConfig(), new_id=numbered_ids()) as engine:
         result = engine.get_result(RequestId("0"), wait=TIMEOUT)
     assert result is not None and result.state is RequestState.CANCELLED
 
@@ -378,11 +381,11 @@ def test_stop_from_a_callback_ends_the_loop_and_every_callback_gets_its_tokens_i
     own_thread: bool,
 ) -> None:
     engine = make_engine()
-    received: dict[int, list[TokenOutput]] = {}
+    received: dict[RequestId, list[TokenOutput]] = {}
 
     def on_token(output: TokenOutput) -> None:
         received.setdefault(output.request_id, []).append(output)
-        if output.request_id == 0 and len(received[0]) == 3:
+        if output.request_id == "0" and len(received[RequestId("0")]) == 3:
             engine.stop()
 
     for family in range(4):
@@ -394,8 +397,8 @@ def test_stop_from_a_callback_ends_the_loop_and_every_callback_gets_its_tokens_i
         engine.stop()
     else:
         engine.run_until_idle()
-    for number, outputs in received.items():
-        result = engine.get_result(RequestId(str(number)))
+    for request_id, outputs in received.items():
+        result = engine.get_result(request_id)
         assert result is not None and result.state is RequestState.CANCELLED
         assert tuple(o.token_id for o in outputs if o.token_id is not None) == result.tokens
         assert [o.is_final for o in outputs] == [False] * (len(outputs) - 1) + [True]
@@ -797,7 +800,7 @@ def test_a_fault_of_one_request_fails_only_that_request(overlap: bool) -> None:
     for family, request_id in enumerate(ids):
         result = engine.get_result(request_id)
         assert result is not None
-        if request_id == 2:
+        if request_id == "2":
             assert result.state is RequestState.FAILED and result.error == "bad input of 2"
             assert result.finish_reason is FinishReason.ERROR
         else:
@@ -813,7 +816,7 @@ def test_a_step_with_an_unattributed_fault_is_retried_in_halves(overlap: bool, r
     ids = [engine.submit(request(family=family)) for family in range(6)]
     engine.run_until_idle()
     failed = [rid for rid in ids if (r := engine.get_result(rid)) and r.state is RequestState.FAILED]
-    assert 1 in failed and len(failed) <= 3, "at most the half that contains it"
+    assert "1" in failed and len(failed) <= 3, "at most the half that contains it"
     assert set(faults.sizes) == {6, 3}, "the whole step failed, then one half"
     for family, request_id in enumerate(ids):
         result = engine.get_result(request_id)
@@ -890,7 +893,7 @@ def test_a_successful_step_resets_the_count_of_failed_steps() -> None:
         engine.run_until_idle()
         result = engine.get_result(request_id)
         assert result is not None
-        assert result.state is (RequestState.FAILED if request_id % 2 == 0 else RequestState.COMPLETED)
+        assert result.state is (RequestState.FAILED if int(request_id) % 2 == 0 else RequestState.COMPLETED)
     assert_all_memory_is_free(engine)
 
 

@@ -458,14 +458,14 @@ def test_a_preempted_request_whose_only_step_failed_starts_again_and_ends_once()
     scheduler = ContinuousBatchScheduler(config, info, clock)
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     ids = RequestId("low"), RequestId("high")
-    low = InferenceRequest((1, 2, 3, 4, 5), params, priority=Priority.LOW, request_id=ids[0])
-    high = InferenceRequest((6, 7, 8, 9, 10), params, priority=Priority.HIGH, request_id=ids[1])
-    scheduler.add(Sequence(low, 0))
+    low = Sequence(InferenceRequest((1, 2, 3, 4, 5), params, Priority.LOW, request_id=ids[0]), 0)
+    high = Sequence(InferenceRequest((6, 7, 8, 9, 10), params, Priority.HIGH, request_id=ids[1]), 1)
+    scheduler.add(low)
     first = scheduler.schedule()
     assert first is not None and first.request_ids == ids[:1]
     faults.fail_next_result = True
     first_handle = backend.submit(first)
-    scheduler.add(Sequence(high, 1))
+    scheduler.add(high)
     second = scheduler.schedule()
     assert second is not None and [task.request_id for task in second.swap_out] == [ids[0]]
     second_handle = backend.submit(second)

@@ -44,7 +44,7 @@ def answered(
     """An answer as `EngineClient` has it, and its outputs."""
     tokens = tokenizer.encode(text, allow_control=True, add_bos=False)
     client = EngineClient("noop", {}, ServingEngineConfig())
-    answer = RemoteAnswer(client, 0, capacity, asyncio.Event(), prompt_length=7)
+    answer = RemoteAnswer(client, RequestId("0"), 0, capacity, asyncio.Event(), prompt_length=7)
     outputs = [
         TokenOutput(RequestId("0"), token, "", -0.5, False, None, position, ((token, -0.5),))
         for position, token in enumerate(tokens)

@@ -63,7 +63,9 @@ class Engine(EngineClient):
         may_grow: Callable[[int], bool] = lambda num_bytes: True,
     ) -> list[RemoteAnswer]:
         assert arrived is not None
-        self.answer = RemoteAnswer(self, 0, 100, arrived, len(request.prompt), wake_every, may_grow)
+        self.answer = RemoteAnswer(
+            self, RequestId("0"), 0, 100, arrived, len(request.prompt), wake_every, may_grow
+        )
         return [self.answer]
 
     def _cancel(self, answer: RemoteAnswer, reason: str | None) -> None:

@@ -159,7 +159,10 @@ def test_a_plan_has_decodes_first_then_decodes_with_draft_tokens_and_so_do_its_v
     assert plan.request_ids == ("0", "1") and plan.num_decodes == 1 and plan.first_prefill == 2
     assert plan.starts == (lengths[RequestId("0")] - 1, lengths[RequestId("1")] - 1)
     (drafts,) = plan.drafts
-    assert len(drafts) == 11 and drafts == script.texts[RequestId("1")][lengths[RequestId("1")] : lengths[RequestId("1")] + 11]
+    assert (
+        len(drafts) == 11
+        and drafts == script.texts[RequestId("1")][lengths[RequestId("1")] : lengths[RequestId("1")] + 11]
+    )
     assert plan.counts == (1, 12) and plan.samples == (True, True)
     assert plan.num_tokens == 13 and plan.num_samples == 13 and plan.num_prefills == 0
     assert plan.decode_tasks == [
@@ -405,7 +408,9 @@ def test_an_error_of_one_request_in_a_step_with_draft_tokens_ends_only_that_requ
     assert len(plan.drafts) == 2
     script.scheduler.fail(StepResult(errors={RequestId("0"): Failure(FailureKind.STEP, "of one request")}))
     script.run()
-    assert script.results[RequestId("0")].state is RequestState.FAILED and script.results[RequestId("0")].tokens == (1,)
+    assert script.results[RequestId("0")].state is RequestState.FAILED and script.results[
+        RequestId("0")
+    ].tokens == (1,)
     assert script.reported(1) == list(other * 4)
 
 
@@ -425,7 +430,9 @@ def test_a_request_that_ends_while_its_draft_tokens_are_in_flight_reports_none_o
         reported = reported[:2]
     script.apply(plan)
     assert list(script.results[RequestId("0")].tokens) == reported
-    assert [o.is_final for o in script.outputs[RequestId("0")]].count(True) == 1 and script.outputs[RequestId("0")][-1].is_final
+    assert [o.is_final for o in script.outputs[RequestId("0")]].count(True) == 1 and script.outputs[
+        RequestId("0")
+    ][-1].is_final
     assert not script.scheduler.has_work
     used = script.scheduler.kv_cache.stats()
     assert (used.rows_used, used.blocks_used) == (0, 0)
@@ -453,7 +460,9 @@ def test_a_block_filled_by_accepted_draft_tokens_is_a_prefix_hit_for_a_later_req
     assert script.scheduler.stats.drafts_accepted > 8
     script.add(LOOP * 4, (9,))
     script.run()
-    assert script.results[RequestId("1")].cached_token_count == 16, "four blocks of 20 tokens: the last token is computed"
+    assert script.results[RequestId("1")].cached_token_count == 16, (
+        "four blocks of 20 tokens: the last token is computed"
+    )
 
 
 def test_a_block_with_a_rejected_draft_token_is_no_prefix_hit() -> None:
@@ -462,7 +471,9 @@ def test_a_block_with_a_rejected_draft_token_is_no_prefix_hit() -> None:
     script.run()
     script.add(LOOP * 4, (9,))
     script.run()
-    assert script.results[RequestId("1")].cached_token_count == 12, "the prompt, 1 and 2; other tokens followed"
+    assert script.results[RequestId("1")].cached_token_count == 12, (
+        "the prompt, 1 and 2; other tokens followed"
+    )
     script.add((*LOOP, *LOOP, 1, 2, 50, 51, 52, 53, 54, 55, 56, 57), (9,))
     script.run()
     assert script.results[RequestId("2")].cached_token_count == 16

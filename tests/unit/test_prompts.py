@@ -105,7 +105,10 @@ class Machine:
         """The latest arrival that overtook `sequence`: it got its first token before it."""
         own = self.first_token_at[sequence.request_id]
         times = enumerate((at for at, _ in arrivals), sequence.order + 1)
-        return max(at for number, at in times if self.first_token_at[RequestId(str(number))] < own)
+        return max(at for number, at in times if self.first_token(number) < own)
+
+    def first_token(self, number: int) -> float:
+        return self.first_token_at[RequestId(str(number))]
 
     def waited(self, sequence: Sequence) -> float:
         return self.first_token_at[sequence.request_id] - sequence.arrival
@@ -120,7 +123,7 @@ def test_prompts_finish_in_order_of_arrival_with_few_in_progress_at_once(
 ) -> None:
     machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200)
     machine.run([(0.05 * number, 480) for number in range(20)], max_tokens=40)
-    in_order = [machine.first_token_at[number] for number in range(20)]
+    in_order = [machine.first_token(number) for number in range(20)]
     assert in_order == sorted(in_order)
     assert machine.max_in_progress <= 2, "the first one, and one that uses the rest of the step"
 
@@ -144,7 +147,7 @@ def test_short_prompts_do_not_wait_for_a_very_long_prompt_in_progress(policy: Pr
     shorts = [(0.1 + 0.05 * number, 32) for number in range(64)]
     machine.run(shorts)
     # A short prompt waits for the step in flight, and is computed in the next one.
-    slowest = max(machine.first_token_at[number + 1] - at for number, (at, _) in enumerate(shorts))
+    slowest = max(machine.first_token(number + 1) - at for number, (at, _) in enumerate(shorts))
     assert slowest <= 3 * (BASE + chunk_seconds(6000, 200))
     assert machine.waited(long) > alone(6000)
 
@@ -157,7 +160,7 @@ def test_short_prompts_do_not_wait_for_long_prompts_that_wait_before_them(policy
     shorts = [(0.1 + 0.1 * number, 32) for number in range(32)]
     machine.run(shorts)
     # Ten long prompts must start before the first short one. One step does that, besides the step in flight.
-    slowest = max(machine.first_token_at[number + 10] - at for number, (at, _) in enumerate(shorts))
+    slowest = max(machine.first_token(number + 10) - at for number, (at, _) in enumerate(shorts))
     assert slowest <= 4 * (BASE + chunk_seconds(3000, 200))
     in_order = [machine.first_token_at[long.request_id] for long in longs]
     assert in_order == sorted(in_order) and in_order[1] - in_order[0] > alone(3000)
@@ -198,7 +201,7 @@ def test_fcfs_ignores_the_priorities_of_prompts() -> None:
     machine.step()
     machine.add(600, priority=Priority.CRITICAL)
     machine.run()
-    assert machine.first_token_at[0] < machine.first_token_at[1] and first.priority == Priority.LOW
+    assert machine.first_token(0) < machine.first_token(1) and first.priority == Priority.LOW
 
 
 @pytest.mark.parametrize("policy", [PriorityPolicy.PRIORITY, PriorityPolicy.ADAPTIVE])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from weft.request import FinishReason, GenerationResult, RequestId, RequestState
+from weft.request import FinishReason, GenerationResult, RequestId, RequestState, numbered_ids
 from weft.server import logs
 from weft.server.http.access_log import AccessLog
 from weft.server.logs import LibraryHandler, Record, ServerLog, current_record

@@ -75,7 +75,9 @@ class Harness:
 
     def computed(self, number: int) -> list[int]:
         """The sizes of the prefill chunks of one request."""
-        return [t.num_tokens for plan in self.plans for t in plan.prefill_tasks if t.request_id == str(number)]
+        return [
+            t.num_tokens for plan in self.plans for t in plan.prefill_tasks if t.request_id == str(number)
+        ]
 
 
 def prompt_of(length: int, family: int = 0) -> list[int]:
@@ -243,7 +245,9 @@ def test_without_prefix_caching_a_preempted_request_computes_its_tokens_again() 
     harness = Harness(num_blocks=12, preemption=PreemptionMode.RECOMPUTE, prefix_caching=False)
     crowd(harness)
     assert sum(harness.computed(1)) > 12 and sum(harness.computed(0)) == 12, "the newer one is preempted"
-    assert harness.results[RequestId("1")].preemptions >= 1 and harness.results[RequestId("0")].preemptions == 0
+    assert (
+        harness.results[RequestId("1")].preemptions >= 1 and harness.results[RequestId("0")].preemptions == 0
+    )
 
 
 def test_a_prompt_that_was_swapped_out_and_in_is_still_timed_as_prefill() -> None:
@@ -261,7 +265,9 @@ def test_a_prompt_that_was_swapped_out_and_in_is_still_timed_as_prefill() -> Non
         harness.step()
     harness.add(prompt_of(30, 1), max_tokens=1, priority=Priority.HIGH)
     harness.run()
-    assert harness.results[RequestId("0")].preemptions == 1 and harness.scheduler.stats.preemptions_by_swap == 1
+    assert (
+        harness.results[RequestId("0")].preemptions == 1 and harness.scheduler.stats.preemptions_by_swap == 1
+    )
     assert harness.results[RequestId("0")].decode_time == 0.0, "it never decoded: it generates one token"
     assert harness.results[RequestId("0")].prefill_time > 0
 

@@ -257,7 +257,7 @@ def test_a_preempted_request_holds_blocks_of_the_tier_that_is_short() -> None:
         run.add(request(tuple(range(first, first + length)), max_tokens=12))
     while not any(plan.preempted for plan in run.plans):
         assert run.step() is not None
-    assert run.plans[-1].preempted == (1,)
+    assert run.plans[-1].preempted == ("1",)
     run.finish()
 
 

@@ -22,9 +22,9 @@ MIXED = IterationPlan(
 
 
 def test_a_plan_can_be_read_as_prefill_and_decode_tasks() -> None:
-    assert [(t.request_id, t.position) for t in MIXED.decode_tasks] == [(4, 9), (5, 7)]
+    assert [(t.request_id, t.position) for t in MIXED.decode_tasks] == [("4", 9), ("5", 7)]
     assert [(t.request_id, t.start, t.num_tokens, t.samples) for t in MIXED.prefill_tasks] == [
-        (6, 16, 3, False)
+        ("6", 16, 3, False)
     ]
 
 
