@@ -290,8 +290,8 @@ class InferenceRequest:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """For the caller: copied to the result, otherwise ignored."""
     request_id: RequestId = RequestId("")
-    """The id of the request. "": the engine makes one when the request is submitted. It must not be the id of an
-    unfinished request."""
+    """The id of the request. "": the engine makes one when the request is submitted. It must not be the id of a request
+    that has not ended, or whose last step has not."""
 
     def __post_init__(self) -> None:
         try:
