@@ -48,7 +48,7 @@ class Start(Message):
 class Submit(Message):
     """Submits `len(handles)` of the `n` answers of a request, starting with answer number `first`.
 
-    A handle is a number that the client gives to an answer. Step reports name answers by it: a request id for every
+    An answer handle is a number that the client gives to an answer. Step reports name answers by it: a request id for every
     token would make a report ten times as long.
 
     The params are encoded separately. All prompts of one HTTP body share them, and they may have thousands of entries.
