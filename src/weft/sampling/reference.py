@@ -9,6 +9,7 @@ Order of the operations:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -194,9 +195,7 @@ def _filter(scores: np.ndarray, params: SamplingParams) -> None:
     if params.top_p < 1.0:
         scores[scores < _nucleus_floor(scores, params.top_p)] = -np.inf
     if params.min_p > 0.0:
-        scores[
-            scores < np.log(params.min_p)
-        ] = -np.inf  # scores are relative to the best, which is always kept
+        scores[scores < math.log(params.min_p)] = -np.inf  # relative to the best, which is always kept
     if params.typical_p < 1.0:
         probabilities = _softmax(scores)
         logs = np.log(probabilities, where=probabilities > 0, out=np.full_like(probabilities, -np.inf))

@@ -29,6 +29,7 @@ from weft.ops.triton.sampling import (
     LOG_MIN_P,
     LOWEST_TEMPERATURE,
     LOWEST_TEMPERATURE_SINGLE,
+    NEED_MASSES,
     PROMPT_LENGTH,
     SAW_FINITE,
     SEED,
@@ -161,9 +162,7 @@ def shortlist_kernel(
     TOUCHED: tl.constexpr,
     MASKED: tl.constexpr,
     HALVES: tl.constexpr,
-    WITH_TOP_K: tl.constexpr,
-    WITH_TOP_P: tl.constexpr,
-    WITH_TYPICAL_P: tl.constexpr,
+    USED: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     PIECES: tl.constexpr,
@@ -203,7 +202,7 @@ def shortlist_kernel(
     has_top_p = (flags & HAS_TOP_P) != 0
     has_min_p = (flags & HAS_MIN_P) != 0
     has_typical_p = (flags & HAS_TYPICAL_P) != 0
-    top_k = tl.load(row_ints + TOP_K)
+    top_k = tl.load(row_doubles + TOP_K).to(tl.int32)
     log_min_p = tl.load(row_doubles + LOG_MIN_P)
     seed = tl.load(integers_ptr + row.to(tl.int64) * (row_words // 2) + SEED)
     position = tl.load(positions_ptr + entry)
@@ -214,7 +213,7 @@ def shortlist_kernel(
     list_tokens = list_tokens_ptr + entry * LIST
     total = tl.zeros((), tl.float64)
     whole_mean = tl.zeros((), tl.float64)
-    if WITH_TOP_P or WITH_TYPICAL_P:
+    if NEED_MASSES & USED:
         piece_ids = tl.arange(0, PIECES)
         is_piece = piece_ids < pieces
         sums = sums_ptr + (entry * pieces + piece_ids) * 3
@@ -285,7 +284,7 @@ def shortlist_kernel(
             by_mass = tl.zeros((), tl.uint32)
             by_surprise = tl.zeros((), tl.uint32)
             mean = whole_mean
-            if WITH_TOP_K:
+            if HAS_TOP_K & USED:
                 if has_top_k & fits:
                     by_count, is_enough = find_floor(
                         logits_line,
@@ -307,7 +306,7 @@ def shortlist_kernel(
                         TILE=TILE,
                     )
                     is_covered = is_covered | is_enough
-            if WITH_TOP_P:
+            if HAS_TOP_P & USED:
                 if has_top_p & fits:
                     by_mass, is_enough = find_floor(
                         logits_line,
@@ -330,7 +329,7 @@ def shortlist_kernel(
                     )
                     is_covered = is_covered | is_enough
             is_covered = is_covered | (has_min_p & (reach_relative < log_min_p))
-            if WITH_TYPICAL_P:
+            if HAS_TYPICAL_P & USED:
                 if has_typical_p & fits:
                     reach = tl.zeros((), tl.uint32)
                     mass = total
@@ -389,7 +388,7 @@ def shortlist_kernel(
                     token_ids = tl.load(list_tokens + places, mask=inside, other=0x7FFFFFFF)
                     relative = (scores - best).to(tl.float64) / temperature
                     is_kept = inside & are_kept(scores, relative, by_count, by_mass, log_min_p)
-                    if WITH_TYPICAL_P:
+                    if HAS_TYPICAL_P & USED:
                         surprise = surprise_keys(scores, best, temperature, mean)
                         is_kept = is_kept & ((surprise >= by_surprise) | (has_typical_p == 0))
                     exact = (scores.to(tl.float64) - best.to(tl.float64)) / temperature
