@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from weft.cli.main import app
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig, ServingEngineConfig
 from weft.errors import InvalidRequestError
-from weft.server.config_file import KEYS, as_toml, gather, parse_size, variable
-from weft.server.settings import ServerSettings
+from weft.server.config_file import as_toml, gather, parse_size, variable
+from weft.server.settings import KEYS, ServerSettings
 
 Write = Callable[[str], Path]
 DOCUMENTS = Path(__file__).parents[2] / "docs"
