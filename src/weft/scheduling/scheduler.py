@@ -14,6 +14,7 @@ from operator import eq
 from weft.clock import Clock
 from weft.config import PriorityPolicy, SchedulerConfig
 from weft.errors import InvalidRequestError
+from weft.metrics import SchedulerStats
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import (
     Failure,
@@ -37,7 +38,6 @@ from weft.scheduling.policy import AdmissionPolicy, StepCostModel
 from weft.scheduling.queue import RequestQueue
 from weft.scheduling.sequence import Phase, Sequence
 from weft.scheduling.sequence_table import SequenceTable
-from weft.scheduling.stats import SchedulerStats
 from weft.tiers import longest_sequence
 
 _END_STATES: dict[FailureKind | None, tuple[RequestState, FinishReason]] = {
