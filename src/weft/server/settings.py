@@ -20,6 +20,8 @@ from weft.config import (
 
 if TYPE_CHECKING:
     from weft.server.admission.keys import ApiKey
+else:
+    ApiKey = Any  # `weft --help` imports the declarations alone
 
 Seconds = Annotated[float, Range(0, 1_000_000)]
 AtLeastOne = Annotated[int, Range(1)]
@@ -49,7 +51,7 @@ class ServerSettings:
     port: Annotated[int, Range(0, 65535), Flag("--port", "N", "Default: 8000; 0: any.")] = 8000
     """0: any free port."""
     api_keys: Annotated[
-        tuple["ApiKey", ...], Flag("--api-key", "KEY", "Require this key; may be repeated.", repeats=True)
+        tuple[ApiKey, ...], Flag("--api-key", "KEY", "Require this key; may be repeated.", repeats=True)
     ] = ()
     """API keys that requests must send. None at all: no key is needed."""
     api_key_file: Annotated[
@@ -116,9 +118,7 @@ class ServerSettings:
     """Limit for active requests, waiting ones included."""
 
     def __post_init__(self) -> None:
-        from weft.server.admission.keys import (
-            KeyRing,
-        )  # here, since `weft --help` needs the declarations alone
+        from weft.server.admission.keys import KeyRing
 
         KeyRing(self.api_keys)  # raises for duplicate keys
 
