@@ -15,7 +15,7 @@ constexpr int64_t items_per_thread = 8;
 // Small products have fewer items, at least this many: handing out an item costs as much as reading some kilobytes.
 constexpr int64_t fewest_items_per_thread = 2;
 constexpr int64_t item_bytes = 64 << 10;
-// A product with more rows is divided by rows too, evenly, so that the rows of an item stay in the cache.
+// A product with more rows than this is also divided by rows, evenly, so that the rows of an item stay in the L2 cache.
 constexpr int64_t most_rows_per_item = 32 * panel_rows;
 
 // Rows per item for cheap operations: handing out an item costs as much as a few rows.
@@ -51,7 +51,7 @@ const float* Program::forward(const Step& step, const Cache& cache, int64_t samp
   has_head_products_ = false;
   prepare(step, cache);
   row_blocks_.clear();
-  cut_into_pieces();
+  cut_into_query_runs();
   const bool by_request = partition_requests(), is_pipelined = !by_request && partition_pipeline();
   if (!by_request && !is_pipelined) {
     partition_attention();
@@ -194,7 +194,8 @@ void Program::execute_row(const Instruction& instruction, int64_t row) {
     case Instruction::Kind::rope_and_write: rope_and_write(instruction, row); break;
     case Instruction::Kind::add: kernels().add_scaled(output, input, instruction.scale, columns, output); break;
     case Instruction::Kind::scale_and_cap: kernels().scale_and_cap(output, columns, instruction.scale, instruction.cap); break;
-    case Instruction::Kind::select_rows: std::memcpy(output, input, static_cast<size_t>(columns) * sizeof(float)); break;   // all rows are selected
+    // all rows are selected, so the selected rows are the buffer itself
+    case Instruction::Kind::select_rows: std::memcpy(output, input, static_cast<size_t>(columns) * sizeof(float)); break;
     default: break;
   }
 }

@@ -8,7 +8,8 @@
 namespace weft {
 namespace {
 
-// Bytes of LM head weights per item: small enough to stay in the cache from one row block to the next.
+// Bytes of LM head weights per item: few enough that they stay in the L2 cache while all row blocks are multiplied by
+// them.
 constexpr int64_t head_bytes = 128 << 10;
 
 }  // namespace
