@@ -30,8 +30,8 @@ class DeviceStep:
         "_swaps",
         "logprobs",
         "masks",
-        "scored_chunks",
         "sampled_rows",
+        "scored_chunks",
     )
 
     def __init__(
