@@ -95,7 +95,7 @@ def perplexity(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Compare the perplexity of kernels and card with numpy.
+    """Compare the perplexity of the kernels or of a GPU with numpy.
 
     All use the same text and weights; numpy computes in f32.
     """

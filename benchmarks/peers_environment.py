@@ -118,7 +118,8 @@ def run_logged(command: Sequence[str], log: Path, problem: str) -> None:
 
 
 def clean_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment variables for another interpreter: without ours for Python, and offline for the model hub."""
+    """The environment variables for another interpreter: without this process's variables for Python, and offline for
+    the model hub."""
     kept = {name: value for name, value in engine_environment().items() if name not in _PYTHON_VARIABLES}
     return kept | {"HF_HUB_OFFLINE": "1", **(more or {})}
 

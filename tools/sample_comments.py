@@ -57,7 +57,7 @@ def comments(path: str, source: str) -> list[Piece]:
         return list(_merged(path, _cpp_lines(source)))
     found = list(_merged(path, _python_lines(source)))
     for node in ast.walk(ast.parse(source)):
-        # Not only the docstrings that Python knows: also a string after an attribute describes it.
+        # Any string that is a statement: Python's docstrings, and the strings that describe attributes.
         if (
             isinstance(node, ast.Expr)
             and isinstance(node.value, ast.Constant)

@@ -49,8 +49,8 @@ class Excused:
 
 @dataclass
 class Lateness:
-    """How late the event loop of the clients is. All clients share one process, and on a small machine the server and the
-    engine leave it little of the processor."""
+    """How late the event loop of the clients is. All clients share one process. On a small machine, the server and the
+    engine leave little CPU time for it."""
 
     ticks: list[tuple[float, float]] = field(default_factory=list)
     """When the loop was late, and by how many seconds."""
@@ -223,7 +223,8 @@ class SoakClient:
                 self._ledger.outcomes[conduct, outcome] += 1
                 if outcome in _ERRORS_OF_A_KILL:
                     self._ledger.excused.append(Excused(began, time.monotonic(), outcome))
-                    # About as long as Retry-After says; random, so that the clients do not return together.
+                    # Waits about as long as Retry-After says. The time is random, so that the clients do not return
+                    # together.
                     await asyncio.sleep(random.uniform(0.5, 1.5))
         self._drop()
 

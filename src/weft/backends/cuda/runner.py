@@ -361,4 +361,4 @@ def _weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
 
 def _too_large(checkpoint: Checkpoint, card: Device, dtype: torch.dtype) -> OutOfMemoryError:
     needed = f"the weights take {mib(_weight_bytes(checkpoint, dtype))}"
-    return shortage(card, needed, "take a smaller model, or end what else uses the card")
+    return shortage(card, needed, "take a smaller model, or end other programs that use the GPU")
