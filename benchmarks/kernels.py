@@ -1,4 +1,5 @@
-"""`python -m benchmarks kernels`: times the linear layers of the default model, beside the limits of this machine."""
+"""`python -m benchmarks kernels`: times the linear layers of the default model, and compares them with the limits of
+this machine."""
 
 from __future__ import annotations
 

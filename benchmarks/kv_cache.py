@@ -55,7 +55,7 @@ class Options:
     context: int = 4096
     """Tokens of a context in the admission and speed parts."""
     contexts: int = 16
-    """Contexts that fill the memory of the admission part with a full cache."""
+    """The memory of the admission part is as large as this many contexts in a full-precision cache."""
     batch: int = 16
     """Batch size of the speed part."""
     windows: int = 4

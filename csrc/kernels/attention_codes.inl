@@ -62,7 +62,7 @@ __attribute__((noinline)) void score_code_tile(const int16_t* queries, int64_t w
   }
 }
 
-// The same for any number of tiles. Calls before(tile, tiles) just before it reads them.
+// score_codes for any number of tiles. Calls before(tile, tiles) just before it reads them.
 template <int Rows, typename Prologue>
 inline void score_codes(const int16_t* queries, int64_t width, const float* factors, int64_t features, const void* const* tiles,
                         int64_t count, const float* scales, Prefetcher* prefetcher, int64_t lines, float* scores, Prologue before) {
@@ -141,7 +141,7 @@ __attribute__((noinline)) void sum_code_tiles(const int16_t* codes, const float*
   }
 }
 
-// The same for all features.
+// Sums all features with the function above.
 template <int Rows>
 inline void sum_codes(const int16_t* codes, const float* factors, const void* const* tiles, int64_t first, int64_t end, int64_t units,
                       const float* starts, Prefetcher* prefetcher, int64_t lines, const Target* targets) {

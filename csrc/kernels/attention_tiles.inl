@@ -349,7 +349,7 @@ struct Target {
 
 // Spreads prefetches over the positions while values are summed, as evenly as whole lines allow.
 struct PrefetchPace {
-  int64_t every, lines;   // `lines` lines for every `every` positions; `every` is a power of two
+  int64_t every, lines;   // prefetches `lines` cache lines after every `every` positions; `every` is a power of two
   int64_t of_tile;        // cache lines of a tile
 };
 
@@ -412,7 +412,7 @@ __attribute__((noinline)) void sum_tile(const float* weights, const void* const*
   }
 }
 
-// The same for all features. `lines`: cache lines of a tile.
+// Sums all features with the function above. `lines`: cache lines of a tile.
 template <int Rows, typename Element>
 inline void sum_tiles(const float* weights, const void* const* tiles, int64_t stride, const Span* spans, const float* starts, Prefetcher* prefetcher,
                       int64_t lines, const Target* targets, int64_t width) {

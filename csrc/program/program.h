@@ -274,7 +274,7 @@ class Program {
   std::vector<int64_t> columns_, strides_;   // per buffer: floats of a row, and floats from one row to the next
   std::vector<Aligned<float>> buffers_;
 
-  // Of the current step.
+  // The members below belong to the current step.
   Step step_{};
   Cache cache_{};
   std::vector<Aligned<float>> cosines_, sines_;   // per rope: [tokens, pairs]

@@ -346,7 +346,7 @@ class Rows:
 
 
 def _one_position_further(step: PreparedStep) -> PreparedStep:
-    """The same decodes at the next position of each row, in the same KV blocks. Unchanged arrays are shared."""
+    """Returns the same decodes, one position further in each row, in the same KV blocks. Unchanged arrays are shared."""
     indices, entries = step.indices, step.entries
     context_lengths = indices.context_lengths + 1
     next_indices = StepIndices(

@@ -115,7 +115,7 @@ class Work:
         return sum(map(len, self.prompts)) if self.counts_prompts else sum(self.new_tokens)
 
     def shortened(self, longest: int) -> Work:
-        """The same prompts with answers of at most `longest` tokens, scaled in proportion.
+        """Returns the same prompts with answers of at most `longest` tokens, shortened in proportion.
 
         Requests end in the same order, so that steps have the same batch sizes.
         """

@@ -123,7 +123,7 @@ class Planner:
                 sort_key, sequence = in_progress.pop()
                 producer = self._continue_prefill(builder, sequence)
                 if producer is not None:
-                    _inherit_place(sort_key, producer, in_progress)
+                    _inherit_rank(sort_key, producer, in_progress)
             elif first is None:
                 break
             elif self._sequences.is_in_flight(first) or first.request_id in builder.preempted:
@@ -138,7 +138,7 @@ class Planner:
                 may_admit = started is not False
                 if isinstance(started, Sequence):
                     skipped.append(queue.set_aside())
-                    _inherit_place(self._prefill_sort_key(first), started, in_progress)
+                    _inherit_rank(self._prefill_sort_key(first), started, in_progress)
         for item in skipped:
             queue.put_back(item)
 
@@ -493,11 +493,11 @@ class Planner:
                 return
 
 
-def _inherit_place(sort_key: SortKey, producer: Sequence, in_progress: _Prompts) -> None:
+def _inherit_rank(sort_key: SortKey, producer: Sequence, in_progress: _Prompts) -> None:
     """Priority inheritance: the producer gets the rank of the sequence that waits for it."""
-    for place, (_, sequence) in enumerate(in_progress):
+    for index, (_, sequence) in enumerate(in_progress):
         if sequence is producer:
-            del in_progress[place]
+            del in_progress[index]
             in_progress.append((sort_key, producer))
             return
 

@@ -82,8 +82,9 @@ def decode_attention(
         counts = tl.where(each < requests, _work_of(contexts, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS), 0)
         all_tiles = tl.sum(counts, 0)
         longest = tl.max(counts, 0)
-        # With one program for each request, `programs` of them run at a time. This is an upper bound of the tiles that
-        # are read one after another, times `programs`.
+        # How uneven the work is if each request has its own program, and `programs` of these run at a time. `most_read`
+        # is an upper bound of the tiles that are read one after another, times `programs`. It equals `all_tiles` if
+        # the work is even.
         most_read = tl.minimum(
             tl.cdiv(requests, programs) * longest * programs, all_tiles + longest * programs
         )

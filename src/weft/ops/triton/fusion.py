@@ -134,7 +134,7 @@ def graph_segments(operations: Sequence[FusedOperation]) -> Iterator[list[FusedO
 
 
 def buffers_read(operation: FusedOperation) -> Iterator[Buffer]:
-    """The buffers that a operation reads, including those that it changes in place."""
+    """The buffers that an operation reads, including those that it changes in place."""
     if isinstance(operation, FusedProduct | FusedNorm | FusedAttention):
         yield operation.input
         if not isinstance(operation, FusedAttention) and operation.added:

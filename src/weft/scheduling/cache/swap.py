@@ -23,8 +23,8 @@ class SwapSlots:
         self._free_store = list(range(slots.full + slots.store - 1, slots.full - 1, -1))
         self._next_swap_id = 0
         self._swaps: dict[int, list[tuple[dict[int, int], dict[int, int | None]]]] = {}
-        """For each swap in flight two pairs, one for blocks and one for slots. A pair is the dict of guards, and the
-        earlier guards that the swap replaced in it (None: there was none)."""
+        """Swap in flight -> the guards that it replaced, to restore them. The first pair is for blocks, the second for
+        slots. A pair is the dict of current guards, and the replaced ones (None: there was none)."""
         self._block_guards: dict[int, int] = {}
         self._slot_guards: dict[int, int] = {}
         self._dependencies: set[int] = set()
