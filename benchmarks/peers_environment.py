@@ -36,7 +36,7 @@ class Environment:
     megabytes: int
     """Approximate size on disk."""
     unwanted: tuple[str, ...] = ()
-    """Packages that the requirements install and that break them; they are removed."""
+    """Packages that pip installs together with the requirements, but that break the engine. They are removed."""
 
 
 LLAMA = Environment("llama.cpp", "llama.cpp (xllamacpp 2026.10)", ("xllamacpp==2026.10.11549",), 130)

@@ -1,4 +1,4 @@
-// Programs as Python builds and runs them. All arguments are checked here.
+// Binds the class that builds and runs programs. All arguments are checked here.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>

@@ -4,7 +4,7 @@
 // b is known when activations are quantised; the excess v w is computed once for all rows of a tile. So inputs 0 to 15
 // of a group need half the multiplications. The additions that this costs run on otherwise idle units.
 //
-// Of every eight inputs, the first four take the role of a, the last four that of b. v and w are codes less 8. 128 is
+// Of every eight inputs, the first four take the role of a, the last four that of b. v and w are codes minus 8. 128 is
 // added to a + w, because the instruction reads that operand as unsigned. Both factors fit a byte, because no
 // activation exceeds 120. All numbers are integers, so the sum of a group is exactly the sum of one product per input.
 #pragma once

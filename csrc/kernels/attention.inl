@@ -126,9 +126,9 @@ inline void score_rows(const QueryBlock& block, const SegmentTiles& keys, int64_
 // is never subnormal; subnormals slow some processors down a hundredfold.
 constexpr float least_weight = 0x1p-40f;
 
-// Turns scores into weights 2^(score - largest) times the value scales. A tile row's weights become 0 at positions that
-// it does not see but other rows see, and up to the end of the last tile. `totals` covers only positions from `stored`
-// on. Each operation is done for all rows at once: with a single row it would wait for the previous operation.
+// Turns scores into weights 2^(score - largest) times the value scales. The weight of a position that a row does not
+// see becomes 0, up to the end of the last tile. `totals` covers only positions from `stored` on. Each operation is
+// done for all rows at once: with a single row it would wait for the previous operation.
 template <int Rows>
 inline void weigh_rows(float* scores, const Span* spans, float cap, const float* scales, int64_t stored, Statistics* statistics,
                        WeightTotals* totals) {

@@ -8,7 +8,7 @@ struct Statistics {
   float largest, sum;
 };
 
-// Some queries of a task with all their heads, and their scratch memory.
+// A group of queries of a task, with all their heads, and the scratch memory to compute them.
 struct QueryBlock {
   const AttendTask& task;
   Prefetcher* prefetcher;   // is informed how many cache lines are about to be read; may be null

@@ -203,7 +203,7 @@ struct LinearTask {
 constexpr int64_t key_tile = 16;
 constexpr int codes_of_unit = 4, elements_of_unit = 3;
 constexpr int lowest_bits = 4, fourth_step = 1 << lowest_bits;
-constexpr int largest_cache_code = 32767 / fourth_step * fourth_step;   // of a code before its low bits are replaced
+constexpr int largest_cache_code = 32767 / fourth_step * fourth_step;   // the largest code, before its low bits are replaced
 constexpr int largest_query_code = 32767;
 constexpr float longest_key = 12000.0f;      // limit of the length of a key's codes / sqrt(head_size), before rounding
 // limit of the length of a query's codes * sqrt(head_size); the product of both limits is 2% less than 2^31

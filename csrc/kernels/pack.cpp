@@ -269,7 +269,7 @@ bool fit_line(const Group& values, const Four* codes, float& scale, float& minim
 void round_w4(const float* values, const Lane& lane, int64_t group, FactorsW4& factors) {
   uint8_t codes[group_inputs] = {};
   const float largest = largest_magnitude(values);
-  if (!(largest <= 65504.0f)) {   // a value beyond f16 is not a valid weight
+  if (!(largest <= 65504.0f)) {   // a value that does not fit f16 is not a valid weight
     put_w4(lane, group, codes);
     factors.set(group, NAN, NAN);
     return;

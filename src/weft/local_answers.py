@@ -124,7 +124,7 @@ class LocalChoices:
             self._engine.cancel(request_id)
 
     def result(self) -> GenerationResult:
-        """The result of the first answer, with the others as its siblings."""
+        """The result of the first answer. Its `choices` include the results of the others."""
         first, *others = (answer.result() for _, answer in sorted(self._answers.items()))
         return dataclasses.replace(first, siblings=tuple(others))
 

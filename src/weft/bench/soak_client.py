@@ -353,8 +353,8 @@ class SoakClient:
         return self._writer
 
     def _is_closed_by_server(self, writer: asyncio.StreamWriter) -> bool:
-        """Whether an idle connection has something to read, which can only be its end: the server closes connections that
-        are idle for long. HTTP clients look before they use a connection again."""
+        """Whether the server has closed an idle connection: then the socket has something to read. Servers close
+    connections that are idle for long, so HTTP clients check this before they use one again."""
         poll = select.poll()
         poll.register(writer.get_extra_info("socket"), select.POLLIN)
         return self._reader.at_eof() or bool(poll.poll(0))

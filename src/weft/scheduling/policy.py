@@ -166,7 +166,7 @@ class StepCostModel:
         each = per_token + per_context + per_pair * (start + 0.5)
         if each <= 0:
             return 1 << 30
-        # The root of each * n + per_pair / 2 * n**2 = spare, in the form that allows per_pair = 0.
+        # Solves `each * n + per_pair / 2 * n**2 = spare` for n, in a form that also works for per_pair = 0.
         return int(2 * spare / (each + (each**2 + 2 * per_pair * spare) ** 0.5))
 
     def _solve_above_zero(self) -> list[float]:

@@ -153,8 +153,8 @@ def invariant_tile(tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -
 
 
 def _fitted(tile: Tile, inputs: int, least: int = 64) -> Tile:
-    """Reduces the tile's `inputs` to a divisor of the row length, so that no masks are needed. Keeps it if the divisor
-    would be below `least`."""
+    """Reduces the tile's `inputs` to a power of two that divides the row length, so that no masks are needed. If that
+    would be below `least`, the tile has masks instead."""
     step = min(tile.inputs, inputs & -inputs)
     if step < least:
         step = max(16, min(tile.inputs, power_of_two(inputs)))
