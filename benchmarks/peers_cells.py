@@ -30,7 +30,7 @@ class Try:
     """The fraction of the machine's CPU time that neither the engine nor the benchmark used."""
     loudest: tuple[str, ...] = ()
     speed: Speed | None = None
-    """Speed of the machine, for each figure the lower of right before and right after the run. None: not measured."""
+    """The lower of two speeds of the machine: right before the run and right after it. None: not measured."""
     tokens_per_second: float | None = None
     """Output tokens per second over the whole time, prefill included."""
     output_tokens: int = 0

@@ -354,7 +354,7 @@ class SoakClient:
 
     def _is_closed_by_server(self, writer: asyncio.StreamWriter) -> bool:
         """Whether the server has closed an idle connection: then the socket has something to read. Servers close
-    connections that are idle for long, so HTTP clients check this before they use one again."""
+        connections that are idle for long, so HTTP clients check this before they use one again."""
         poll = select.poll()
         poll.register(writer.get_extra_info("socket"), select.POLLIN)
         return self._reader.at_eof() or bool(poll.poll(0))

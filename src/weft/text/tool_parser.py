@@ -21,7 +21,7 @@ from weft.text.answer_parts import (
 from weft.text.tool_formats import ToolFormat
 
 _LONGEST_HELD = 1 << 14
-"""The maximum number of characters held back before the arguments of a call. Until then they may be content."""
+"""The text of a call before its arguments may turn out to be content. So it is held back, at most this many characters."""
 _SPACE = re.compile(r"\s*")
 _STRING_END = re.compile(r'["\\]')
 _BRACKET_OR_STRING = re.compile(r'["{}\[\]]')
