@@ -397,7 +397,7 @@ class Planner:
         return True
 
     def _resume(self, builder: PlanBuilder, sequence: Sequence) -> bool:
-        """Starts the swap-in of a sequence. It runs once the copy is finished."""
+        """Starts the swap-in of a sequence. The sequence runs once the copy is finished."""
         allocation = sequence.allocation
         assert allocation is not None
         needed = allocation.size
