@@ -119,7 +119,7 @@ void Candidates::weigh() {
   kernels().weigh_each(below_.data(), count_, factor_, weights_.data());
 }
 
-void Candidates::filter(const ScannedRow& row, const Parameters& parameters) {
+void Candidates::filter(const ScannedRow& row, const Parameters& parameters, uint64_t key) {
   bool is_collected = false;
   const auto collect_once = [&](float limit) {
     if (!is_collected) collect(row, limit);
@@ -142,6 +142,7 @@ void Candidates::filter(const ScannedRow& row, const Parameters& parameters) {
   }
   collect_once(FLT_MAX);
   if (parameters.typical_p < 1.0) keep_typical(parameters.typical_p);
+  if ((noise_bits(key, -1) + 0.5) * 0x1p-32 < parameters.xtc_probability) exclude_top_choices(parameters.log_xtc_threshold);
 }
 
 // The nucleus of the candidates: how far below the best score its last token is.
@@ -191,11 +192,23 @@ void Candidates::keep_typical(double typical_p) {
   keep([&](int64_t i) { return surprises_[i] <= furthest; });
 }
 
+// Removes the tokens with at least the probability of the threshold, except the least likely of them.
+void Candidates::exclude_top_choices(double log_threshold) {
+  weigh();
+  double total = 0.0;
+  for (int64_t i = 0; i < count_; i++) total += weights_[i];
+  const double limit = log_threshold + std::log(total);
+  float furthest = 0.0f;
+  for (int64_t i = 0; i < count_; i++)
+    if (-static_cast<double>(below_[i]) / temperature_ >= limit) furthest = std::max(furthest, below_[i]);
+  keep([&](int64_t i) { return below_[i] >= furthest; });
+}
+
 int64_t Candidates::draw(const ScannedRow& row, double temperature, const Parameters& parameters, uint64_t key) {
   temperature_ = temperature;
   factor_ = std::min(1.0 / temperature, 1e308);
-  filter(row, parameters);
-  // Relative to the best remaining score: typical-p may have removed the best of all.
+  filter(row, parameters, key);
+  // Relative to the best remaining score: typical-p or xtc may have removed the best of all.
   const double best = -static_cast<double>(*std::min_element(below_.begin(), below_.begin() + count_)) / temperature_;
   double highest = -HUGE_VAL;
   int64_t winner = tokens_[0];

@@ -25,12 +25,14 @@ struct Parameters {
   double top_k;
   double log_min_p;
   double typical_p;
+  double xtc_probability;
+  double log_xtc_threshold;
   double repetition_penalty;
   double frequency_penalty;
   double presence_penalty;
 
   bool has_min_p() const { return log_min_p > -HUGE_VAL; }
-  bool has_filters() const { return top_k > 0.0 || top_p < 1.0 || has_min_p() || typical_p < 1.0; }
+  bool has_filters() const { return top_k > 0.0 || top_p < 1.0 || has_min_p() || typical_p < 1.0 || xtc_probability > 0.0; }
   bool has_penalties() const { return repetition_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0; }
 };
 
@@ -46,14 +48,15 @@ class Candidates {
   int32_t token(int64_t index) const { return tokens_[static_cast<size_t>(index)]; }
 
  private:
-  // Applies the filters in order: top-k, top-p, min-p, typical-p. Each filter sees the tokens that the previous one
-  // kept, and keeps all tokens that tie with the last one it keeps.
-  void filter(const ScannedRow& row, const Parameters& parameters);
+  // Applies the filters in order: top-k, top-p, min-p, typical-p, xtc. Each filter sees the tokens that the previous
+  // one kept, and keeps all tokens that tie with the last one it keeps.
+  void filter(const ScannedRow& row, const Parameters& parameters, uint64_t key);
   void collect(const ScannedRow& row, float limit);
   float distance_of_rank(const ScannedRow& row, int64_t top_count);
   float nucleus_floor(double top_p);
   float nucleus_floor(const ScannedRow& row, double top_p);
   void keep_typical(double typical_p);
+  void exclude_top_choices(double log_threshold);
   void weigh();
   template <typename Kept>
   void keep(Kept&& is_kept);

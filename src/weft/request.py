@@ -133,7 +133,7 @@ class Grammar:
 class SamplingParams:
     """Sampling parameters of a request. Names and meanings are those of vLLM and the OpenAI API.
 
-    Filters apply in this order: temperature, top_k, top_p, min_p, typical_p.
+    Filters apply in this order: temperature, top_k, top_p, min_p, typical_p, xtc.
     """
 
     max_tokens: int | None = 16
@@ -160,6 +160,14 @@ class SamplingParams:
         "Locally typical sampling: sample from the tokens closest to the expected surprise that together have this "
         "probability. 1: off.",
         Parameter(1.0, 0, 1, "filter", above=True, in_generation_config=True),
+    )
+    xtc_probability: float = declare(
+        "Exclude top choices: the probability, for each token, that the most likely tokens are excluded. 0: off.",
+        Parameter(0.0, 0, 1, "filter", gguf="xtc_probability"),
+    )
+    xtc_threshold: float = declare(
+        "Exclude top choices: excludes the tokens with at least this probability, except the least likely of them.",
+        Parameter(0.1, 0, 1, "filter", above=True, off=(), is_logarithm=True, gguf="xtc_threshold"),
     )
     repetition_penalty: float = declare(
         "Above 1: tokens that occur in the prompt or the answer become less likely. It scales their logits.",

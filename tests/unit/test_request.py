@@ -32,6 +32,8 @@ REFUSED = [
     ("top_k", [-2, 2**31, 1.5, True, HUGE]),
     ("min_p", [-0.01, 1.01, math.nan, True, HUGE]),
     ("typical_p", [0.0, 1.01, math.nan, True, HUGE]),
+    ("xtc_probability", [-0.01, 1.01, math.nan, True, HUGE]),
+    ("xtc_threshold", [0.0, 1.01, math.nan, True, HUGE]),
     ("repetition_penalty", [0.0, -1.0, 100.1, math.inf, math.nan, True, HUGE]),
     ("frequency_penalty", [-2.01, 2.01, math.nan, True, HUGE]),
     ("presence_penalty", [-2.01, 2.01, math.nan, True, HUGE]),

@@ -26,6 +26,8 @@ TOP_P: tl.constexpr = tl.constexpr(1 + _PLACES["top_p"])
 TOP_K: tl.constexpr = tl.constexpr(1 + _PLACES["top_k"])
 LOG_MIN_P: tl.constexpr = tl.constexpr(1 + _PLACES["min_p"])
 TYPICAL_P: tl.constexpr = tl.constexpr(1 + _PLACES["typical_p"])
+XTC_PROBABILITY: tl.constexpr = tl.constexpr(1 + _PLACES["xtc_probability"])
+LOG_XTC_THRESHOLD: tl.constexpr = tl.constexpr(1 + _PLACES["xtc_threshold"])
 REPETITION: tl.constexpr = tl.constexpr(1 + _PLACES["repetition_penalty"])
 FREQUENCY: tl.constexpr = tl.constexpr(1 + _PLACES["frequency_penalty"])
 PRESENCE: tl.constexpr = tl.constexpr(1 + _PLACES["presence_penalty"])
@@ -44,6 +46,7 @@ HAS_TOP_K: tl.constexpr = tl.constexpr(flags_of("top_k"))
 HAS_TOP_P: tl.constexpr = tl.constexpr(flags_of("top_p"))
 HAS_MIN_P: tl.constexpr = tl.constexpr(flags_of("min_p"))
 HAS_TYPICAL_P: tl.constexpr = tl.constexpr(flags_of("typical_p"))
+HAS_XTC: tl.constexpr = tl.constexpr(flags_of("xtc_probability"))
 HAS_REPETITION: tl.constexpr = tl.constexpr(flags_of("repetition_penalty"))
 HAS_COUNTS: tl.constexpr = tl.constexpr(flags_of("frequency_penalty", "presence_penalty"))
 HAS_LISTS: tl.constexpr = tl.constexpr(1 << len(PARAMETERS))  # logit_bias or min_tokens
@@ -53,10 +56,13 @@ FILTERS: tl.constexpr = tl.constexpr(
 TOUCHES: tl.constexpr = tl.constexpr(HAS_REPETITION.value | HAS_COUNTS.value | HAS_LISTS.value)
 
 # Filters that kernels are compiled for (`USED`). Steps without them run kernels without their code.
-COMPILED_FILTERS: tl.constexpr = tl.constexpr(HAS_TOP_K.value | HAS_TOP_P.value | HAS_TYPICAL_P.value)
+COMPILED_FILTERS: tl.constexpr = tl.constexpr(
+    HAS_TOP_K.value | HAS_TOP_P.value | HAS_TYPICAL_P.value | HAS_XTC.value
+)
 # Filters that need the probability mass of the row.
-NEED_MASSES: tl.constexpr = tl.constexpr(HAS_TOP_P.value | HAS_TYPICAL_P.value)
-NUM_FLOORS = 3  # of an entry: for top-k, top-p, typical-p
+NEED_MASSES: tl.constexpr = tl.constexpr(HAS_TOP_P.value | HAS_TYPICAL_P.value | HAS_XTC.value)
+NO_CEILING: tl.constexpr = tl.constexpr(0xFFFFFFFF)
+NUM_FLOORS = 4  # of an entry: for top-k, top-p, typical-p; for xtc a ceiling
 
 # Why an entry has no token.
 NOT_A_NUMBER: tl.constexpr = tl.constexpr(1)
@@ -148,6 +154,9 @@ def kept_by_filters(
     by_mass = load_floor(floors_ptr + floors_stride + entry, (flags & HAS_TOP_P) != 0)
     keys = ordered(scores)
     kept = (keys >= by_count) & (keys >= by_mass)
+    if HAS_XTC & USED:
+        if (flags & HAS_XTC) != 0:
+            kept = kept & (keys <= load_floor(floors_ptr + 3 * floors_stride + entry, True))
     temperature = tl.load(row_doubles + TEMPERATURE)
     best = tl.load(best_ptr + entry)
     if (flags & HAS_MIN_P) != 0:

@@ -1,4 +1,4 @@
-"""Top-k, top-p, min-p and typical-p: finds the tokens that they keep, and samples one of them. Both need only a
+"""Top-k, top-p, min-p, typical-p and xtc: finds the tokens that they keep, and samples one of them. Both need only a
 list of the most likely tokens, not a sorted row.
 
     survey      the best score of every group of tokens, and the mass of every piece of the vocabulary: one read
@@ -26,10 +26,13 @@ from weft.ops.triton.sampling import (
     HAS_TOP_K,
     HAS_TOP_P,
     HAS_TYPICAL_P,
+    HAS_XTC,
     LOG_MIN_P,
+    LOG_XTC_THRESHOLD,
     LOWEST_TEMPERATURE,
     LOWEST_TEMPERATURE_SINGLE,
     NEED_MASSES,
+    NO_CEILING,
     PROMPT_LENGTH,
     SAW_FINITE,
     SEED,
@@ -37,6 +40,7 @@ from weft.ops.triton.sampling import (
     TOP_K,
     TOP_P,
     TYPICAL_P,
+    XTC_PROBABILITY,
     is_touched,
     load_scores,
     ordered,
@@ -47,6 +51,7 @@ from weft.ops.triton.sampling_floors import (
     BY_MASS,
     BY_SURPRISE,
     are_kept,
+    find_ceiling,
     find_floor,
     mass_and_mean,
 )
@@ -207,6 +212,17 @@ def shortlist_kernel(
     seed = tl.load(integers_ptr + row.to(tl.int64) * (row_words // 2) + SEED)
     position = tl.load(positions_ptr + entry)
     noise_start = noise_key(seed, position - tl.load(row_ints + PROMPT_LENGTH))
+    has_xtc = (flags & HAS_XTC) != 0
+    xtc_is_alone = (flags & FILTERS) == HAS_XTC
+    ceiling_ptr = floors_ptr + 3 * floors_stride + entry
+    if HAS_XTC & USED:
+        # The noise of token -1 decides whether xtc applies.
+        bits = noise_bits(noise_start, tl.zeros((), tl.uint64))
+        uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+        has_xtc = has_xtc & (uniform < tl.load(row_doubles + XTC_PROBABILITY))
+        tl.store(ceiling_ptr, -1)  # the bits of NO_CEILING
+        if xtc_is_alone & (has_xtc == 0):
+            return
     logits_line = logits_ptr + entry.to(tl.int64) * logits_stride
     changed_line = scores_ptr + entry.to(tl.int64) * vocabulary
     list_line = list_scores_ptr + entry * LIST
@@ -373,6 +389,30 @@ def shortlist_kernel(
                     )
                     is_reached = is_alone & is_enough & (reach_relative <= mean)
                     is_covered = is_covered | is_reached
+            ceiling = tl.full((), NO_CEILING, tl.uint32)
+            if HAS_XTC & USED:
+                if has_xtc & fits & (is_covered | xtc_is_alone):
+                    ceiling, limit = find_ceiling(
+                        logits_line,
+                        line,
+                        count,
+                        line_is_changed,
+                        best,
+                        temperature,
+                        by_count,
+                        by_mass,
+                        log_min_p,
+                        mean,
+                        by_surprise,
+                        tl.load(row_doubles + LOG_XTC_THRESHOLD),
+                        tl.where(xtc_is_alone, total, -1.0),
+                        TOUCHED=True,
+                        TILE=TILE,
+                    )
+                    tl.store(ceiling_ptr, ceiling.to(tl.int32, bitcast=True))
+                    # Without another filter nearly all tokens are kept: `choose_kernel` draws. The list is long enough
+                    # if it has all tokens that may be removed.
+                    is_settled = xtc_is_alone & (is_covered == 0) & (reach_relative <= limit)
             if is_whole:
                 tl.store(floors_ptr + entry, by_count.to(tl.int32, bitcast=True))
                 tl.store(floors_ptr + floors_stride + entry, by_mass.to(tl.int32, bitcast=True))
@@ -391,6 +431,8 @@ def shortlist_kernel(
                     if HAS_TYPICAL_P & USED:
                         surprise = surprise_keys(scores, best, temperature, mean)
                         is_kept = is_kept & ((surprise >= by_surprise) | (has_typical_p == 0))
+                    if HAS_XTC & USED:
+                        is_kept = is_kept & (ordered(scores) <= ceiling)
                     exact = (scores.to(tl.float64) - best.to(tl.float64)) / temperature
                     exact += gumbel_double(noise_bits(noise_start, noise_steps(token_ids)))
                     exact = tl.where(is_kept, exact, float("-inf"))
