@@ -19,6 +19,7 @@ VOCABULARY = (
     "weft.config",
     "weft.errors",
     "weft.metrics",
+    "weft.parameters",
     "weft.plan",
     "weft.request",
     "weft.tiers",

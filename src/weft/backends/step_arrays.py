@@ -23,8 +23,10 @@ import numpy as np
 
 from weft.ops.base import StepIndices, StoreIndices
 from weft.plan import IterationPlan, RowStart
-from weft.request import RequestId, SamplingParams
+from weft.request import RequestId, SamplingParams, flags_of, sampler_flags
 from weft.sampling.noise import as_seed
+
+_DRAWS = flags_of("temperature")
 
 
 @dataclass(frozen=True)
@@ -392,14 +394,4 @@ def _include(rows: set[int], row: int, belongs: bool) -> None:
 
 
 def _is_plain(params: SamplingParams) -> bool:
-    return (
-        params.top_p == 1.0
-        and params.top_k <= 0
-        and params.min_p == 0.0
-        and params.typical_p == 1.0
-        and params.repetition_penalty == 1.0
-        and params.frequency_penalty == 0.0
-        and params.presence_penalty == 0.0
-        and not params.logit_bias
-        and params.min_tokens == 0
-    )
+    return not (sampler_flags(params) & ~_DRAWS or params.logit_bias or params.min_tokens)

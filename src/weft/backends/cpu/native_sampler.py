@@ -9,7 +9,7 @@ import numpy as np
 from weft._kernels import Pool, Sampler
 from weft.backends.grammar import NO_MASKS, Masks
 from weft.backends.step_arrays import Rows, SampledEntries
-from weft.request import SamplingParams, TokenLogprobs
+from weft.request import SamplingParams, TokenLogprobs, sampler_words
 from weft.sampling.reference import FORBIDDEN, NOT_A_NUMBER, OVERFLOW, Sampled
 
 _REASONS = {
@@ -107,14 +107,7 @@ class NativeSampler:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
         self._kernel.set_row(
             row,
-            params.top_k,
-            params.top_p,
-            params.min_p > 0.0,
-            float(np.log(params.min_p)) if params.min_p > 0.0 else 0.0,
-            params.typical_p,
-            params.repetition_penalty,
-            params.frequency_penalty,
-            params.presence_penalty,
+            sampler_words(params),
             list(params.logit_bias),
             list(params.logit_bias.values()),
             params.min_tokens,
