@@ -59,7 +59,7 @@ def _remember_types() -> None:
     numpy_types: dict[str, np.dtype] = {}
 
     def init_block_type(block_type: Any, element_type: Any, shape: Any) -> None:
-        key = (element_type.name, *core._unwrap_shape(shape))
+        key = (element_type.name, *shape)
         if key in block_types:
             vars(block_type).update(block_types[key])
         else:
