@@ -352,7 +352,8 @@ class DeviceSampler:
     def _choose(self, entries: _Entries) -> None:
         path = entries.path
         tile = _DRAW_TILE if path.draws else _GREEDY_TILE
-        # With few entries, each is split into many pieces, so that every multiprocessor has work.
+        # With few entries, the vocabulary of each is divided among many programs, so that every multiprocessor has
+        # work.
         all_tiles = ceil_divide(self._vocabulary_size, tile)
         tiles = max(1, all_tiles * entries.count // (_PROGRAMS_PER_PROCESSOR * self._device.processors))
         num_pieces = ceil_divide(all_tiles, tiles)
