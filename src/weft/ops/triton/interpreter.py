@@ -1,4 +1,4 @@
-"""Patches of Triton's interpreter, so that tests can run these kernels, and in seconds."""
+"""Patches of Triton's interpreter: with them the tests can run these kernels, and finish in seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from triton.language import core
 from triton.runtime import interpreter
 
-# The number of partial sums of a product.
+# The number of partial sums in which a product is computed.
 _PARTIAL_SUMS = 8
 
 
@@ -87,10 +87,10 @@ def _remember_types() -> None:
 
 
 def product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """left [m, k] @ right [k, n], with a summation order that depends on k alone, as on a GPU.
+    """Computes left [m, k] @ right [k, n] with a summation order that depends on k alone, as on a GPU.
 
-    The order of numpy's own product depends on the processor, the shape and the position of an element. A test
-    that two kernels give the same bits would then test numpy. Here every operation is elementwise, so nothing is
+    The order of numpy's own product depends on the processor, the shape and the position of an element. So a test that
+    compares the bits of two kernels would only test numpy. Here every operation is elementwise, so nothing is
     reordered.
     """
     length = left.shape[1]
