@@ -5,22 +5,29 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The tests of a file stay together: they share what is slow to start. Some tests wait for processes, so there is one
-# worker more than there are cores. torch computes in one thread for each: more would wait for each other.
+# The tests of a file stay together: they share what is slow to start. Files keep their order, so the short ones of
+# tests/unit are last and all workers end together; by default files with few but long tests would be last. Some tests
+# wait for processes, so there is one worker more than there are cores. torch computes in one thread for each: more
+# would wait for each other.
 WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, 1 + len(os.sched_getaffinity(0))))')
-SPREAD = -n $(WORKERS) --dist loadfile
+SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test test-machines: export OMP_NUM_THREADS ?= 1
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # With WEFT_NO_KERNELS=1 nothing is compiled and numpy computes, for machines without a C++ compiler.
 ifneq ($(filter-out 0 false no off,$(WEFT_NO_KERNELS)),)
 READY := $(VENV)/.runtime
+PIP_DONE := $(VENV)/.runtime
 export WEFT_KERNELS := numpy
 else
 READY := $(VENV)/.kernels
+PIP_DONE := $(VENV)/.build-tools
 endif
+# Independent of each other: `make --jobs=2 setup` builds the kernels while pip installs the test tools. pip itself runs
+# once at a time.
+TESTABLE := $(VENV)/.dev $(READY)
 
-.PHONY: help kernels chat serve test test-machines test-gpu test-sanitize test-clients test-schema lint docs reference charts clean
+.PHONY: help setup kernels chat serve test test-machines test-gpu test-sanitize test-clients test-schema lint docs reference charts clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +39,7 @@ help:
 	@echo "make test-gpu   the CUDA kernels and the engine on this machine's GPU; PYTHON=... with torch and pytest; installs nothing"
 	@echo "make test-clients   widely used clients against the real server; writes docs/guide/clients.md"
 	@echo "make test-sanitize   the kernel tests under AddressSanitizer and UBSan, the thread pool tests under ThreadSanitizer"
+	@echo "make --jobs=2 setup   set up for the tests, and nothing else"
 	@echo "make kernels   rebuild the C++ kernels after a change; WEFT_NO_KERNELS=1 make ... skips them"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make docs    build the document site into build/site; make reference and make charts make its generated parts"
@@ -44,6 +52,8 @@ chat: $(READY)
 # exec: Ctrl-C and SIGTERM reach the server itself, which ends its child processes.
 serve: $(READY)
 	@exec $(BIN)/weft serve $(ARGS)
+
+setup: $(TESTABLE)
 
 test: lint
 	@echo "==> pytest"
@@ -67,7 +77,7 @@ TABLE = $(or $(WEFT_KERNELS),$$($(BIN)/python -c \
 	'from weft import _kernels as k; print([t for t in k.available() if t in ("avx2", "portable")][$(1)])'))
 NO_AVX512 := X86_V4 AVX512_ICL AVX512_SPR
 
-test-machines: $(VENV)/.dev
+test-machines: $(TESTABLE)
 	@echo "==> pytest, as on one core of a processor with AVX2, with a parent that ignores SIGINT"
 	@trap '' INT; WEFT_KERNELS=$(call TABLE,0) OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 NPY_DISABLE_CPU_FEATURES="$(NO_AVX512)" \
 		taskset -c $(ONE_CORE) $(BIN)/python -m pytest -q $(addprefix tests/,$(BY_CORES_AND_SIGNALS) $(REAL_MODEL) $(BY_NUMBERS))
@@ -76,7 +86,7 @@ test-machines: $(VENV)/.dev
 		$(BIN)/python -m pytest -q $(SPREAD) $(addprefix tests/,$(BY_NUMBERS))
 
 # The same checks as in CI, but for minutes instead of seconds.
-test-schema: $(VENV)/.dev
+test-schema: $(TESTABLE)
 	@cd tests/server && ../../$(BIN)/python schema_run.py --max-examples 1000
 	@cd tests/server && ../../$(BIN)/python fuzz_requests.py --count $(or $(COUNT),200000)
 
@@ -85,7 +95,7 @@ test-schema: $(VENV)/.dev
 test-gpu:
 	@WEFT_TEST_DEVICE=cuda PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider tests/triton tests/gpu $(ARGS)
 
-lint: $(VENV)/.dev
+lint: $(TESTABLE)
 	@echo "==> ruff check"
 	@$(BIN)/ruff check .
 	@echo "==> ruff format --check"
@@ -129,7 +139,7 @@ CONFIGURE = -G Ninja --log-level=WARNING -DPython_EXECUTABLE="$(abspath $(BIN))/
 SANITIZED := build/sanitize
 PRELOAD = $(foreach library,libasan.so libstdc++.so,$(shell $(or $(filter-out c++,$(CXX)),g++) -print-file-name=$(library)))
 
-test-sanitize: $(VENV)/.dev
+test-sanitize: $(TESTABLE)
 	@echo "==> building the kernels with AddressSanitizer and UndefinedBehaviorSanitizer"
 	@mkdir -p $(SANITIZED)/src
 	@cp -R src/weft $(SANITIZED)/src/ && rm -f $(SANITIZED)/src/weft/_kernels*.so
@@ -147,7 +157,7 @@ test-sanitize: $(VENV)/.dev
 # torch is the reference of the parity tests. It is installed first and pinned, so that no other package pulls a newer
 # one. A CUDA build brings its own Triton; a CPU build brings none. Then this Triton is installed, and its interpreter
 # runs the kernel tests.
-$(VENV)/.dev: $(READY)
+$(VENV)/.dev: $(PIP_DONE)
 	@echo "==> installing torch, the reference of the parity tests (the largest download; some minutes)"
 	@$(PIP) install --quiet -c constraints.txt torch
 	@test "$$(uname)" != Linux || $(PIP) show --quiet triton 2>/dev/null || { \

@@ -22,7 +22,7 @@ from weft.engine.replay import RunRecorder
 from weft.engine.request_ids import new_request_id
 from weft.engine.streams import TokenBuffer
 from weft.errors import EngineStoppedError, QueueFullError, id_in_use
-from weft.metrics import ServingMetrics
+from weft.metrics import SchedulerStats, ServingMetrics
 from weft.request import (
     Failure,
     FailureKind,
@@ -36,7 +36,6 @@ from weft.request import (
 from weft.scheduling.cache.manager import KvCacheManagerStats
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
-from weft.scheduling.stats import SchedulerStats
 
 if TYPE_CHECKING:
     import asyncio  # at run time imported where it is used: an engine without an event loop starts faster
