@@ -255,6 +255,7 @@ class ChatWriter(OpenAIWriter):
         """`is_named_call`: tool_choice names a function. The finish reason is then "stop", as in the OpenAI API."""
         super().__init__(context, include_usage=include_usage)
         self._is_named_call = is_named_call
+        self._token_bytes = context.tokenizer.token_bytes
 
     def opening(self, index: int) -> bytes:
         # Clients concatenate contents. None, since an answer with tool calls may have no content.
@@ -267,12 +268,15 @@ class ChatWriter(OpenAIWriter):
     def pieces(self, piece: Piece) -> list[dict[str, Any]]:
         if piece.deltas is None:
             return super().pieces(piece)
-        index, logprobs = piece.choice.index, self.piece_logprobs(piece)
-        choices = [_choice(index, _delta(delta)) for delta in piece.deltas]
-        if logprobs is not None:
+        index = piece.choice.index
+        choices: list[dict[str, Any]] = [
+            {"index": index, "delta": _delta(delta), "logprobs": None, "finish_reason": None}
+            for delta in piece.deltas
+        ]
+        if self._wants_logprobs and piece.tokens:
             # The logprobs of all tokens, also of thoughts and tool calls, are in the first event.
             choices = choices or [_choice(index, {})]
-            choices[0]["logprobs"] = logprobs
+            choices[0]["logprobs"] = self.logprobs(index, piece.tokens, piece.logprobs)
         return choices
 
     def closing(self, choice: Choice, result: GenerationResult) -> dict[str, Any]:
@@ -301,7 +305,7 @@ class ChatWriter(OpenAIWriter):
         }
 
     def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
-        content = self.context.tokenizer.token_bytes(token)
+        content = self._token_bytes(token)
         return {"token": content.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(content)}
 
 

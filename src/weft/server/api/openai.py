@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -72,6 +71,9 @@ class OpenAIWriter(AnswerWriter):
     def __init__(self, context: AnswerContext, *, include_usage: bool = False) -> None:
         super().__init__(context)
         self._include_usage = include_usage
+        self._wants_logprobs = context.wants_logprobs
+        before, after = _split(self.chunk([], usage=None) if include_usage else self.chunk([]))
+        self._prefix, self._suffix = b"data: " + before, after + b"\n\n"
         self._opened: set[int] = set()
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         """By answer: the bytes before and after the text, in a chunk that has only text."""
@@ -100,7 +102,7 @@ class OpenAIWriter(AnswerWriter):
             if index not in self._opened:
                 self._opened.add(index)
                 events.append(self.opening(index))
-            if piece.deltas is not None or self.context.wants_logprobs:
+            if piece.deltas is not None or self._wants_logprobs:
                 events += map(self.event, self.pieces(piece))
             elif piece.text:
                 events.append(self.text_event(index, piece.text))
@@ -119,8 +121,7 @@ class OpenAIWriter(AnswerWriter):
 
     def event(self, choice: dict[str, Any]) -> bytes:
         """The event of a chunk with one choice object."""
-        before, after = self._around_choice
-        return before + _encode(choice) + after
+        return self._prefix + _encode(choice) + self._suffix
 
     def text_event(self, index: int, text: str) -> bytes:
         """The same bytes as `event(text(index, text))`, but much faster."""
@@ -131,23 +132,15 @@ class OpenAIWriter(AnswerWriter):
             around = self._around_text[index] = whole[:split], whole[split + 2 :]
         return around[0] + _encode(text) + around[1]
 
-    @cached_property
-    def _around_choice(self) -> tuple[bytes, bytes]:
-        before, after = _split(self.chunk([], usage=None) if self._include_usage else self.chunk([]))
-        return b"data: " + before, after + b"\n\n"
-
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {**self._envelope(self.chunk_object, choices), **more}
 
     def pieces(self, piece: Piece) -> list[dict[str, Any]]:
         """The choice objects for a piece."""
-        logprobs = self.piece_logprobs(piece)
-        return [self.text(piece.choice.index, piece.text, logprobs)] if piece.text or logprobs else []
-
-    def piece_logprobs(self, piece: Piece) -> dict[str, list[Any]] | None:
-        if not self.context.wants_logprobs or not piece.tokens:
-            return None
-        return self.logprobs(piece.choice.index, piece.tokens, piece.logprobs)
+        index, logprobs = piece.choice.index, None
+        if self._wants_logprobs and piece.tokens:
+            logprobs = self.logprobs(index, piece.tokens, piece.logprobs)
+        return [self.text(index, piece.text, logprobs)] if piece.text or logprobs else []
 
     def closing(self, choice: Choice, result: GenerationResult) -> dict[str, Any]:
         """The choice object of the last chunk of an answer, with the finish reason."""
@@ -173,7 +166,7 @@ class OpenAIWriter(AnswerWriter):
                 "timings": _timings(result),
             }
         )
-        if not self.context.wants_logprobs:
+        if not self._wants_logprobs:
             return encoded, b""
         # In a text the quotes of _NO_LOGPROBS would be escaped.
         before, after = encoded.rsplit(_NO_LOGPROBS, 1)
