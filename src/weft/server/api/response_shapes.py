@@ -1,6 +1,7 @@
-"""The types of responses, for the OpenAPI document and for tests that compare responses with it.
+"""The types of responses, for the OpenAPI document and for tests that compare responses with it. Types that only one API
+format has are in its file.
 
-`openai` builds responses as plain dicts: the server never creates instances of these types.
+The server builds responses as plain dicts, and never creates instances of these types.
 """
 
 from __future__ import annotations
