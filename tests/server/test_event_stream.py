@@ -31,7 +31,8 @@ from weft.request import (
     RequestState,
     SamplingParams,
 )
-from weft.server.api.openai import ResponseBuilder
+from weft.server.api.answer_format import AnswerContext
+from weft.server.api.completion import CompletionWriter
 from weft.server.errors import ApiError
 from weft.server.http.protocol import WRITER, TimedProtocol
 from weft.server.metrics import ServerMetrics
@@ -145,11 +146,10 @@ async def streamed(tokenizer: Tokenizer) -> AsyncIterator[Streamed]:
     await choices.submit([InferenceRequest((1,), SamplingParams(max_tokens=100))])
     stream = EventStream(
         choices,
-        ResponseBuilder("completion", "m", tokenizer),
+        CompletionWriter(AnswerContext("m", tokenizer, "id")),
         ServerMetrics("m"),
         loop_turns=LoopTurns(),
         began=0.0,
-        include_usage=False,
         headers={},
         on_end=lambda outcome: found.outcomes.append(outcome),
     )
