@@ -5,10 +5,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The tests of a file stay together: they share what is slow to start. Some tests wait for processes, so there is one
-# worker more than there are cores. torch computes in one thread for each: more would wait for each other.
+# The tests of a file stay together: they share what is slow to start. Files keep their order, so the short ones of
+# tests/unit are last and all workers end together; by default files with few but long tests would be last. Some tests
+# wait for processes, so there is one worker more than there are cores. torch computes in one thread for each: more
+# would wait for each other.
 WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, 1 + len(os.sched_getaffinity(0))))')
-SPREAD = -n $(WORKERS) --dist loadfile
+SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test test-machines: export OMP_NUM_THREADS ?= 1
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 

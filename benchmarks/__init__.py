@@ -1,1 +1,1 @@
-"""What only maintainers measure. Called from a clone: .venv/bin/python -m benchmarks NAME. Not part of the wheel."""
+"""Benchmarks that only maintainers run, from a clone: .venv/bin/python -m benchmarks NAME. Not part of the wheel."""

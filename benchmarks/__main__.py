@@ -95,7 +95,7 @@ def perplexity(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Compare the perplexity of kernels and card with numpy.
+    """Compare the perplexity of the kernels or of a GPU with numpy.
 
     All use the same text and weights; numpy computes in f32.
     """
@@ -219,6 +219,28 @@ def peers(
         plot_path=plot,
     )
     if not is_complete:
+        raise typer.Exit(1)
+
+
+@app.command("revisions")
+def revisions(
+    before: Annotated[Path, typer.Argument(metavar="BEFORE", help="A checkout after `make kernels`.")],
+    after: Annotated[Path, typer.Argument(metavar="AFTER", help="Another one.")] = Path(),
+    work: Annotated[
+        str | None,
+        typer.Option(metavar="W,W,...", help="Any workloads of `peers`; default: W1, W8, W32, Wmix."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Rounds; the order alternates.")] = 10,
+) -> None:
+    """Compare two revisions of weft on this machine.
+
+    Prints the change of each workload with its 95% interval. Takes about a minute a round and needs an idle machine.
+    Exit code 1: a workload may be more than 3% slower.
+    """
+    from benchmarks.revisions import choose_work
+    from benchmarks.revisions import main as run
+
+    if not run(before, after, work=choose_work(work), rounds=rounds):
         raise typer.Exit(1)
 
 

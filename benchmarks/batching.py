@@ -1,8 +1,8 @@
-"""`python -m benchmarks batching`: quality of the plans, with the real engine, a cost model and a virtual clock.
+"""`python -m benchmarks batching`: how good the plans are, with the real engine, a cost model and a virtual clock.
 
 Three measurements: continuous against static batching, throughput by batch size, and the effect of long requests on
-short ones. There are two devices. A small CPU is bound by arithmetic: a larger batch hardly makes a token cheaper. An
-accelerator is bound by reading its weights: more requests in a batch cost almost nothing.
+short ones. There are two simulated devices. A small CPU is bound by arithmetic: a larger batch hardly makes a token
+cheaper. A GPU is bound by reading its weights: more requests in a batch cost almost nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def measure_all(quick: bool = False) -> Report:
 
 
 def run(costs: StepCosts, config: SchedulerConfig, jobs: Sequence[Job], num_blocks: int | None = None) -> Run:
-    """Runs the jobs through an engine with this scheduler configuration and defaults otherwise."""
+    """Runs the jobs through an engine with this scheduler configuration. Other settings have their defaults."""
     clock = VirtualClock()
     engine_config = ServingEngineConfig(scheduler=config, cache=KvCachePoolConfig(num_blocks=num_blocks))
     engine = ServingEngine(CostModelBackend(clock, costs), engine_config, clock=clock, seed=0)
@@ -93,7 +93,8 @@ def work_seconds(costs: StepCosts, prompt: int, output: int) -> float:
 
 
 def floor_seconds(costs: StepCosts, jobs: Sequence[Job], rows: int) -> float:
-    """Lower bound for any scheduler: every step is full, no prompt is split, and no request runs alone at the end."""
+    """The shortest time that any scheduler could reach: every step is full, no prompt is split, and no request runs
+    alone at the end."""
     steps = max(max(job.output for job in jobs), math.ceil(sum(job.output for job in jobs) / rows))
     return costs.base * steps + sum(work_seconds(costs, job.prompt, job.output) for job in jobs)
 
@@ -108,9 +109,9 @@ class Comparison:
     device: str
     lengths: str
     equal: str
-    """What both have the same amount of: rows, or KV blocks."""
+    """The resource of which both have the same amount: rows, or KV blocks."""
     continuous: float
-    """Output tokens per second; `static` and `padded` too."""
+    """Output tokens per second. `static` and `padded` have the same unit."""
     static: float
     padded: float
     """Static, with every batch padded to its longest prompt and answer, as in a plain `generate` over tensors."""
@@ -134,7 +135,8 @@ def compare_with_static(rows: int = 16) -> list[Comparison]:
 
 def _compare(device: str, lengths: str, equal: str, rows: int) -> Comparison:
     costs, jobs = DEVICES[device], mixed_jobs(lengths)
-    # Budget for a whole batch in one step: with less, a static batch would start half empty and look worse.
+    # The token budget allows a whole batch in one step: with less, a static batch would start half empty and look
+    # worse.
     prompt_tokens = rows * 512
     static_config = SchedulerConfig(
         dynamic_batching=False,
@@ -142,7 +144,8 @@ def _compare(device: str, lengths: str, equal: str, rows: int) -> Comparison:
         max_tokens_per_step=prompt_tokens + rows,
         max_prefill_tokens=prompt_tokens,
     )
-    # A static batch reserves blocks for the longest sequence in every row. The paged pool shares unused blocks.
+    # A static batch reserves KV blocks for the longest sequence in every row. With paging, other sequences use the
+    # blocks that a short one leaves.
     blocks = rows * (512 + 256) // KvCachePoolConfig().block_size if equal == "memory" else None
     config = SchedulerConfig(max_running=rows if blocks is None else 256)
     tokens = sum(job.output for job in jobs)

@@ -39,13 +39,13 @@ class Measured:
     shape: str
     lengths: str
     equal: str
-    """What both have the same amount of: rows, or KV blocks."""
+    """The resource of which both have the same amount: rows, or KV blocks."""
     continuous: float
     static: float
     padded: float
     """Static, with every batch padded to its longest prompt and answer."""
     ratios: tuple[float, ...]
-    """Continuous to static, one ratio per round."""
+    """Speed of continuous batching divided by that of static batching, one ratio per round."""
 
     @property
     def ratio(self) -> float:
@@ -75,7 +75,8 @@ def measure(shape: str, device: str, rounds: int = ROUNDS) -> Iterator[Measured]
     with ExitStack() as stack:
 
         def open_engine(rows: int, is_dynamic: bool) -> ServingEngine:
-            # Budget for a whole batch in one step: with less, a static batch would start half empty and look worse.
+            # The token budget allows a whole batch in one step: with less, a static batch would start half empty and
+            # look worse.
             prompt_tokens = ROWS * _LONGEST[0]
             scheduler = SchedulerConfig(
                 dynamic_batching=is_dynamic,

@@ -47,7 +47,7 @@ class Comparison:
     """64 requests at once, with continuous and with static batching; tokens/s."""
 
     equal: str
-    """What both have the same amount of: rows, or KV blocks."""
+    """The resource of which both have the same amount: rows, or KV blocks."""
     continuous: float
     static: float
 
@@ -165,7 +165,8 @@ def _continuous(rows: int | None = None) -> SchedulerConfig:
 
 def _compare(run: RunJobs) -> list[Comparison]:
     jobs = mixed_jobs("even")
-    # Budget for a whole batch in one step: with less, a static batch would start half empty and look worse.
+    # The token budget allows a whole batch in one step: with less, a static batch would start half empty and look
+    # worse.
     prompt_tokens = ROWS * _LONGEST[0]
     static_config = SchedulerConfig(
         dynamic_batching=False,
@@ -174,7 +175,8 @@ def _compare(run: RunJobs) -> list[Comparison]:
         max_prefill_tokens=prompt_tokens,
     )
     static = run(static_config, jobs, None).output_tokens_per_second
-    # A static batch reserves the longest sequence for every row; the paged pool shares the unused blocks.
+    # A static batch reserves KV blocks for the longest sequence in every row. With paging, other sequences use the
+    # blocks that a short one leaves.
     blocks = ROWS * sum(_LONGEST) // KvCachePoolConfig().block_size
     return [
         Comparison(f"{ROWS} rows", run(_continuous(ROWS), jobs, None).output_tokens_per_second, static),
@@ -193,7 +195,8 @@ def _scale(run: RunJobs) -> list[Scaling]:
 
 
 def _mix(run: RunJobs) -> Mix:
-    """The mix at half of the rate that the machine can sustain. A sample of the mix, all at once, gives that rate."""
+    """Sends the mix of long and short requests at half of the rate that the machine can sustain. To find that rate, a
+    sample of the mix is sent all at once."""
     sample = [Job(0.0, *SHORT)] * 20 + [Job(0.0, *LONG)] * 2
     rate = LOAD * len(sample) / run(_continuous(), sample, None).seconds
     jobs = poisson_jobs(random.Random(0), rate)

@@ -1,8 +1,8 @@
 """`python -m benchmarks drafts`: the speedup of one stream by draft tokens, for several kinds of prompts.
 
-Two engines of the same model, one without drafts, answer every prompt in turn, because the speed of a shared machine
-changes from minute to minute. Only the time after the first token counts: prefill has no drafts. Both must give the
-same answers, token for token.
+Two engines of the same model, one of them without draft tokens, answer every prompt in turn: the speed of a shared
+machine changes from minute to minute. Only the time after the first token counts: prefill has no draft tokens. Both
+engines must give the same answers, token for token.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Gain:
     kind: str
     temperature: float
     tokens: int
-    """Tokens after the first of each answer."""
+    """Number of tokens after the first one of each answer."""
     seconds_without: float
     seconds_with: float
     drafted: int
@@ -117,7 +117,7 @@ def measure(
     temperature: float,
     rounds: int,
 ) -> Gain:
-    """Sends every prompt to both engines; which one is first alternates by round."""
+    """Sends every prompt to both engines. Which engine is first alternates by round."""
     stats = with_drafts.engine.scheduler.stats
     drafted, accepted = stats.tokens_drafted, stats.drafts_accepted
     seconds = {with_drafts: 0.0, without_drafts: 0.0}

@@ -20,7 +20,7 @@ from weft.scheduling.scheduler import ContinuousBatchScheduler
 SHORT, LONG = (32, 64), (2048, 512)
 """Tokens of prompt and answer."""
 LOAD = 0.5
-"""Share of the device time that the short and long requests take together, if 16 requests share a step."""
+"""The fraction of the device time that the short and long requests take together, if 16 requests share a step."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class Run:
     seconds: float
     held_positions: float
     unused_positions: float
-    """Token positions in KV blocks of running requests, and those without a token; both summed over time, in seconds."""
+    """Two sums over time, in positions times seconds: all token positions in KV blocks of running requests, and those
+    without a token."""
 
     @property
     def output_tokens_per_second(self) -> float:
@@ -159,7 +160,8 @@ class Mix:
 
 
 def mix_of(device: str, policy: str, rate: float, alone: Sequence[Run], mixed: Sequence[Run]) -> Mix:
-    """Compares runs of the short requests alone with runs that include the long ones, in the same order."""
+    """Compares runs of the short requests alone with runs that include the long ones. Both lists are in the same order
+    of seeds."""
     before = [trace for result in alone for trace in result.traces]
     after = [trace for result in mixed for trace in result.traces if trace.job.prompt == SHORT[0]]
     long = [trace for result in mixed for trace in result.traces if trace.job.prompt == LONG[0]]

@@ -1,4 +1,5 @@
-"""`python -m benchmarks kernels`: times the linear layers of the default model, beside the limits of this machine."""
+"""`python -m benchmarks kernels`: times the linear layers of the default model, and compares them with the limits of
+this machine."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ _LAYERS = (
 _ROWS = (1, 8, 32, 128, 512)
 # More than the processor caches hold, so that weights are read from memory as in a step.
 _DATA_BYTES = 128 << 20
-# Each figure is the best of the tries within this time.
+# Each figure is the best of the tries within this many seconds.
 _SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One layer at one number of rows, and its shares of the machine's memory bandwidth and arithmetic."""
+    """One layer at one number of rows, and which fractions of the machine's memory bandwidth and arithmetic it reaches."""
 
     instructions: str
     layer: str

@@ -37,7 +37,7 @@ from weft.text.model_text import open_tokenizer
 
 PARTS = ("admission", "perplexity", "retrieval", "speed")
 MORE_CONTEXTS = {"8 bits": 1.8, "4 bits": 3.0}
-"""Required contexts, relative to a full cache with 16 bits per value."""
+"""Required number of contexts, relative to a full-precision cache with 16 bits per value."""
 FULL_BITS = {"cuda": 16, "cpu": 12}
 LARGEST_RISE = {"8 bits": 0.002, "4 bits": 0.015}
 LEAST_FOUND = 0.98
@@ -55,7 +55,7 @@ class Options:
     context: int = 4096
     """Tokens of a context in the admission and speed parts."""
     contexts: int = 16
-    """Contexts that fill the memory of the admission part with a full cache."""
+    """The memory of the admission part is as large as this many contexts in a full-precision cache."""
     batch: int = 16
     """Batch size of the speed part."""
     windows: int = 4
@@ -166,7 +166,7 @@ def measure(part: str, setup: Setup, caches: Sequence[Kind], report: Report, tex
 
 
 def _check_admissions(found: Sequence[Admission], share: float) -> list[Check]:
-    """`share`: bytes of a full cache on this device, relative to one with 16 bits per value."""
+    """`share`: bytes of a full-precision cache on this device, relative to one with 16 bits per value."""
     return [
         Check(
             f"{one.kind}: contexts of {one.context:,} tokens at once, relative to a full cache",

@@ -22,7 +22,7 @@ from weft.request import Grammar, InferenceRequest, RequestId, RequestState, Sam
 NEW_TOKENS = 32
 """Tokens of the answer of the context that starts last."""
 _ITERATIONS = 12
-"""Most iterations of `align_ends`: a change of the lengths changes the step in which each prompt is done."""
+"""The maximum iterations of `align_ends`: a change of the lengths changes the step in which each prompt is done."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _estimate(info: BackendInfo, context: int) -> int:
 def align_ends(
     info: BackendInfo, config: ServingEngineConfig, context: int, count: int
 ) -> tuple[Lengths, JointRun]:
-    """Lengths with which `count` contexts end at about the same step, and the result of that run."""
+    """Finds lengths with which `count` contexts end at about the same step. Returns them and the result of that run."""
     lengths = [(context - NEW_TOKENS, NEW_TOKENS)] * count
     joint = run_together(ServingEngine(PlanOnlyBackend(info), config), lengths)
     begins = list(joint.first_steps)
@@ -125,7 +125,7 @@ def align_ends(
         answers = [min(context - 1, NEW_TOKENS + last - begin) for begin in begins]
         lengths = [(context - answer, answer) for answer in answers]
         joint = run_together(ServingEngine(PlanOnlyBackend(info), config), lengths)
-        # Half of the correction: a full one would oscillate around the solution.
+        # Applies half of the correction: a full one would oscillate around the solution.
         begins = [(old + new + 1) // 2 for old, new in zip(begins, joint.first_steps, strict=True)]
     return lengths, joint
 

@@ -80,7 +80,7 @@ class Setup:
 
 
 def engine_config(pool: KvCachePoolConfig, sequences: int) -> ServingEngineConfig:
-    """First come, first served, a prompt in two or three steps: only memory limits what runs together."""
+    """First come, first served, with prompts in two or three chunks: only memory limits how many requests run together."""
     scheduler = SchedulerConfig(
         max_running=sequences,
         max_tokens_per_step=STEP_TOKENS + sequences,

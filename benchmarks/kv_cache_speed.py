@@ -14,7 +14,8 @@ from weft.errors import WeftError
 from weft.request import InferenceRequest, RequestId, SamplingParams, TokenOutput
 
 ROUND = 16
-"""Steps that are measured together: in them every context fills one KV block and moves one to the store."""
+"""Number of steps that are measured together: in these steps every context fills one KV block and moves one to the
+store."""
 ROUNDS = 5
 
 
@@ -44,7 +45,7 @@ def decode_speed(
 
     The measured steps run inside `quietly()`: a caller can stop other load on the machine there.
     """
-    # Prompts are computed one after another. Contexts that are done decode meanwhile: `lead` tokens at most.
+    # Prompts are computed one after another. Meanwhile the contexts whose prompt is done decode up to `lead` tokens.
     lead = batch * -(-context // STEP_TOKENS) + 2
     new_tokens = min(context - 1, lead + ROUND * rounds + 2)
     source = random.Random(0)
@@ -69,7 +70,7 @@ def decode_speed(
 
 
 def _rate(times: list[list[float]], since: float, batch: int, rounds: int) -> tuple[float, tuple[float, ...]]:
-    """The speed between the first token of the last context and the end of the first context to end."""
+    """The speed while all contexts decode: from the first token of the last context to the end of the first context."""
     begin, end = max(since, *(one[0] for one in times)), min(one[-1] for one in times)
     last = max(times, key=lambda one: one[0])
     steps = [moment for moment in last if begin <= moment <= end]

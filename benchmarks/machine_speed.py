@@ -1,4 +1,4 @@
-"""The current speed of this machine: memory bandwidth, and products from registers, on all cores together.
+"""The current speed of this machine: memory bandwidth, and byte products from registers, on all cores together.
 
 Other virtual machines on the same host take memory bandwidth and shared cores. Neither CPU time nor stolen time shows
 this, so the remaining speed has to be measured.
@@ -16,10 +16,10 @@ import numpy as np
 from weft.backends.cpu.threads import thread_count
 
 READING_SHARE = 0.6
-"""A run below this share of the best memory bandwidth counts as disturbed. The best is rare: on an idle virtual machine
-the median was 0.7 of it, and with a limit of 0.8 every run counted as disturbed."""
+"""A run below this fraction of the best memory bandwidth counts as disturbed. The best is rare: on an idle virtual
+machine the median was 0.7 of it, and with a limit of 0.8 every run counted as disturbed."""
 PRODUCTS_SHARE = 0.9
-"""The same for products. They use only registers, and their median is 0.95 of the best."""
+"""The same limit for byte products. They use only registers, and their median is 0.95 of the best."""
 _PROBE_BYTES = 256 << 20
 _PROBE_SECONDS = 0.2
 """Time for each of the two figures."""
@@ -34,11 +34,11 @@ class Speed:
     """Products of bytes per second; None if the processor has no instructions for them."""
 
     def slower(self, other: Speed) -> Speed:
-        """The lower of each figure."""
+        """For each figure the lower of the two speeds."""
         return Speed(min(self.reading, other.reading), _of_both(min, self.products, other.products))
 
     def faster(self, other: Speed) -> Speed:
-        """The higher of each figure."""
+        """For each figure the higher of the two speeds."""
         return Speed(max(self.reading, other.reading), _of_both(max, self.products, other.products))
 
     def shortfalls(self, best: Speed) -> list[str]:
@@ -67,7 +67,7 @@ class SpeedProbe:
 
         self._kernels = _kernels
         self.pool = _kernels.Pool(thread_count(threads))
-        # More than the caches hold. Every page is written: unwritten pages all map to one cached page of zeros.
+        # More bytes than the caches hold. Every page is written: unwritten pages all map to one cached page of zeros.
         # The byte is a valid code of a weight, and a small number if it is read as a scale.
         self.data = np.full(data_bytes, 0x11, np.uint8)
 
@@ -80,7 +80,8 @@ class SpeedProbe:
         return self._kernels.measure_products(self.pool, seconds)
 
     def measure(self) -> Speed:
-        """The median over the measuring time: the best would hide a disturbance that leaves short quiet moments."""
+        """Returns the median over the measuring time: the best would hide a disturbance that leaves short quiet
+        moments."""
         return Speed(
             _median_over(_PROBE_SECONDS, self.reading), _median_over(_PROBE_SECONDS, self.products) or None
         )

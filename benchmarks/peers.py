@@ -37,7 +37,7 @@ START_PROMPT = 16
 IDLE_SECONDS = 1.0
 """Pause between the start of an engine and its first workload, as a real server has one."""
 QUIET_CHECKS = 8
-"""How often the machine is checked before a disturbed run is repeated in any case."""
+"""How often the machine is checked before a disturbed run is repeated even if the machine is still disturbed."""
 QUIET_PAUSE = 1.0
 """Seconds before each of these checks."""
 
@@ -106,7 +106,7 @@ def choose_engines(peers: str | None) -> list[Engine]:
 
 
 def choose_work(work: str | None) -> list[str]:
-    """The columns in their order. Wshare-warm needs the cache that Wshare fills, so it adds Wshare."""
+    """The columns in their order. Wshare-warm needs the prefix cache that Wshare fills, so it adds Wshare."""
     known = (START, *WORKLOADS)
     names = known if work is None else tuple(name.strip() for name in work.split(",") if name.strip())
     for name in names:
@@ -239,7 +239,8 @@ class Bench:
         return [Try(engine.name, START, number, attempt, seconds, _others_share(use), use.loudest, speed)]
 
     def _try_work(self, engine: Engine, names: Sequence[str], number: int, attempt: int) -> list[Try]:
-        # Other prompts at every try, since a kept engine has the last ones in its cache; the same for all engines.
+        # Every try has other prompts, since an engine that was kept has the last ones in its prefix cache. All engines
+        # get the same prompts.
         phases: list[Phase] = workloads(names, self.open_text(number + self.rounds * attempt))
         running = self._running.pop(engine.name, None)
         seconds = SLOW_START
@@ -331,7 +332,7 @@ def _work_try(
 
 
 def _others_share(use: MachineUse) -> float | None:
-    """Share of the machine's CPU time that neither the engine nor this process used."""
+    """The fraction of the machine's CPU time that neither the engine nor this process used."""
     return None if use.others is None else use.others / use.cores
 
 

@@ -23,16 +23,16 @@ class Try:
     work: str
     round: int
     attempt: int
-    """Number within its round. A run after the first repeats a disturbed one."""
+    """The number of the run within its round. A run after the first repeats a disturbed one."""
     seconds: float
     """Time from the first request to the last token; for a start, from the process start to the first token."""
     others: float | None
-    """Share of the machine's CPU time that neither the engine nor the benchmark used."""
+    """The fraction of the machine's CPU time that neither the engine nor the benchmark used."""
     loudest: tuple[str, ...] = ()
     speed: Speed | None = None
-    """Speed of the machine right before and right after, the lower of each figure; None if not measured."""
+    """The lower of two speeds of the machine: right before the run and right after it. None: not measured."""
     tokens_per_second: float | None = None
-    """Output tokens per second of the whole time, prefill included."""
+    """Output tokens per second over the whole time, prefill included."""
     output_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens from the prefix cache, if the engine reports them."""

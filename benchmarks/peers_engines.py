@@ -114,9 +114,9 @@ class Engine:
     """Installs and converts what is missing. Returns a function that makes the launch for a port."""
     work: tuple[str, ...] = WORKLOADS
     is_in_process: bool = False
-    """It runs in the process of a driver, without HTTP."""
+    """Whether the engine runs in the process of a driver, without HTTP."""
     is_usual: bool = True
-    """Measured by default, without `--peers`."""
+    """Whether it is measured by default, without `--peers`."""
 
 
 def _weft(*options: str) -> Callable[[PeerFiles], Callable[[int], Launch]]:

@@ -36,7 +36,7 @@ class Environment:
     megabytes: int
     """Approximate size on disk."""
     unwanted: tuple[str, ...] = ()
-    """Packages that the requirements install and that break them; they are removed."""
+    """Packages that pip installs together with the requirements, but that break the engine. They are removed."""
 
 
 LLAMA = Environment("llama.cpp", "llama.cpp (xllamacpp 2026.10)", ("xllamacpp==2026.10.11549",), 130)
@@ -118,7 +118,8 @@ def run_logged(command: Sequence[str], log: Path, problem: str) -> None:
 
 
 def clean_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment variables for another interpreter: without ours for Python, and offline for the model hub."""
+    """The environment variables for another interpreter: without this process's variables for Python, and offline for
+    the model hub."""
     kept = {name: value for name, value in engine_environment().items() if name not in _PYTHON_VARIABLES}
     return kept | {"HF_HUB_OFFLINE": "1", **(more or {})}
 

@@ -32,7 +32,8 @@ _STRING, _ARRAY = 8, 9
 
 
 def make_once(target: Path, make: Callable[[Path], None]) -> Path:
-    """Returns `target`. If it is missing, `make` writes a temporary path that is then renamed: `target` is never partial."""
+    """Returns `target`. If it is missing, `make` writes to a temporary path, which is then renamed: `target` is never
+    incomplete."""
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = partial_path(target)

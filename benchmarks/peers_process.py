@@ -95,7 +95,8 @@ class RunningEngine:
         if self._launch.port is not None:
             summary, machine = asyncio.run(self._measure_server(phase, num_warm_up))
         else:
-            # As in `measure`: the measured prompts, reversed, so that there are no prefix hits later.
+            # As in `measure`, the warm-up sends the measured prompts in reversed token order, so that there are no
+            # prefix hits later.
             items = [Item(item.prompt[::-1], WARM_UP_TOKENS) for item in phase.items[:num_warm_up]]
             if items:
                 self._drive(Phase("warm-up", tuple(items)), REQUEST_SECONDS)

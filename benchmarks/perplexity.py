@@ -1,4 +1,4 @@
-"""`python -m benchmarks perplexity`: quality loss of the kernels, or of a card, against numpy in f32.
+"""`python -m benchmarks perplexity`: quality loss of the kernels, or of a GPU, against numpy in f32.
 
 Text is cut into windows. In each, the tokens of the second half are scored, given all tokens before them, as in
 llama.cpp's tool. Both sides use the same weights and the engine, and score the same tokens, so that their difference is more
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from weft.text.tokenizer import Tokenizer
 
 LARGEST_RISE = 0.005
-"""Largest accepted rise of the perplexity over the reference, as a share."""
+"""The largest accepted rise of the perplexity over the reference, as a fraction."""
 TOKENS = 4096
 """Tokens of text if the number of windows is not given."""
 REFERENCE = "numpy, f32"
@@ -54,7 +54,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Difference:
-    """Rise of the perplexity over the reference, as a share, and its standard error."""
+    """The rise of the perplexity over the reference, as a fraction, and its standard error."""
 
     share: float
     error: float
@@ -76,7 +76,7 @@ def main(
     if kernels is not None:
         scores.append(score(checkpoint, pieces, f"kernels, {kernels}", quantize=quantize))
     if registry.why_no_card() is None:
-        scores.append(score(checkpoint, pieces, "card, bf16", "cuda"))
+        scores.append(score(checkpoint, pieces, "GPU, bf16", "cuda"))
     differences = [compare(one, scores[0]) for one in scores[1:]]
     checks = [
         Check(
@@ -111,7 +111,7 @@ def main(
     )
     if not checks:
         print_line(
-            "Nothing to compare: this machine has no card, and the kernels are missing or disabled (WEFT_KERNELS=numpy)."
+            "Nothing to compare: this machine has no GPU, and the kernels are missing or disabled (WEFT_KERNELS=numpy)."
         )
     else:
         print_checks(checks)

@@ -35,8 +35,8 @@ STEPS_PER_ROUND = 4 * BLOCK_SIZE
 LIMIT_MS = 0.5
 """Limit of schedule and apply together, with 256 running requests, on one Zen 3 core."""
 TOLERANCE = 1.5
-"""Allowed excess of a ratio of two times: other load adds noise, and four times the requests fit the caches less well.
-Quadratic cost would give a ratio of 16 instead of 4."""
+"""How far a ratio of two times may exceed its expected value: other load adds noise, and four times the requests fit
+the caches less well. Quadratic cost would give a ratio of 16 instead of 4."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,9 @@ WAYS_OF_CHOOSING: list[dict[str, Any]] = [
     {"top_p": 0.3, "temperature": 0.7},
     {"min_p": 0.02},
     {"typical_p": 0.8},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.001},
+    {"xtc_probability": 0.5, "xtc_threshold": 0.02, "min_p": 0.01},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.05, "top_k": 20, "typical_p": 0.9, "temperature": 0.7},
     {"top_k": 50, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95, "repetition_penalty": 1.2},
 ]
 
@@ -83,6 +86,8 @@ def random_params(random: np.random.Generator, vocabulary: int) -> SamplingParam
         top_p=sometimes(0.3, pick(0.95, 0.5, 0.1, 1e-9, 0.999999), 1.0),
         min_p=sometimes(0.2, pick(0.05, 0.5, 1e-6, 1.0), 0.0),
         typical_p=sometimes(0.2, pick(0.9, 0.2, 0.99), 1.0),
+        xtc_probability=sometimes(0.3, pick(0.5, 1.0), 0.0),
+        xtc_threshold=pick(0.1, 0.5, 0.01, 1e-6, 1e-300),
         repetition_penalty=sometimes(0.2, pick(1.3, 0.5, 100.0), 1.0),
         frequency_penalty=sometimes(0.2, float(random.uniform(-2, 2)), 0.0),
         presence_penalty=sometimes(0.2, float(random.uniform(-2, 2)), 0.0),

@@ -1,4 +1,4 @@
-"""Fails where a page of the built site loads anything from another host: fonts, scripts, styles, images."""
+"""Fails if a page of the built site loads anything from another host: fonts, scripts, styles, images."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def main(folder: Path) -> int:
         loads = re.findall(r"""(?:@import\s+|url\(\s*)["']?((?:https?:)?//[^"')\s]*)""", text)
         found += [f"{style.relative_to(folder)}: {one}" for one in loads]
     for script in sorted(folder.rglob("*.js")):
-        # Not loaded: an XML namespace, and the address of a repository's host, which mkdocs.yml does not name.
+        # These are not loaded: an XML namespace, and the address of a repository's host, which mkdocs.yml does not
+        # name.
         loads = re.findall(
             r"""["'`](https?://(?!www\.w3\.org/|\$)[^"'`\s]+)["'`]""", script.read_text("utf-8")
         )

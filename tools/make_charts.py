@@ -16,7 +16,7 @@ from matplotlib import pyplot
 FOLDER = Path(__file__).parents[1] / "docs" / "charts"
 WEFT, PEER, OTHER = "#3f51b5", "#b0b4c4", "#d8a657"
 
-# Two cores of an AMD EPYC (Zen 4), AVX-512 with VNNI, 2026-11-16: tokens/s of weft over those of the peer.
+# Two cores of an AMD EPYC (Zen 4), AVX-512 with VNNI, 2026-11-16: tokens/s of weft divided by those of the peer.
 ZEN4 = (
     ("W1, llama.cpp Q4_0", 3.3),
     ("W1, llama.cpp, the same file", 6.2),
@@ -37,7 +37,7 @@ AVX2 = {
     "Wshare": (37, 30, 274),
     "Wshare-warm": (165, 80, 311),
 }
-# NVIDIA H200, 2026-11-16: tokens/s of weft over those of vLLM 0.24.0, for the shapes 0.6B and 8B.
+# NVIDIA H200, 2026-11-16: tokens/s of weft divided by those of vLLM 0.24.0, for the shapes 0.6B and 8B.
 H200 = {
     "single": (3.50, 1.31),
     "batch8": (2.44, 1.25),
@@ -47,7 +47,7 @@ H200 = {
     "prefill32x2048": (1.18, 1.05),
     "long16x3500": (1.19, 1.06),
 }
-# NVIDIA H200, 2026-11-15, SmolLM2-135M: of the full cache's figure.
+# NVIDIA H200, 2026-11-15, SmolLM2-135M: fractions of the figure of the full-precision cache.
 TWO_TIER = {
     "contexts of 4,096 tokens\nin the same memory": (1.81, 3.12),
     "decode speed, 16 contexts\nof 4,096 tokens": (1.15, 1.23),

@@ -11,18 +11,19 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from starlette.routing import Route
 from typer.main import get_command
 
-from weft import config
-from weft.cli.entry import SERVE_OPTIONS
 from weft.cli.main import app
-from weft.server import config_file, settings
+from weft.config import declared_settings
+from weft.server import config_file
 from weft.server.api import openapi
 from weft.server.metrics import ServerMetrics, _KeyUsage
+from weft.server.settings import FLAGS, KEYS, ServerSettings, is_size
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 MARK = "<!-- Made by tools/make_reference.py from the code. To change it, change the code and run `make reference`. -->"
@@ -50,7 +51,7 @@ def settings_page() -> str:
         "[Configure the server](../guide/configure.md) explains the file and the environment.",
     ]
     tables: dict[str, list[str]] = {}
-    for key in config_file.KEYS:
+    for key in KEYS:
         tables.setdefault(key.rpartition(".")[0], []).append(key)
     for table, keys in sorted(tables.items()):
         lines += ["", f"## [{table}]" if table else "## Top level", ""]
@@ -62,34 +63,19 @@ def settings_page() -> str:
             row = (
                 f"`{name}`",
                 _setting_default(key),
-                config_file._allowed(key),
-                _setting_flag(key),
+                config_file.allowed_words(key),
+                f"`{FLAGS[key].name}`" if key in FLAGS else "",
                 _one_line(words),
             )
             lines.append(f"| {' | '.join(map(_cell, row))} |")
     return "\n".join(lines) + "\n"
 
 
-def _setting_flag(key: str) -> str:
-    if key == "model":
-        return "`MODEL`"
-    return next((f"`{flag}`" for flag, (name, _) in SERVE_OPTIONS.items() if name == key), "")
-
-
 def _setting_default(key: str) -> str:
-    if key in config_file._COMMAND_KEYS:
-        value = getattr(config_file._Command(), key)
-    else:
-        value = settings.ServerSettings(model="", names=())
-        for part in key.split("."):
-            value = getattr(value, part)
-    if value is None or value == () or key == "names":
+    value = attrgetter(key)(ServerSettings())
+    if value is None or value == ():
         return "none"
-    if config_file._is_size(key):
-        return f"`{_size(value)}`"
-    if isinstance(value, dict):
-        return "`{}`"
-    return f"`{config_file._toml(value)}`"
+    return f"`{_size(value) if is_size(key) else config_file.toml_value(value)}`"
 
 
 def _size(count: int) -> str:
@@ -101,14 +87,10 @@ def _size(count: int) -> str:
 
 
 def _setting_words(key: str) -> str:
-    if key in config_file._COMMAND_KEYS:
-        return _field_words(config_file._Command)[key]
-    kind: Any = settings.ServerSettings
+    kind: Any = ServerSettings
     *path, name = key.split(".")
     for part in path:
-        kind = {"engine": config.ServingEngineConfig, "scheduler": config.SchedulerConfig}.get(
-            part, config.KvCachePoolConfig
-        )
+        kind = declared_settings(kind)[part].type
     return _field_words(kind).get(name, "")
 
 

@@ -22,7 +22,7 @@ void check(bool is_right, const std::string& message) {
 
 using Codes = Array<uint16_t, 5>;
 using Store = Array<uint8_t, 4>;
-// Store, bits, tail blocks, table of the store.
+// In this order: the store, bits of a code, tail blocks, block table of the store.
 using StoreArguments = std::tuple<Store, int64_t, int64_t, Array<const int64_t, 1>>;
 
 CacheLayer layer_of(const Codes& cache, size_t layer, int64_t head_size) {

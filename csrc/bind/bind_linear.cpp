@@ -49,7 +49,8 @@ Weight weight_from(int layout_number, int64_t outputs, int64_t inputs, const Arr
   return {layout, outputs, inputs, packed.data(), nullptr};
 }
 
-// Returns codes, scales, starts and corrections; of the outliers (row, input) pairs and values.
+// Returns four arrays for the rows: codes, scales, starts, corrections. Then two for the outliers: (row, input) pairs,
+// values.
 nb::tuple quantise(Array<const float, 2> rows, bool with_outliers) {
   const size_t count = rows.shape(0);
   const OwnedRows quantised(rows.data(), static_cast<int64_t>(count), static_cast<int64_t>(rows.shape(1)), with_outliers);

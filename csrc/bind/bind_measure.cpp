@@ -13,7 +13,8 @@
 namespace weft {
 namespace {
 
-// The shortest run within `seconds` seconds, but of at least three: disturbances only ever make a run longer.
+// The time of the shortest run. Runs repeat for `seconds` seconds, at least three times. Disturbances only make a run
+// longer, so the shortest is the most accurate.
 template <typename Work>
 double least_seconds(double seconds, Work&& work) {
   double least = 1e30, spent = 0.0;
@@ -27,7 +28,8 @@ double least_seconds(double seconds, Work&& work) {
   return least;
 }
 
-// Seconds for one layer. `data` holds as many layers as fit; every run computes all of them.
+// Returns the seconds of one layer. `data` holds the weights of as many equal layers as fit. Every run computes all of
+// them, so no weight is still in the L2 cache.
 double measure_linear(int layout_number, int64_t outputs, int64_t inputs, Array<const uint8_t, 1> data, int64_t rows, Pool& pool,
                       double seconds, int64_t outlier_every) {
   const Layout layout = layout_from(layout_number);
@@ -82,7 +84,7 @@ double measure_read(Array<const uint8_t, 1> data, Pool& pool, double seconds) {
   });
 }
 
-// Byte products per second, of all threads together.
+// Multiplications of two bytes per second, of all threads together.
 double measure_products(Pool& pool, double seconds) {
   const int64_t repeats = 1 << 18, products = kernels().multiply_in_registers(1) * repeats * pool.threads();
   nb::gil_scoped_release release;

@@ -1,4 +1,4 @@
-// Programs as Python builds and runs them. All arguments are checked here.
+// Binds the class that builds and runs programs. All arguments are checked here.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -19,7 +19,8 @@ namespace {
 
 using Floats = Array<const float, 1>;
 using Indices = Array<const int64_t, 1>;
-// With a two-tier cache: store, bits, tail blocks, tables of the store, moved from, moved to.
+// With a two-tier cache, in this order: the store, bits of a code, tail blocks, block tables of the store, KV blocks to
+// move, store blocks to move them to.
 using StoreArguments = std::tuple<Array<uint8_t, 4>, int64_t, int64_t, Array<const int64_t, 2>, Indices, Indices>;
 
 void require(bool holds, const char* message) {
@@ -195,7 +196,7 @@ class BoundProgram {
     return result;
   }
 
-  // Returns the logits of the first `sampled` selected rows, and the other selected rows.
+  // Returns the logits of the first `sampled` selected rows, and the hidden states of the other selected rows.
   std::tuple<nb::object, nb::object> run(Indices token_ids, Indices positions, Indices cells, Indices query_starts, Indices context_lengths,
                                          Array<const int64_t, 2> block_tables, Indices logit_indices,
                                          nb::ndarray<uint16_t, nb::ndim<5>, nb::c_contig, nb::device::cpu> cache, int64_t sampled,
@@ -220,7 +221,7 @@ class BoundProgram {
     const float *rows, *logits = nullptr;
     {
       nb::gil_scoped_release release;
-      rows = program_.forward(step, whole, sampled);
+      rows = program_.forward(step, whole);
       if (sampled > 0) logits = program_.logits(sampled);
     }
     const int64_t columns = program_.columns(program_.rows_buffer());

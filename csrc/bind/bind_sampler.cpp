@@ -1,6 +1,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -18,16 +19,17 @@ class Sampler {
  public:
   explicit Sampler(Pool& pool) : pool_(pool), scratch_(static_cast<size_t>(pool.threads())) {}
 
-  void set_row(int64_t row, int64_t top_k, double top_p, bool has_min_p, double min_p_log, double typical_p, double repetition_penalty,
-               double frequency_penalty, double presence_penalty, std::vector<int64_t> biased, std::vector<double> biases,
+  void set_row(int64_t row, const std::vector<double>& parameters, std::vector<int64_t> biased, std::vector<double> biases,
                int64_t min_tokens, std::vector<int64_t> ends, bool has_grammar) {
     require(row >= 0 && row < (int64_t{1} << 31), "row must be between 0 and 2^31 - 1");
+    require(parameters.size() * sizeof(double) == sizeof(Parameters), "parameters must have one number for each of struct Parameters");
     require(biased.size() == biases.size(), "biased and biases must have the same length");
     for (const auto* tokens : {&biased, &ends})
       require(tokens->empty() || *std::min_element(tokens->begin(), tokens->end()) >= 0, "token ids must not be negative");
     if (static_cast<size_t>(row) >= settings_.size()) settings_.resize(static_cast<size_t>(row) + 1);
-    settings_[static_cast<size_t>(row)] = {true, {top_k, top_p, has_min_p, min_p_log, typical_p}, repetition_penalty, frequency_penalty,
-                                           presence_penalty, std::move(biased), std::move(biases), min_tokens, std::move(ends), has_grammar};
+    RowSettings& settings = settings_[static_cast<size_t>(row)];
+    settings = {true, {}, std::move(biased), std::move(biases), min_tokens, std::move(ends), has_grammar};
+    std::memcpy(&settings.parameters, parameters.data(), sizeof(Parameters));
   }
 
   void sample(Array<const float, 2> logits, Array<const int64_t, 1> rows, Array<const int64_t, 1> positions,
@@ -119,9 +121,8 @@ class Sampler {
 void bind_sampler(nb::module_& module) {
   nb::class_<Sampler>(module, "Sampler", "Samples tokens from logits on a pool of threads; used by weft.backends.cpu.native_sampler.")
       .def(nb::init<Pool&>(), nb::arg("pool"), nb::keep_alive<1, 2>())
-      .def("set_row", &Sampler::set_row, nb::arg("row"), nb::arg("top_k"), nb::arg("top_p"), nb::arg("has_min_p"), nb::arg("min_p_log"),
-           nb::arg("typical_p"), nb::arg("repetition_penalty"), nb::arg("frequency_penalty"), nb::arg("presence_penalty"), nb::arg("biased"),
-           nb::arg("biases"), nb::arg("min_tokens"), nb::arg("ends"), nb::arg("has_grammar"))
+      .def("set_row", &Sampler::set_row, nb::arg("row"), nb::arg("parameters"), nb::arg("biased"), nb::arg("biases"), nb::arg("min_tokens"),
+           nb::arg("ends"), nb::arg("has_grammar"))
       .def("sample", &Sampler::sample, nb::arg("logits").noconvert(), nb::arg("rows").noconvert(), nb::arg("positions").noconvert(),
            nb::arg("output_indices").noconvert(), nb::arg("seeds").noconvert(), nb::arg("temperatures").noconvert(),
            nb::arg("is_plain").noconvert(), nb::arg("history").noconvert(), nb::arg("prompt_lengths").noconvert(),

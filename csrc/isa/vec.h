@@ -1,13 +1,14 @@
 // Float vectors, as wide as the registers of the instruction set. The kernels for rows and attention are written with
 // them.
 //
-// The operators + - * / are the compiler's own. A tail of n lanes is loaded with zeros in the other lanes and goes
-// through the same operations as a full vector. So the bits of an element do not depend on its position in a row.
+// The operators + - * / are the compiler's own. The last n elements of a row are loaded into n lanes, with zeros in the
+// other lanes. They go through the same operations as a full vector. So the bits of an element do not depend on its
+// position in a row.
 //
 // All instruction sets with fused multiply-add (AVX2, AVX-512) give the same bits, so a model generates the same text
-// on each. In a sum over a row, element i goes to lane i % 16. Then lanes are added at distances of 8, 2, 1 and 4.
-// With 8 lanes, such a sum takes two vectors. The portable code has fewer lanes and rounds products too, so its last
-// bits differ.
+// on each. In a sum over a row, element i goes to lane i % 16. Then lanes are added at distances of 8, 2, 1 and 4. With
+// 8 lanes, such a sum takes two vectors. The portable code has fewer lanes and rounds every product before it is added,
+// so its last bits differ.
 #pragma once
 
 #include <cmath>
@@ -30,7 +31,7 @@ namespace vec {
 
 constexpr int lanes = 16;
 constexpr int sum_parts = 1;          // vectors that hold the 16 lanes of a sum
-constexpr bool reads_bytes = true;   // loading bytes as floats costs little more than loading floats
+constexpr bool reads_bytes = true;   // true: converting bytes to floats while loading costs little more than loading floats
 using Vec = __m512;
 
 inline __mmask16 first_lanes(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
@@ -53,8 +54,8 @@ inline Vec in_register(Vec a) {
   return a;
 }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }    // a * b + c
-// One float for all lanes. It is multiplied directly from memory: loading it into a register first costs up to half a
-// multiplication, and the compiler would do so if there are several.
+// One float for all lanes. The multiply instruction reads it from memory. Loading it into a register first would cost
+// up to half a multiplication, and the compiler does that if several are used.
 struct Repeated {
   const float* at;
 };
@@ -69,7 +70,7 @@ inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }                // b
 inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 inline Vec round(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vec times_power_of_two(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }   // a * 2^n for an integer n
-// Shifts the low bits into the exponent.
+// Moves the low bits to the exponent bits of a float.
 inline Vec shifted_bits(Vec a) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a), 23)); }
 inline Vec magnitude(Vec a) { return _mm512_abs_ps(a); }
 inline Vec with_sign_of(Vec a, Vec sign) { return _mm512_or_ps(magnitude(a), _mm512_and_ps(sign, all(-0.0f))); }
@@ -77,8 +78,8 @@ inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return _mm512_mask_blend_
 inline Vec swap_neighbours(Vec a) { return _mm512_permute_ps(a, 0xb1); }
 inline Vec negate_even(Vec a) { return _mm512_xor_ps(a, _mm512_castsi512_ps(_mm512_set1_epi64(0x80000000))); }
 
-// Adds the lanes of two vectors at a distance of 8, 2 or 1; the results of both share a vector. One operand is a
-// blend and not a second shuffle, because blend units are less busy: a0 + a8 is next to b8 + b0.
+// Adds lanes at a distance of 8, 2 or 1, in a and in b. One vector holds the results of both: a0 + a8 is next to b8 +
+// b0. One operand is a blend and not a second shuffle, because blend units are less busy.
 inline Vec add_at_8(Vec a, Vec b) { return _mm512_mask_blend_ps(0xff00, a, b) + _mm512_shuffle_f32x4(a, b, 0x4e); }
 inline Vec add_at_2(Vec a, Vec b) { return _mm512_mask_blend_ps(0xcccc, a, b) + _mm512_shuffle_ps(a, b, 0x4e); }
 inline Vec add_at_1(Vec a, Vec b) {
@@ -88,18 +89,19 @@ inline Vec add_at_1(Vec a, Vec b) {
 // The sum of the lanes of each of eight vectors: four sums to `out`, four to `second_out`.
 inline void sum8(const Vec* a, float* out, float* second_out) {
   const Vec even = add_at_2(add_at_8(a[0], a[4]), add_at_8(a[2], a[6])), odd = add_at_2(add_at_8(a[1], a[5]), add_at_8(a[3], a[7]));
-  const Vec fours = add_at_1(even, odd);   // two partial sums of each of the first four, then of the others
+  const Vec fours = add_at_1(even, odd);   // for each of a[0] .. a[3] two partial sums, then for each of a[4] .. a[7]
   const Vec sums = fours + _mm512_shuffle_f32x4(fours, fours, 0xb1);
   _mm_storeu_ps(out, _mm512_castps512_ps128(sums));
   _mm_storeu_ps(second_out, _mm512_extractf32x4_ps(sums, 2));
 }
 inline void sum4(const Vec* a, float* out) {
   const Vec quarters = add_at_2(add_at_8(a[0], a[2]), add_at_8(a[1], a[3])), halves = quarters + swap_neighbours(quarters);
-  const Vec sums = halves + _mm512_shuffle_f32x4(halves, halves, 0xb1);   // each twice: a0 a1, in the upper half a2 a3
+  // every sum occurs twice: those of a[0], a[1] in the lower half, of a[2], a[3] in the upper half
+  const Vec sums = halves + _mm512_shuffle_f32x4(halves, halves, 0xb1);
   _mm_storeu_ps(out, _mm_shuffle_ps(_mm512_castps512_ps128(sums), _mm512_extractf32x4_ps(sums, 2), 0x88));
 }
 
-// Codes of the store. A scale byte of 255 is NaN; a byte in Pairs is two 4-bit codes.
+// Loads codes of the store (kernels.h). Pairs holds two 4-bit codes in each lane. A scale byte of 255 is NaN.
 using Pairs = __m512i;
 inline Vec load(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))); }
 inline Pairs load_pairs(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
@@ -156,7 +158,7 @@ inline Vec times_power_of_two(Vec a, Vec n) {
   const __m256i second = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), one), 23);
   return a * _mm256_castsi256_ps(first) * _mm256_castsi256_ps(second);
 }
-// Shifts the low bits into the exponent.
+// Moves the low bits to the exponent bits of a float.
 inline Vec shifted_bits(Vec a) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a), 23)); }
 inline Vec magnitude(Vec a) { return _mm256_andnot_ps(all(-0.0f), a); }
 inline Vec with_sign_of(Vec a, Vec sign) { return _mm256_or_ps(magnitude(a), _mm256_and_ps(sign, all(-0.0f))); }
@@ -169,7 +171,8 @@ inline Vec negate_even(Vec a) { return _mm256_xor_ps(a, _mm256_castsi256_ps(_mm2
 inline Vec add_at_2(Vec a, Vec b) { return _mm256_blend_ps(a, b, 0xcc) + _mm256_shuffle_ps(a, b, 0x4e); }
 inline Vec add_at_1(Vec a, Vec b) { return _mm256_blend_ps(a, b, 0xaa) + swap_neighbours(_mm256_blend_ps(a, b, 0x55)); }
 
-// The sum of the lanes of each of four vectors. The caller has added the two parts of each sum: the distance of 8.
+// The sum of the lanes of each of four vectors. A sum has 16 lanes in two vectors; the caller has already added these
+// two, which is the distance of 8.
 inline void sum4(const Vec* a, float* out) {
   const Vec halves = add_at_1(add_at_2(a[0], a[2]), add_at_2(a[1], a[3]));
   _mm_storeu_ps(out, _mm256_castps256_ps128(halves) + _mm256_extractf128_ps(halves, 1));
@@ -179,7 +182,7 @@ inline void sum8(const Vec* a, float* out, float* second_out) {
   sum4(a + 4, second_out);
 }
 
-// Codes of the store. A scale byte of 255 is NaN; a byte in Pairs is two 4-bit codes.
+// Loads codes of the store (kernels.h). Pairs holds two 4-bit codes in each lane. A scale byte of 255 is NaN.
 using Pairs = __m256i;
 inline Vec load(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))); }
 inline Pairs load_pairs(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
@@ -244,7 +247,7 @@ inline Vec times_power_of_two(Vec a, Vec n) {
   std::memcpy(&right, &second, 16);
   return a * left * right;
 }
-// Shifts the low bits into the exponent.
+// Moves the low bits to the exponent bits of a float.
 inline Vec shifted_bits(Vec a) {
   Unsigned bits;
   std::memcpy(&bits, &a, 16);
@@ -273,7 +276,7 @@ inline void sum8(const Vec* a, float* out, float* second_out) {
   sum4(a + 4, second_out);
 }
 
-// Codes of the store. A scale byte of 255 is NaN; a byte in Pairs is two 4-bit codes.
+// Loads codes of the store (kernels.h). Pairs holds two 4-bit codes in each lane. A scale byte of 255 is NaN.
 struct Pairs {
   uint8_t bytes[lanes];
 };
@@ -301,14 +304,15 @@ inline Vec load_scales(const uint8_t* p) {
 
 #endif
 
-// A lane count known to be all lanes: the same calls then load and store without a mask.
+// A lane count that is known at compile time to be all lanes. With it, loads and stores need no mask.
 struct Full {
   operator int64_t() const { return lanes; }
 };
 inline Vec load(const float* p, Full) { return load(p); }
 inline void store(float* p, Vec a, Full) { store(p, a); }
 
-// Calls each(i, n) for every vector of a row: n lanes from element i on; n is Full except for a tail.
+// Calls each(i, n) for every vector of a row: n lanes from element i on. n is Full, except for an incomplete last
+// vector.
 template <typename Each>
 inline void for_each(int64_t columns, Each each) {
   int64_t i = 0;
@@ -349,8 +353,9 @@ inline float sum_of_four(const Vec (&sums)[4 * sum_parts]) {
   return sum(joined);
 }
 
-// The sum of a row; each(sum, i, n) adds n elements from i on to the lanes of a sum. Four parallel sums, because one
-// would wait for each addition. Which elements go to which sum depends only on `columns`.
+// The sum of a row. each(sum, i, n) adds n elements from i on to the lanes of `sum`. There are four parallel sums,
+// because with one sum every addition would wait for the previous one. Which elements go to which sum depends only on
+// `columns`.
 template <typename Each>
 inline float sum_row(int64_t columns, Each each) {
   Vec sums[4 * sum_parts];
@@ -392,7 +397,7 @@ inline float largest(Vec a) {
 #endif
 }
 
-// first, first + 1, ...
+// lane i holds first + i
 inline Vec counted_from(int64_t first) {
   static const float steps[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return all(static_cast<float>(first)) + load(steps);

@@ -1,15 +1,16 @@
 // Exact sums of byte products, for as many outputs as a float vector has lanes. Weights: four bytes per output;
 // activations: the same four bytes for all outputs.
 //
-// W4: the sum of a group with codes less 8 fits 15 bits, and so does the sum of its activations. `start` (kernels.h)
-// holds both as a pair of 16-bit numbers. A sum that begins with `start` ends as such a pair. One instruction then
-// multiplies it with the pair (scale, offset) and adds both products to the scale block. Until then the first of the
-// pair is `w4_lift` too large; if it were negative, it would borrow from the second.
+// W4: a group needs two sums for each output: the sum of activation * (code - 8), and the sum of its activations. Both
+// fit 15 bits and a sign, so one 32-bit lane holds them as a pair of 16-bit numbers. `start` (kernels.h) is the pair
+// before the first product. One instruction then multiplies the pair by (scale, offset) and adds both products to the
+// sum of the scale block. Until then the first number of the pair is `w4_lift` too large: a negative number would
+// borrow from the second.
 //
 // W8: codes are read as unsigned bytes, 128 too large. `correction`, -128 times the sum of the activations,
 // compensates.
 //
-// weights_at and signed_bytes_at return one input of each output as floats; `bit` is the position of its code in the
+// weights_at and signed_bytes_at return one input of each output as floats. `bit` is the position of its code in the
 // four bytes.
 #pragma once
 
@@ -84,7 +85,7 @@ using CodesW4 = Bytes;
 using Whole = Bytes;   // the sums of a scale block of W4 groups
 
 #if defined(WEFT_AVX512)
-// Table lookup by the low four bits: the pair (code - 8, 1).
+// Looks the low four bits up in a table: gives the pair (code - 8, 1).
 inline Bytes factors_of_codes(Bytes codes) {
   return _mm512_permutexvar_epi32(codes, _mm512_set_epi32(0x10007, 0x10006, 0x10005, 0x10004, 0x10003, 0x10002, 0x10001, 0x10000, 0x1ffff,
                                                           0x1fffe, 0x1fffd, 0x1fffc, 0x1fffb, 0x1fffa, 0x1fff9, 0x1fff8));
@@ -156,7 +157,7 @@ struct FactorsW4 {
       : pairs(load(scales_and_offsets)), scales(either(both(pairs, all_fours(0xffff)), shifted_up(pairs, 16))) {}
 };
 
-// 16 bits hold half of a group's sum: 16 products of at most 15 * 120.
+// 16 bits hold half of a group's sum: at most 16 products of at most 15 * 120 each.
 struct SumW4 {
   Bytes sums;
   void start(CodesW4 codes, Activations activations, int32_t = 0) { sums = multiply_pairs(codes, activations); }
@@ -193,7 +194,7 @@ struct SumW8 {
 
 #else
 
-// In floats, which hold these integers exactly: float vectors multiply on any processor.
+// Computed in floats, which hold these integers exactly: every processor multiplies vectors of floats.
 using Bytes = vec::Unsigned;
 
 // One of four inputs for each output.

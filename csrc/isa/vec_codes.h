@@ -24,7 +24,7 @@ inline CodePairs load_elements(const uint16_t* p, int64_t n) { return _mm512_mas
 inline CodePairs load_elements(const uint16_t* p, Full) { return _mm512_loadu_si512(p); }
 // Unpacks the fourth code of a unit.
 inline CodePairs fourth_code(CodePairs a, CodePairs b, CodePairs c) {
-  constexpr int first_where_set = 0xca;   // truth table: bits of the second operand where the first is set, else of the third
+  constexpr int first_where_set = 0xca;   // truth table: takes the second operand where the first has a 1 bit, else the third
   const CodePairs upper = _mm512_ternarylogic_epi32(_mm512_set1_epi16(static_cast<int16_t>(0xf000)), _mm512_slli_epi16(a, 12),
                                                     _mm512_slli_epi16(b, 8), first_where_set);
   return _mm512_ternarylogic_epi32(_mm512_set1_epi16(static_cast<int16_t>(0xff00)), upper, _mm512_slli_epi16(c, 4), first_where_set);
@@ -38,8 +38,8 @@ inline Vec to_floats(Whole a) { return _mm512_cvtepi32_ps(a); }
 inline void store_codes(int16_t* p, Vec a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a)));
 }
-// Stores the first n of 16 elements to every second place. The places between are not written: another thread may
-// write them.
+// Stores the first n of 16 elements to every second element of p. The elements between are not written: another thread
+// may write them.
 inline void store_every_second(uint16_t* p, const uint16_t* from, int64_t n) {
   const __m512i apart = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   _mm512_mask_storeu_epi16(p, static_cast<__mmask32>(0x55555555ull & ((1ull << 2 * n) - 1)), apart);
@@ -48,7 +48,7 @@ inline Vec load_upper_halves(const uint16_t* p) {
   const __m512i halves = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return _mm512_castsi512_ps(_mm512_slli_epi32(halves, 16));
 }
-// Compares bits as unsigned integers: of two magnitudes it returns the larger one, or a NaN.
+// Compares bits as unsigned integers. Of two magnitudes it returns the larger one; if one is NaN, it returns the NaN.
 inline Vec larger_bits(Vec a, Vec b) { return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a), _mm512_castps_si512(b))); }
 inline uint32_t largest_bits(Vec a) { return _mm512_reduce_max_epu32(_mm512_castps_si512(a)); }
 

@@ -9,8 +9,8 @@ namespace vec {
 
 constexpr float one_by_log_2 = 1.44269504f;
 
-// Vectors that are computed together, step by step: one long dependency chain would leave the processor idle. As many
-// as fit into registers.
+// Number of vectors that go through each operation together, as many as fit into registers. With one vector, each
+// operation would wait for the previous one, and the processor would idle.
 constexpr int chains_at_once = lanes == 16 ? 4 : 2;
 
 // e^x to about 1 ulp; correct for subnormal and infinite results and for NaN. Construct it before a loop: its
@@ -20,8 +20,8 @@ class Exponential {
   template <int count>
   __attribute__((always_inline)) void operator()(Vec (&x)[count]) const {
     Vec n[count], p[count];
-    // Outside these bounds the result is 0 or infinite. The bound is the first argument: max and min return a NaN in
-    // the second.
+    // Outside these bounds the result is 0 or infinite. The bound is the first argument, so that a NaN in x stays: max
+    // and min return the second argument if either is NaN.
     each<count>([&](int k) { x[k] = max(least_, min(most_, x[k])); });
     each<count>([&](int k) { n[k] = round(x[k] * one_by_log_2_); });
     each<count>([&](int k) { x[k] = fnma(n[k], first_log_2_, x[k]); });
@@ -38,7 +38,8 @@ class Exponential {
   static Vec kept(float x) { return in_register(all(x)); }
 
   const Vec least_ = kept(-104.0f), most_ = kept(89.0f), one_ = kept(1.0f), one_by_log_2_ = kept(one_by_log_2);
-  const Vec first_log_2_ = kept(0.693359375f), second_log_2_ = kept(-2.12194440e-4f);   // in two parts; the first is exact in few bits
+  // log 2 in two parts: the first has so few bits that n times it is exact
+  const Vec first_log_2_ = kept(0.693359375f), second_log_2_ = kept(-2.12194440e-4f);
   const Vec first_ = kept(0.49999994f), second_ = kept(0.1666652f), third_ = kept(0.041668393f), fourth_ = kept(0.008368781f),
             fifth_ = kept(0.0013814467f);
 };
@@ -77,7 +78,7 @@ inline Vec tanh(Vec x) {
   p = fma(p, square, all(-0.053739715f));
   p = fma(p, square, all(0.13331442f));
   p = fma(p, square, all(-0.3333328f));
-  const Vec near = fma(p * square, x, x);   // for small x, where 1 - 2 / (...) would cancel
+  const Vec near = fma(p * square, x, x);   // used for small x, where 1 - 2 / (...) would lose digits by cancellation
   const Vec far = with_sign_of(all(1.0f) - all(2.0f) / (exp(size + size) + all(1.0f)), x);
   return where_less(size, all(0.625f), near, far);
 }

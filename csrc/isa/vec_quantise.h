@@ -8,15 +8,15 @@ namespace weft::WEFT_ISA {
 namespace {
 namespace quantising {
 
-// Each function works on eight blocks together: maxima over lanes, sums of codes and divisions take hardly longer than
-// for one.
+// Each function works on eight blocks together. Maxima over lanes, sums of codes and divisions take hardly longer for
+// eight blocks than for one.
 constexpr int blocks_together = 8;
 constexpr int groups_together = blocks_together * scale_block_groups;
 constexpr int block_vectors = scale_block_inputs / vec::lanes;
 
-// The largest magnitude of a block; not finite if a value is not finite. Magnitudes are compared as integers, where
-// infinity is above all numbers and NaN above infinity. Four lanes are kept; the final maximum is computed for
-// several blocks at once.
+// The largest magnitude of a block, in four lanes that are not yet combined: that is done for several blocks at once.
+// It is not finite if a value is not finite: magnitudes are compared as integers, where infinity is above all numbers
+// and NaN above infinity.
 constexpr int maxima_kept = 4;
 
 #if defined(WEFT_AVX512) || defined(WEFT_AVX2)
@@ -49,7 +49,7 @@ inline PerBlock larger_of_two(PerBlock a, PerBlock b) {
 }
 
 inline PerBlock largest_of_blocks(const float* lane_maxima) {
-  // Loaded in fours, as they were stored: a load that spans two recent stores is slow.
+  // Loads four floats at a time, as they were stored: a load that spans two recent stores is slow.
   const auto two_blocks = [&](int i) {
     return _mm256_set_m128(_mm_loadu_ps(lane_maxima + (i + blocks_together / 2) * maxima_kept), _mm_loadu_ps(lane_maxima + i * maxima_kept));
   };
@@ -89,7 +89,8 @@ inline uint32_t find_scales(PerBlock largest, float* factors, float* scales) {
   const PerBlock finite = _mm256_cmp_ps(largest, infinite, _CMP_LT_OQ);
   const PerBlock coded = _mm256_and_ps(finite, _mm256_cmp_ps(largest, _mm256_set1_ps(0x1p-100f), _CMP_GE_OQ));
   _mm256_storeu_ps(factors, _mm256_and_ps(coded, top / largest));
-  _mm256_storeu_ps(scales, _mm256_blendv_ps(_mm256_set1_ps(NAN), _mm256_and_ps(coded, largest / top), finite));   // NaN, so that the result shows it
+  // NaN, so that results computed from the block are NaN
+  _mm256_storeu_ps(scales, _mm256_blendv_ps(_mm256_set1_ps(NAN), _mm256_and_ps(coded, largest / top), finite));
   return ~static_cast<uint32_t>(_mm256_movemask_ps(coded));
 }
 
@@ -141,7 +142,8 @@ inline uint32_t find_scales(PerBlock largest, float* factors, float* scales) {
     const float size = largest.of[block];
     const bool coded = size >= 0x1p-100f && size < INFINITY;
     factors[block] = coded ? static_cast<float>(largest_code) / size : 0.0f;
-    scales[block] = coded ? size / static_cast<float>(largest_code) : size < INFINITY ? 0.0f : NAN;   // NaN, so that the result shows it
+    // NaN, so that results computed from the block are NaN
+    scales[block] = coded ? size / static_cast<float>(largest_code) : size < INFINITY ? 0.0f : NAN;
     uncoded |= static_cast<uint32_t>(!coded) << block;
   }
   return uncoded;
@@ -152,11 +154,12 @@ inline uint32_t find_scales(PerBlock largest, float* factors, float* scales) {
 constexpr int32_t start_of(int32_t sum) { return sum * ((1 << 16) - w4_middle) + w4_lift; }
 constexpr int32_t correction_of(int32_t sum) { return -128 * sum; }
 
-// Writes the codes of up to groups_together groups, `panel_rows` apart, and their start values. value * factor is
-// rounded to nearest, ties to even. Returns one bit for each group with a sum of magnitudes above the limit.
+// Writes the codes of up to groups_together groups, and their start values. The groups are `panel_rows` apart in
+// `into`. A code is value * factor, rounded to nearest, ties to even. Returns one bit for each group: 1 if the sum of
+// its magnitudes is above the limit.
 #if defined(WEFT_AVX512)
 
-// Sums of four codes each.
+// The sum of every four codes.
 inline __m512i sums_of_fours(__m512i codes) {
   const __m512i ones = _mm512_set1_epi8(1);
 #if defined(WEFT_VNNI)
@@ -166,7 +169,7 @@ inline __m512i sums_of_fours(__m512i codes) {
 #endif
 }
 
-// Sums of the magnitudes of eight codes each, in 64-bit lanes.
+// The sum of the magnitudes of every eight codes, in 64-bit lanes.
 inline __m512i magnitudes_of_eights(__m512i codes) {
   const __m512i zero = _mm512_set1_epi8(-128);
   return _mm512_sad_epu8(_mm512_xor_si512(codes, zero), zero);
@@ -195,9 +198,9 @@ inline __m512i sums_of_groups(const __m512i (&of)[blocks_together]) {
 }
 
 #if defined(WEFT_PAIRS)
-// The excess of the products of a block (isa/vec_pairs.h), in the same lane layout as `sums_of_fours`. In each
-// 128-bit part of the packed codes, the first and third four are inputs 0 to 15 of a group. Parts alternate between a
-// and b.
+// The part of `pairs_start` that a block's codes determine: the excess a b (isa/vec_pairs.h) and 8 times the other
+// codes. Lanes are those of `sums_of_fours`. In each 128-bit part of the packed codes, the first and third four codes
+// are multiplied in pairs. Parts alternate between a and b.
 inline __m512i excess_of_fours(__m512i packed) {
   constexpr __mmask16 of_pairs = 0x5555, of_a = 0x0505;
   const __m512i eights = _mm512_maskz_set1_epi32(static_cast<__mmask16>(~of_pairs), w4_middle * 0x01010101);
@@ -249,7 +252,7 @@ inline uint32_t write_codes_of(const float* values, const float* factors, Count 
   int32_t both[groups_together][2];
   _mm512_storeu_si512(both, _mm512_permutex2var_epi32(starts, pairs, corrections));
   _mm512_storeu_si512(both + 8, _mm512_permutex2var_epi32(starts, _mm512_add_epi32(pairs, _mm512_set1_epi32(8)), corrections));
-  asm("" : "+m"(both));   // see the scales in quantise_row
+  asm("" : "+m"(both));   // forces a write to memory, as in quantise_row
 #pragma GCC unroll 16
   for (int group = 0; group < groups_together; group++)
     if (group < groups) std::memcpy(&into[group * panel_rows].start, both[group], sizeof both[group]);

@@ -25,7 +25,8 @@ class Activations {
     return view_;
   }
 
-  // Merges the outliers of every four rows. Call it after all rows are filled, before products.
+  // Merges the outliers of every four rows into one list. Call it after all rows are filled and before the first
+  // product.
   void gather_outliers(int64_t rows) {
     if (!view_.outliers) return;
     int64_t count = 0, *begin = view_.shared_begins;

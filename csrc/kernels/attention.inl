@@ -1,17 +1,18 @@
-// Attention over the paged KV cache.
+// Attention over the paged KV cache. The "store" is the second, quantised tier of the KV cache (kernels.h).
 //
 // The rows of a task are (query, head) pairs, query by query. A QueryBlock passes through the context segment by
-// segment (kernels.h), and through each segment in row tiles: scores, then weights, then sums of values. Sums stay in
-// registers from the first position to the last. The first row tile brings a segment into the L2 cache for the other
-// tiles. That is near enough: loads run far ahead of the multiplications, which form dependency chains.
+// segment (kernels.h). Within a segment it is computed in row tiles: scores, then weights, then sums of values. Sums of
+// values stay in registers from the first position to the last. The first row tile brings a segment into the L2 cache
+// for the other row tiles. L2 is near enough: loads do not depend on products, so they run far ahead of the
+// multiplications.
 //
-// Keys and values of the cache are integer codes; queries and weights are converted to codes as well. A weight is
-// multiplied by the scale of its value first, and the weights of a row and segment share one scale. Sums of products
-// are exact. A position that a row does not see has the weight 0; its scale, which may be NaN, is not used.
+// Keys and values in the KV cache are integer codes; queries and weights are converted to codes as well. A weight is
+// first multiplied by the scale of its value. The weights of a row and segment share one scale. Sums of products are
+// exact. A position that a row does not see has the weight 0; its scale, which may be NaN, is not used.
 //
-// Codes of the store also have a zero. score = (query . codes - zero * sum of query) * key scale; from the sum of
-// values, the sum of weight * zero is subtracted. These sums are computed in position order too, for any rows and
-// tiles. Values of the store that a row does not see are not multiplied at all.
+// Codes of the store also have a zero point ("zero"). score = (query . codes - zero * sum of query) * key scale. From
+// the sum of values, the sum of weight * zero is subtracted. These sums too are computed in position order, whatever
+// the tiles are. Values of the store that a row does not see are not multiplied at all.
 #include "kernels/attention_block.inl"
 
 namespace weft::WEFT_ISA {
@@ -24,7 +25,7 @@ constexpr float log_2 = 0.69314718f;
 
 inline float score_scale(const AttendTask& task) { return task.cap == 0.0f ? task.scale * vec::one_by_log_2 : task.scale; }
 
-// Queries for the store, once for all segments. 4-bit keys are rotated, so their queries are rotated too.
+// Prepares the queries for the store, once for all segments. 4-bit keys are rotated, so their queries are rotated too.
 inline void prepare_store_queries(const QueryBlock& block) {
   const AttendTask& task = block.task;
   const vec::Vec scale = vec::all(score_scale(task));
@@ -38,7 +39,7 @@ inline void prepare_store_queries(const QueryBlock& block) {
   });
 }
 
-// Queries for the cache, from which every row reads some positions.
+// Prepares the queries for the KV cache. Every row needs them: its own position is always in the KV cache.
 inline void prepare_queries(const QueryBlock& block) {
   const int64_t size = block.task.cache.head_size;
   block.for_rows(0, block.rows, [&](int64_t row, int64_t query, int64_t feature) {
@@ -50,7 +51,7 @@ inline void prepare_queries(const QueryBlock& block) {
 
 // --- scales ------------------------------------------------------------------------------------------------------------------------------
 
-// Reads the key and value scales of a whole cache tile that begins at position k of the segment.
+// Reads the key and value scales of a whole tile of the KV cache. The tile begins at position k of the segment.
 inline void read_tile_scales(const QueryBlock& block, const uint16_t* scales, int64_t k) {
   for (int64_t i = 0; i < key_tile; i += vec::lanes) {
     vec::store(block.key_scales + k + i, vec::load_upper_halves(scales + i));
@@ -58,7 +59,8 @@ inline void read_tile_scales(const QueryBlock& block, const uint16_t* scales, in
   }
 }
 
-// Reads all scales of a segment as floats; scales of the cache only if they are not read together with their tile.
+// Reads all scales of a segment as floats. Scales of the KV cache are left out if `score_rows` reads them together with
+// their tile.
 inline void read_scales(const QueryBlock& block, int64_t segment, const SegmentTiles& keys) {
   const AttendTask& task = block.task;
   const StoreLayer& store = task.store;
@@ -67,7 +69,7 @@ inline void read_scales(const QueryBlock& block, int64_t segment, const SegmentT
   const Span seen = block.seen_by_any(segment);
   const auto read = [&](const auto* elements, int64_t k, int64_t n, auto load, float* out) {
     std::decay_t<decltype(*elements)> copy[key_tile] = {};
-    if (n < key_tile) {   // the memory may end after them
+    if (n < key_tile) {   // reading a whole tile could go past the end of the memory
       std::memcpy(copy, elements, static_cast<size_t>(n) * sizeof(*elements));
       elements = copy;
     }
@@ -76,7 +78,7 @@ inline void read_scales(const QueryBlock& block, int64_t segment, const SegmentT
   const auto stored_scale = [](const uint8_t* bytes) { return vec::load_scales(bytes); };
   const auto zero = [&](const uint8_t* bytes) { return vec::fma(vec::load(reinterpret_cast<const int8_t*>(bytes)), unit, middle); };
   const auto scale = [](const uint16_t* halves) { return vec::load_upper_halves(halves); };
-  // In position order: a run also writes past its end, and the next run overwrites that.
+  // In position order: `read` always writes a whole tile, and the next run overwrites what is past the end of this one.
   for_runs(task, start, common(seen, {0, stored}), [&](int64_t k, int64_t n, const CachePosition& place, int64_t, int64_t) {
     const StoredHead head = store.head(task.store_table[place.block], task.kv_head);
     read(head.scales(false) + place.offset, k, n, stored_scale, block.key_scales);
@@ -101,7 +103,7 @@ inline void score_rows(const QueryBlock& block, const SegmentTiles& keys, int64_
     if (part.empty()) return;
     const int64_t first = part.first / key_tile;
     float* scores = block.scores + first * key_tile;
-    // If the store ends inside a tile, its scores are there already and must be kept.
+    // If the store ends inside a tile, the tile already has scores of stored positions. They must be kept.
     const int64_t kept = block.stored > 0 && !tier.is_stored ? tier.span.first - first * key_tile : 0;
     float others[Rows][key_tile];
     for (int64_t r = 0; r < Rows && kept > 0; r++) std::memcpy(others[r], scores + r * score_stride, static_cast<size_t>(kept) * 4);
@@ -120,13 +122,13 @@ inline void score_rows(const QueryBlock& block, const SegmentTiles& keys, int64_
   });
 }
 
-// Weights below this share of the largest become 0. They do not matter, and products with a scale can then not be
-// subnormal, which slows some processors down a hundredfold.
+// Weights below this fraction of the largest weight become 0. They do not matter. Without them, a product with a scale
+// is never subnormal; subnormals slow some processors down a hundredfold.
 constexpr float least_weight = 0x1p-40f;
 
-// Turns scores into weights 2^(score - largest) times the value scales. Positions outside a row's span, up to the
-// union of all spans and to whole tiles, become 0. `totals` count positions from `stored` on. Each step is done for
-// all rows at once, because a single row would wait for the result of every step.
+// Turns scores into weights 2^(score - largest) times the value scales. The weight of a position that a row does not
+// see becomes 0, up to the end of the last tile. `totals` covers only positions from `stored` on. Each operation is
+// done for all rows at once: with a single row it would wait for the previous operation.
 template <int Rows>
 inline void weigh_rows(float* scores, const Span* spans, float cap, const float* scales, int64_t stored, Statistics* statistics,
                        WeightTotals* totals) {
@@ -191,7 +193,7 @@ inline void weigh_rows(float* scores, const Span* spans, float cap, const float*
 
 // --- scales and zeros of the store -----------------------------------------------------------------------------------------------------
 
-// Turns products of query and codes into scores.
+// Turns products of query and codes into scores, with the scales and zeros of the keys.
 inline void scale_scores(const QueryBlock& block, int64_t row, Span stored, float* scores) {
   const float *scales = block.key_scales, *zeros = block.key_zeros;
   const vec::Vec query_sum = vec::all(block.query_sums[row]);
@@ -237,7 +239,7 @@ inline void sum_rows(const QueryBlock& block, const SegmentTiles& values, const 
     const Span all = common(seen, tier.span);
     if (all.empty()) return;
     const float* const begins = starts;
-    starts = nullptr;   // the next tier adds to the sums that are there
+    starts = nullptr;   // the second tier adds to the sums of the first
     if constexpr (std::is_same_v<decltype(element), int16_t>) {
       float factors[Rows];
       code_weights<Rows>(block.scores, all.first, all.end, totals, block.weights, factors);
@@ -252,9 +254,9 @@ inline void sum_rows(const QueryBlock& block, const SegmentTiles& values, const 
   });
 }
 
-// Computes one segment for all rows of a block. Calls use(row, query, feature, statistics, sums) for each row that
-// sees part of the segment. Exception with `finishes`: a row that sees only this segment is written to its output
-// directly.
+// Computes one segment for all rows of a block. Calls use(row, query, feature, statistics, sums) for each row that sees
+// part of the segment. With `finishes`, a row that sees only this segment is written to its output directly, without
+// this call.
 template <typename Use>
 inline void work_segment(const QueryBlock& block, int64_t segment, bool finishes, Use use) {
   const int64_t stored = block.stored_in(segment);
@@ -332,7 +334,7 @@ void attend(const AttendTask& first, float* scratch) {
     const int64_t size = task->cache.head_size;
     for (int64_t query = 0, next; query < task->count; query = next) {
       next = query + queries_in_block(*task, query);
-      // Later rows of a task find the data in the cache that the first rows have read.
+      // Only the first rows of a task need prefetching: later rows find the same data in the L2 cache.
       QueryBlock block(*task, query == 0 ? &prefetcher : nullptr, query, next - query, scratch);
       prepare_queries(block);
       for (int64_t segment = block.first_segment(0); segment <= block.last_segment(next - query - 1); segment++) {

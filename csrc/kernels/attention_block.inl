@@ -8,10 +8,10 @@ struct Statistics {
   float largest, sum;
 };
 
-// Some queries of a task with all their heads, and their scratch memory.
+// A group of queries of a task, with all their heads, and the scratch memory to compute them.
 struct QueryBlock {
   const AttendTask& task;
-  Prefetcher* prefetcher;   // receives the number of lines about to be read; may be null
+  Prefetcher* prefetcher;   // is informed how many cache lines are about to be read; may be null
   int64_t first_query, rows;
   int64_t width;            // head size rounded up to whole vectors and units
   float* scores;            // [tile_rows, score_stride]: scores of the current tile and segment, later weights * value scales
@@ -19,7 +19,7 @@ struct QueryBlock {
   float *key_scales, *value_scales;   // [segment_keys + 16]: of the current segment
   Statistics* totals;       // [rows]: of the previous segments
 
-  // For the cache.
+  // For the KV cache.
   int16_t* queries;         // [rows, width]: codes of all rows
   float* query_factors;     // [rows]: value of one query code, times the task's scale; without a cap also times 1 / log 2
   int16_t* weights;         // [tile_rows, code_stride]: weight codes of the current tile and segment
@@ -68,21 +68,21 @@ struct QueryBlock {
   }
   static int64_t width_of(const AttendTask& task) { return rounded_up(task.cache.head_size, larger(vec::lanes, 2 * codes_of_unit)); }
 
-  // 16-bit elements of a cache tile.
+  // 16-bit elements of a tile of the KV cache.
   int64_t tile_elements(bool of_values) const { return key_tile * bytes_of_vector(task, of_values, false) / 2; }
 
   int64_t first_segment(int64_t query) const { return task.window > 0 ? larger(position(query) + 1 - task.window, 0) / segment_keys : 0; }
   int64_t last_segment(int64_t query) const { return position(query) / segment_keys; }
   int64_t position(int64_t query) const { return task.first_position + first_query + query; }
   Span seen_by_query(int64_t query, int64_t segment) const { return seen_from(task, position(query), segment); }
-  // Spans of later rows begin later and end later.
+  // A later query sees positions that begin and end later, or at the same position.
   Span seen_by_any(int64_t segment) const {
     return {seen_by_query(0, segment).first, seen_by_query(rows / task.group - 1, segment).end};
   }
   int64_t stored_in(int64_t segment) const { return larger(0, smaller(stored - segment * segment_keys, segment_keys)); }
 
-  // Calls use(row, query, feature) for rows [first, end); the head of the row begins at `feature` of its query.
-  // Divides only once: a division takes as long as a dozen vector multiplications.
+  // Calls use(row, query, feature) for rows [first, end). The head of the row begins at `feature` of its query. There
+  // is one division in all: a division takes as long as a dozen vector multiplications.
   template <typename Use>
   void for_rows(int64_t first, int64_t end, Use use) const {
     int64_t query = first / task.group, head = first % task.group;
@@ -100,22 +100,25 @@ struct QueryBlock {
 inline Span common(Span a, Span b) { return {larger(a.first, b.first), smaller(a.end, b.end)}; }
 inline int64_t tiles_of(Span span) { return span.empty() ? 0 : (span.end + key_tile - 1) / key_tile - span.first / key_tile; }
 
-// The key tiles or value tiles of one tier (cache or store) in one segment, in place or copied to scratch memory.
+// The key tiles or value tiles of one tier (KV cache or store) in one segment: where they are, or copied to scratch
+// memory.
 struct TierTiles {
   Span span;       // positions that any row sees
   bool is_stored, of_values;
-  bool is_copied;    // copied to scratch; from the store as floats
+  bool is_copied;    // copied to scratch memory; those of the store are converted to floats
   int64_t stride;    // store only: elements from one value to the next
   int64_t lines;     // cache lines of a tile
   const void* tiles[segment_tiles];
-  // For cache keys that a single row tile reads in place: the key scales of each tile; the value scales follow one
-  // block size later. They are read together with the tile, because they are not in the cache before.
+  // True for keys of the KV cache that are not copied and that only one row tile reads. Their scales are then read
+  // together with their tile: reading them earlier would wait for memory. `scales` points to the key scales of each
+  // tile; the value scales follow `block_size` elements later.
   bool reads_scales_late;
   const uint16_t* scales[segment_tiles];
 };
 
-// Calls use(k, n, place, tile, tile_width) for runs of n positions that are contiguous in one tile of a KV block.
-// Position k is at `place`; its tile has `tile_width` positions and begins `tile` positions into the KV block.
+// Divides `span` into runs of n positions that are contiguous in one tile of a KV block. Calls use(k, n, place, tile,
+// tile_width) for each. Position k is at `place`. Its tile has `tile_width` positions and begins `tile` positions into
+// the KV block.
 template <typename Use>
 inline void for_runs(const AttendTask& task, int64_t start, Span span, Use use) {
   const int64_t block_size = task.cache.block_size;
@@ -145,8 +148,9 @@ inline void convert_value(const StoreLayer& store, const uint8_t* from, float* o
   }
 }
 
-// Copies tiles if the KV block size is not a multiple of the tile; for the store also if a head is not a multiple of
-// the vector, or if bytes are slow to read. Codes keep their values, so sums have the same bits as without a copy.
+// Tiles are copied if the KV block size is not a multiple of the tile. Tiles of the store are also copied if a head is
+// not a multiple of the vector, or if bytes are slow to read. Codes keep their values, so sums have the same bits as
+// without a copy.
 inline void copy_from_store(const QueryBlock& block, int64_t start, TierTiles& tier) {
   const AttendTask& task = block.task;
   const int64_t size = task.cache.head_size;
@@ -170,7 +174,7 @@ inline void copy_from_store(const QueryBlock& block, int64_t start, TierTiles& t
   });
 }
 
-// The same for the cache. Positions that no row sees are left uninitialised.
+// Copies tiles of the KV cache. Positions that no row sees are left uninitialised.
 inline void copy_from_cache(const QueryBlock& block, int64_t start, TierTiles& tier) {
   const AttendTask& task = block.task;
   const int64_t tile_elements = block.tile_elements(tier.of_values), of_position = tile_elements / key_tile;
@@ -226,7 +230,7 @@ inline void find_tiles(const QueryBlock& block, int64_t segment, TierTiles& tier
 struct SegmentTiles {
   const QueryBlock& block;
   int count = 0;
-  TierTiles tiers[2];     // the store, then the cache
+  TierTiles tiers[2];     // the store, then the KV cache
 
   SegmentTiles(const QueryBlock& whole, int64_t segment, bool of_values) : block(whole) {
     const int64_t stored = block.stored_in(segment);
@@ -243,11 +247,11 @@ struct SegmentTiles {
     add(common(seen, {stored, segment_keys}), false);
   }
 
-  // The cache is the last tier.
+  // The KV cache is the last tier in `tiers`.
   bool read_scales_late() const { return count > 0 && tiers[count - 1].reads_scales_late; }
 
   // Calls use(tier, element, prefetcher) for each tier. The type of `element` is the element type of its tiles. The
-  // prefetcher is null for copied tiles, which are in the cache already. `seen`: the span that the caller reads.
+  // prefetcher is null for copied tiles, which are in the L2 cache already. `seen`: the span that the caller reads.
   template <typename Use>
   void for_each(Span seen, Prefetcher* prefetcher, Use use) const {
     for (int i = 0; i < count; i++) {
@@ -263,7 +267,7 @@ struct SegmentTiles {
         use(tier, Nibbles{}, used_prefetcher);
       }
       if (!used_prefetcher) continue;
-      // Accounts for the tiles that only other rows read.
+      // Tiles that only other rows read are counted here, so that the prefetcher moves past them.
       used_prefetcher->expect((tiles_of(tier.span) - tiles_of(common(seen, tier.span))) * tier.lines);
       used_prefetcher->prefetch_rest();
     }

@@ -1,8 +1,8 @@
-// The inner loops over the cache: a few rows of queries or weights against keys or values, all in integer codes.
+// The inner loops over the KV cache: a few rows of queries or weights against keys or values, all in integer codes.
 //
-// Units are unpacked in registers, once for every few rows; that runs in parallel with the multiplications. Integer
-// sums are exact, so their order does not matter. A position that a row does not see has the weight 0, so its codes
-// add nothing.
+// Units (kernels.h) are unpacked in registers, once for every few rows, in parallel with the multiplications. Integer
+// sums are exact, so their order does not matter. A position that a row does not see has the weight 0, so its codes add
+// nothing.
 #include "kernels/attention_tiles.inl"
 #include "isa/vec_codes.h"
 
@@ -21,7 +21,7 @@ template <int Rows, int Tiles>
 __attribute__((noinline)) void score_code_tile(const int16_t* queries, int64_t width, const float* factors, int64_t features,
                                                const void* const* tiles, const float* scales, Prefetcher* prefetcher, float* scores) {
   constexpr int parts = key_tile / vec::lanes, vectors = Tiles * parts;
-  constexpr int64_t line = 2 * key_tile;   // one element pair of all keys
+  constexpr int64_t line = 2 * key_tile;   // one pair of elements, of all keys of a tile
   vec::Whole sums[Rows][vectors];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) {
@@ -33,7 +33,7 @@ __attribute__((noinline)) void score_code_tile(const int16_t* queries, int64_t w
   for (int t = 0; t < Tiles; t++) at[t] = static_cast<const uint16_t*>(tiles[t]);
   int64_t element = 0;
   for (int64_t f = 0; f < features; f += 2 * codes_of_unit, element += elements_of_unit * line) {
-    if (prefetcher) prefetcher->prefetch(Tiles * elements_of_unit);   // as many lines as this step reads
+    if (prefetcher) prefetcher->prefetch(Tiles * elements_of_unit);   // prefetches as many lines as this iteration reads
 #pragma GCC unroll 4
     for (int t = 0; t < Tiles; t++) {
       Codes keys[parts];
@@ -62,7 +62,7 @@ __attribute__((noinline)) void score_code_tile(const int16_t* queries, int64_t w
   }
 }
 
-// The same for any number of tiles. Calls before(tile, tiles) just before it reads them.
+// score_codes for any number of tiles. Calls before(tile, tiles) just before it reads them.
 template <int Rows, typename Prologue>
 inline void score_codes(const int16_t* queries, int64_t width, const float* factors, int64_t features, const void* const* tiles,
                         int64_t count, const float* scales, Prefetcher* prefetcher, int64_t lines, float* scores, Prologue before) {
@@ -73,22 +73,22 @@ inline void score_codes(const int16_t* queries, int64_t width, const float* fact
   });
 }
 
-// Totals over the weights of a row and segment, times the value scales.
+// Totals of weight * value scale, over one row and segment.
 struct WeightTotals {
   float sum, largest;   // undefined if a weight is not finite
 };
 
-// Converts the weights of some tiles to codes, 0 before position `begin`. Weights below 1/65,534 of the largest, or
-// below 1/130,000 of the row's total in the segment, become 0: together less than 0.4% of it. `factors`: value of one
-// code per row.
+// Converts the weights of some tiles to codes; codes before position `begin` are 0. Weights below 1/65,534 of the
+// largest become 0, and so do weights below 1/130,000 of the row's total in the segment. Together they are less than
+// 0.4% of the total. `factors[r]`: the value of one code of row r.
 template <int Rows>
 inline void code_weights(const float* weights, int64_t begin, int64_t end, const WeightTotals* totals, int16_t* codes, float* factors) {
   vec::Vec by[Rows];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) {
     const float largest = totals[r].largest, by_sum = totals[r].sum * (1.0f / all_weights), by_largest = largest * (1.0f / largest_weight_code);
-    // The largest weight is a whole number of codes. Otherwise many equal weights would all be rounded in the same
-    // direction.
+    // The scale makes the code of the largest weight a whole number. Otherwise many equal weights would all be rounded
+    // in the same direction.
     const float unit = largest > 0.0f ? largest / std::floor(largest / (by_sum > by_largest ? by_sum : by_largest)) : 0.0f;
     factors[r] = totals[r].sum < INFINITY ? unit : NAN;
     by[r] = vec::all(factors[r] > 0.0f ? 1.0f / factors[r] : 0.0f);
@@ -104,8 +104,8 @@ inline void code_weights(const float* weights, int64_t begin, int64_t end, const
   }
 }
 
-// target = (start + values . codes[r] * factors[r]) * target factor, over tiles [first, end), for n units of features
-// from `unit` on. start is starts[r], or the target's current value if `starts` is null.
+// For row r: target = (start + values . codes[r] * factors[r]) * target factor, over tiles [first, end), for n units of
+// features from `unit` on. start is starts[r]; if `starts` is null, it is the current value of the target.
 template <int Rows, typename Lanes>
 __attribute__((noinline)) void sum_code_tiles(const int16_t* codes, const float* factors, const void* const* tiles, int64_t first,
                                               int64_t end, int64_t unit, Lanes n, int64_t units, const float* starts, Prefetcher* prefetcher,
@@ -141,7 +141,7 @@ __attribute__((noinline)) void sum_code_tiles(const int16_t* codes, const float*
   }
 }
 
-// The same for all features.
+// Sums all features with the function above.
 template <int Rows>
 inline void sum_codes(const int16_t* codes, const float* factors, const void* const* tiles, int64_t first, int64_t end, int64_t units,
                       const float* starts, Prefetcher* prefetcher, int64_t lines, const Target* targets) {

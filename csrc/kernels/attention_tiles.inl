@@ -12,7 +12,7 @@ constexpr int64_t block_rows = 48;   // rows of a QueryBlock, but at least the h
 // Distance between rows of scores. It is not a power of two, else all rows would share few cache sets.
 constexpr int64_t score_stride = segment_keys + 16;
 
-// As many rows share a loaded key or value as there are registers for their sums.
+// Number of rows that share a loaded key or value: as many as there are registers for their sums.
 #if defined(WEFT_AVX512)
 constexpr int tile_rows = 6;
 constexpr int tile_sums = 24;
@@ -41,7 +41,8 @@ inline Span seen_from(const AttendTask& task, int64_t position, int64_t segment)
 }
 
 inline int64_t most_queries_in_block(const AttendTask& task) { return larger(1, smaller(task.count, block_rows / task.group)); }
-// Number of queries of the next block. All read the same positions from the store, so no tile depends on the row.
+// Number of queries in the block that begins with `query`. All of them read the same positions from the store, so the
+// rows of a tile need the same tiers.
 inline int64_t queries_in_block(const AttendTask& task, int64_t query) {
   return smaller(smaller(most_queries_in_block(task), task.count - query), task.queries_alike(task.first_position + query));
 }
@@ -49,7 +50,7 @@ inline int64_t queries_in_block(const AttendTask& task, int64_t query) {
 // True if each tile of keys, and of values, is contiguous in memory.
 inline bool has_whole_tiles(const CacheLayer& cache) { return cache.block_size % key_tile == 0; }
 
-// Two 4-bit codes.
+// A byte with two 4-bit codes.
 struct Nibbles {
   uint8_t pair;
 };
@@ -59,8 +60,8 @@ inline int64_t bytes_of_vector(const AttendTask& task, bool values, bool is_stor
   return is_stored ? task.store.vector_bytes() : 2 * elements_of_unit * (values ? value_units(size) : key_units(size));
 }
 
-// The location of a position: index in the block table, and offset in that KV block. It is advanced step by step,
-// because a division takes as long as ten multiplications.
+// Where a position is: its index in the block table, and its offset in that KV block. `step` advances it without a
+// division, which would take as long as ten multiplications.
 struct CachePosition {
   int64_t block, offset;
 
@@ -82,8 +83,8 @@ inline const uint8_t* tile_at(const AttendTask& task, const CachePosition& place
   return reinterpret_cast<const uint8_t*>(values ? head.value(place.offset) : head.keys(place.offset));
 }
 
-// Bytes read before a tile: the first key tile of a KV block is preceded by scales (and zeros), four bytes per
-// position.
+// Bytes that are read just before a tile. The first key tile of a KV block follows the scales (and zeros), four bytes
+// per position.
 inline int64_t bytes_before(const AttendTask& task, const CachePosition& place, bool values) {
   return !values && place.offset == 0 ? 4 * task.cache.block_size : 0;
 }
@@ -96,15 +97,15 @@ inline int64_t lines_of_tile(const AttendTask& task, bool values, bool is_stored
 
 // --- prefetching --------------------------------------------------------------------------------------------------------
 
-// Prefetches the tiles that a worker reads for the first rows of its tasks, in reading order, some kilobytes ahead.
-// KV blocks are scattered in memory, so the hardware prefetcher does not find them. If a KV block is one tile, its
-// keys and values are prefetched together: locating a block costs as much as prefetching a few lines.
+// Prefetches the tiles that a worker reads for the first rows of its tasks, in reading order, some kilobytes ahead. KV
+// blocks are scattered in memory, so the hardware prefetcher does not find them. If a KV block is one tile, its keys
+// and values are prefetched together: locating a block costs as much as prefetching a few lines.
 //
-// Prefetches are spread evenly between computations, because the processor tracks only a few dozen outstanding lines
-// and then stalls. They go to the L2 cache: L1 allows fewer outstanding lines.
+// Prefetches are spread evenly between computations: the processor tracks only a few dozen outstanding lines and then
+// stalls. They go to the L2 cache, because L1 allows fewer outstanding lines.
 class Prefetcher {
  public:
-  // All segments of a task and of its successors, or one segment.
+  // The first constructor covers all segments of a task and of the tasks linked by `next`, the second one segment.
   explicit Prefetcher(const AttendTask& task) : place_(task, 0), first_place_(place_) { begin_task(&task), start(); }
   Prefetcher(const AttendTask& task, int64_t segment)
       : task_(&task), segment_(segment), end_segment_(segment + 1), is_single_segment_(true), place_(task, 0), first_place_(place_) {
@@ -112,8 +113,8 @@ class Prefetcher {
     start();
   }
 
-  // Announces that `lines` lines are about to be read. As many are prefetched meanwhile, or twice as many until the
-  // distance is reached.
+  // The caller is about to read `lines` cache lines. The same number is prefetched meanwhile, or twice as many until
+  // the prefetcher is `distance` lines ahead.
   void expect(int64_t lines) {
     const int64_t more = smaller(lines, distance - lines_ahead_);
     rate_ = more > 0 ? 2 : 1;
@@ -215,7 +216,7 @@ struct Number {
   static constexpr int value = Value;
 };
 
-// Calls use(Number<n>); n is at most Most.
+// Calls use(Number<n>), so that n is a compile-time constant; n is at most Most.
 template <int Most, typename Use>
 inline void with_number(int64_t n, Use use) {
   if constexpr (Most > 1) {
@@ -234,7 +235,7 @@ inline void for_tiles(int64_t rows, Use use) {
   }
 }
 
-// One vector of keys of a tile, for the features of one element: two features for Nibbles, else one.
+// Loads one vector of keys of a tile, for one element of each key: two features for Nibbles, else one.
 template <typename Element>
 struct Keys {
   static constexpr int features = 1;
@@ -346,18 +347,18 @@ struct Target {
   float factor;
 };
 
-// How many lines are prefetched while values are summed, as evenly as whole lines allow.
+// Spreads prefetches over the positions while values are summed, as evenly as whole lines allow.
 struct PrefetchPace {
-  int64_t every, lines;   // `lines` lines for every `every` positions; `every` is a power of two
+  int64_t every, lines;   // prefetches `lines` cache lines after every `every` positions; `every` is a power of two
   int64_t of_tile;        // cache lines of a tile
 };
 
 // sums[r] += weights[r, k] * values[k] for the positions of spans[r], in order, for `Vectors` vectors of features.
-// Spans of later rows neither begin nor end earlier. Sums start with starts[r], or with the target's current value if
-// `starts` is null. Values of a tile are `stride` elements apart. With Nibbles, half of the features are `apart`
-// floats after the others.
+// Spans of later rows neither begin nor end earlier. Sums start with starts[r]; if `starts` is null, with the current
+// value of the target. Values of a tile are `stride` elements apart. With Nibbles, a byte holds two features, which are
+// `apart` floats apart in the target.
 //
-// Target factors are ignored: a row that reads from the store still adds the sums of other segments.
+// Target factors are not applied: a row that reads from the store is still merged with other segments.
 template <int Rows, int Vectors, typename Element>
 __attribute__((noinline)) void sum_tile(const float* weights, const void* const* tiles, int64_t element, int64_t stride, const Span* spans,
                                         const float* starts, Prefetcher* prefetcher, const PrefetchPace& pace, const Target* targets, int64_t apart) {
@@ -411,7 +412,7 @@ __attribute__((noinline)) void sum_tile(const float* weights, const void* const*
   }
 }
 
-// The same for all features. `lines`: cache lines of a tile.
+// Sums all features with the function above. `lines`: cache lines of a tile.
 template <int Rows, typename Element>
 inline void sum_tiles(const float* weights, const void* const* tiles, int64_t stride, const Span* spans, const float* starts, Prefetcher* prefetcher,
                       int64_t lines, const Target* targets, int64_t width) {

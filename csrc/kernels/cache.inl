@@ -7,14 +7,14 @@ namespace {
 
 constexpr uint32_t bits_of_infinity = 0x7f800000;
 
-// The bits of the largest magnitude of a vector. A value that is not finite counts as the largest.
+// The bits of the largest magnitude of a vector. A value that is not finite counts as larger than all others.
 inline uint32_t largest_magnitude(const float* values, int64_t size) {
   vec::Vec most = vec::all(0.0f);
   vec::for_each(size, [&](int64_t f, auto n) { most = vec::larger_bits(most, vec::magnitude(vec::load(values + f, n))); });
   return vec::largest_bits(most);
 }
 
-// Length of a vector divided by its largest magnitude; 0 if that is tiny or not finite.
+// The Euclidean length of a vector divided by its largest magnitude; 0 if that is tiny or not finite.
 inline float relative_length(const float* values, int64_t size, uint32_t bits) {
   const float largest = float_of_bits(bits);
   if (bits >= bits_of_infinity || largest <= lowest_cache_scale) return 0.0f;
@@ -25,13 +25,14 @@ inline float relative_length(const float* values, int64_t size, uint32_t bits) {
   }));
 }
 
-// The scale of a vector, and the conversion to codes.
+// The scale of a vector, and the conversion of its values to codes.
 struct Coding {
   float scale;
   vec::Vec by;
   bool is_finite;
 
-  // `bits`: the vector's largest magnitude. The scale is at least that magnitude times each of the two parts.
+  // `bits`: the vector's largest magnitude, as the bits of a float. The scale is that magnitude times the larger of the
+  // two parts, rounded up.
   Coding(uint32_t bits, float one_part, float other_part = 0.0f) : is_finite(bits < bits_of_infinity) {
     const float part = one_part > other_part ? one_part : other_part;
     const float exact = float_of_bits(bits) * part;
@@ -58,11 +59,12 @@ inline float code_query(const float* values, int64_t size, int64_t width, int16_
 
 using vec::Elements;
 
-// Rounds fourth codes to a multiple of fourth_step. with_lowest: the nearest codes with the given low bits.
+// rounded_fourth rounds code 3 of a unit to a multiple of fourth_step. with_lowest returns the nearest codes with the
+// given low bits.
 inline Elements rounded_fourth(Elements codes) { return (codes + fourth_step / 2) & static_cast<uint16_t>(-fourth_step); }
 inline Elements with_lowest(Elements codes, Elements lowest) { return rounded_fourth(codes - lowest) | lowest; }
 
-// Other threads may write neighbouring positions at the same time: it writes only its own elements.
+// Writes only the elements of its own position: other threads may write neighbouring positions at the same time.
 inline void write_key(const float* key, const Coding& coding, int64_t size, uint16_t* out, int64_t distance) {
   constexpr int64_t step = 16, of_two = 2 * codes_of_unit;
   const Elements first = {15, 15}, second = {0, 0, 15, 15}, third = {0, 0, 0, 0, 15, 15};
@@ -127,7 +129,7 @@ void write_cache(const float* key, const float* value, const CachedHead& head, i
 
 // --- out of the cache --------------------------------------------------------------------------------------------------------------------
 
-// Unpacks three vectors of elements, `distance` elements apart, into four vectors of codes.
+// Unpacks three vectors of elements into four vectors of codes. The three are `distance` elements apart.
 struct Codes {
   vec::CodePairs of[codes_of_unit];
 };
@@ -138,7 +140,7 @@ inline Codes unpacked(const uint16_t* elements, int64_t distance, Lanes n) {
   return {{a, b, c, vec::fourth_code(a, b, c)}};
 }
 
-// One code of a unit with elements `distance` apart.
+// Unpacks one code of a unit whose elements are `distance` apart.
 inline int16_t code_of(const uint16_t* elements, int64_t distance, int64_t code) {
   if (code < elements_of_unit) return static_cast<int16_t>(elements[code * distance]);
   return static_cast<int16_t>((elements[0] & 15) << 12 | (elements[distance] & 15) << 8 | (elements[2 * distance] & 15) << 4);

@@ -119,30 +119,30 @@ void Candidates::weigh() {
   kernels().weigh_each(below_.data(), count_, factor_, weights_.data());
 }
 
-void Candidates::choose(const ScannedRow& row, double temperature, const Filters& filters) {
-  temperature_ = temperature;
-  factor_ = std::min(1.0 / temperature, 1e308);
+void Candidates::filter(const ScannedRow& row, const Parameters& parameters, uint64_t key) {
   bool is_collected = false;
   const auto collect_once = [&](float limit) {
     if (!is_collected) collect(row, limit);
     is_collected = true;
   };
-  if (0 < filters.top_k && filters.top_k < row.count) {
-    collect_once(std::min(distance_of_rank(row, filters.top_k), FLT_MAX));
-    const float floor = find_cutoff(below_.data(), count_, static_cast<double>(filters.top_k), matching_, [](int64_t) { return 1.0; }).value;
+  const int64_t top_k = static_cast<int64_t>(parameters.top_k);
+  if (0 < top_k && top_k < row.count) {
+    collect_once(std::min(distance_of_rank(row, top_k), FLT_MAX));
+    const float floor = find_cutoff(below_.data(), count_, parameters.top_k, matching_, [](int64_t) { return 1.0; }).value;
     keep([&](int64_t i) { return below_[i] <= floor; });
   }
-  if (filters.top_p < 1.0) {
-    const float floor = is_collected ? nucleus_floor(filters.top_p) : nucleus_floor(row, filters.top_p);
+  if (parameters.top_p < 1.0) {
+    const float floor = is_collected ? nucleus_floor(parameters.top_p) : nucleus_floor(row, parameters.top_p);
     is_collected = true;
     keep([&](int64_t i) { return below_[i] <= floor; });
   }
-  if (filters.has_min_p) {
-    collect_once(as_limit(-filters.min_p_log * temperature));
-    keep([&](int64_t i) { return -static_cast<double>(below_[i]) / temperature >= filters.min_p_log; });
+  if (parameters.has_min_p()) {
+    collect_once(as_limit(-parameters.log_min_p * temperature_));
+    keep([&](int64_t i) { return -static_cast<double>(below_[i]) / temperature_ >= parameters.log_min_p; });
   }
   collect_once(FLT_MAX);
-  if (filters.typical_p < 1.0) keep_typical(filters.typical_p);
+  if (parameters.typical_p < 1.0) keep_typical(parameters.typical_p);
+  if ((noise_bits(key, -1) + 0.5) * 0x1p-32 < parameters.xtc_probability) exclude_top_choices(parameters.log_xtc_threshold);
 }
 
 // The nucleus of the candidates: how far below the best score its last token is.
@@ -192,8 +192,23 @@ void Candidates::keep_typical(double typical_p) {
   keep([&](int64_t i) { return surprises_[i] <= furthest; });
 }
 
-int64_t Candidates::draw(uint64_t key) const {
-  // Relative to the best remaining score: typical-p may have removed the best of all.
+// Removes the tokens with at least the probability of the threshold, except the least likely of them.
+void Candidates::exclude_top_choices(double log_threshold) {
+  weigh();
+  double total = 0.0;
+  for (int64_t i = 0; i < count_; i++) total += weights_[i];
+  const double limit = log_threshold + std::log(total);
+  float furthest = 0.0f;
+  for (int64_t i = 0; i < count_; i++)
+    if (-static_cast<double>(below_[i]) / temperature_ >= limit) furthest = std::max(furthest, below_[i]);
+  keep([&](int64_t i) { return below_[i] >= furthest; });
+}
+
+int64_t Candidates::draw(const ScannedRow& row, double temperature, const Parameters& parameters, uint64_t key) {
+  temperature_ = temperature;
+  factor_ = std::min(1.0 / temperature, 1e308);
+  filter(row, parameters, key);
+  // Relative to the best remaining score: typical-p or xtc may have removed the best of all.
   const double best = -static_cast<double>(*std::min_element(below_.begin(), below_.begin() + count_)) / temperature_;
   double highest = -HUGE_VAL;
   int64_t winner = tokens_[0];

@@ -1,6 +1,7 @@
 // The tokens of one row that can still be drawn, and the filters that remove unlikely ones.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -16,26 +17,30 @@ struct ScannedRow {
   RowScan scan;
 };
 
-// The filters of a request; the defaults change nothing.
-struct Filters {
-  int64_t top_k = 0;
-  double top_p = 1.0;
-  bool has_min_p = false;
-  double min_p_log = 0.0;
-  double typical_p = 1.0;
+// The sampling parameters of a request that are numbers. `set_row` copies them: all are doubles, in the order of
+// PARAMETERS in src/weft/request.py.
+struct Parameters {
+  double temperature;
+  double top_p;
+  double top_k;
+  double log_min_p;
+  double typical_p;
+  double xtc_probability;
+  double log_xtc_threshold;
+  double repetition_penalty;
+  double frequency_penalty;
+  double presence_penalty;
 
-  bool any() const { return top_k > 0 || top_p < 1.0 || has_min_p || typical_p < 1.0; }
+  bool has_min_p() const { return log_min_p > -HUGE_VAL; }
+  bool has_filters() const { return top_k > 0.0 || top_p < 1.0 || has_min_p() || typical_p < 1.0 || xtc_probability > 0.0; }
+  bool has_penalties() const { return repetition_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0; }
 };
 
 // Reused for all rows, so that its memory is allocated once.
 class Candidates {
  public:
-  // Applies the filters in order: top-k, top-p, min-p, typical-p. Each filter sees the tokens that the previous one
-  // kept, and keeps all tokens that tie with the last one it keeps.
-  void choose(const ScannedRow& row, double temperature, const Filters& filters);
-
-  // The token with the highest sum of score and noise, the lowest token at a tie.
-  int64_t draw(uint64_t key) const;
+  // Of the tokens that the filters keep, the one with the highest sum of score and noise, the lowest token at a tie.
+  int64_t draw(const ScannedRow& row, double temperature, const Parameters& parameters, uint64_t key);
 
   // The `top_count` tokens with the highest scores, best first, the lowest token first at a tie.
   void rank(const ScannedRow& row, int64_t top_count);
@@ -43,11 +48,15 @@ class Candidates {
   int32_t token(int64_t index) const { return tokens_[static_cast<size_t>(index)]; }
 
  private:
+  // Applies the filters in order: top-k, top-p, min-p, typical-p, xtc. Each filter sees the tokens that the previous
+  // one kept, and keeps all tokens that tie with the last one it keeps.
+  void filter(const ScannedRow& row, const Parameters& parameters, uint64_t key);
   void collect(const ScannedRow& row, float limit);
   float distance_of_rank(const ScannedRow& row, int64_t top_count);
   float nucleus_floor(double top_p);
   float nucleus_floor(const ScannedRow& row, double top_p);
   void keep_typical(double typical_p);
+  void exclude_top_choices(double log_threshold);
   void weigh();
   template <typename Kept>
   void keep(Kept&& is_kept);

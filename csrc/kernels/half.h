@@ -1,4 +1,4 @@
-// Half precision in plain C++, for code that runs once and for processors without the instructions.
+// Half precision in plain C++: for code that is not performance-critical, and for processors without the instructions.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ inline uint16_t float_to_half(float value) {
   const uint32_t magnitude = bits & 0x7fffffff;
   if (magnitude > 0x7f800000) return sign | 0x7e00;
   if (magnitude >= 0x477ff000) return sign | 0x7c00;
-  if (magnitude < 0x38800000)  // subnormal result: adding 0.5 leaves units of 2^-24 in the low bits
+  if (magnitude < 0x38800000)  // subnormal result: after adding 0.5, the low bits count units of 2^-24
     return sign | static_cast<uint16_t>(bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3f000000);
   return sign | static_cast<uint16_t>((magnitude + 0xfff + (magnitude >> 13 & 1) - 0x38000000) >> 13);
 }

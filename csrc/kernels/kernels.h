@@ -26,7 +26,7 @@ enum class Layout : int {
 };
 
 // W4, one group of one strip, 320 bytes:
-//   4 x 64 bytes      step s holds inputs 8s .. 8s+7; byte 4o + i: low four bits input 8s + i of output o, high four bits input 8s + 4 + i
+//   4 x 64 bytes      vector s holds inputs 8s .. 8s+7; byte 4o + i: low four bits input 8s + i of output o, high four bits input 8s + 4 + i
 //   16 x (i16, i16)   scale and offset by output
 // After the groups of a strip:
 //   16 x f32          units by output
@@ -36,11 +36,11 @@ enum class Layout : int {
 constexpr int w4_codes_bytes = 256;
 constexpr int w4_group_bytes = 320;
 constexpr int w4_units_bytes = 64;
-constexpr int w4_middle = 8;   // middle of the codes: with code - 8 the sum of a group's products fits 15 bits and a sign
-constexpr int w4_lift = 1 << 14;   // added to such a sum to make it positive
+constexpr int w4_middle = 8;   // the middle of the codes: the sum of a group's products with code - 8 fits 15 bits and a sign
+constexpr int w4_lift = 1 << 14;   // is added to such a sum to make it positive
 
 // W8, one group of one strip, 544 bytes:
-//   8 x 64 bytes  step s holds inputs 4s .. 4s+3; byte 4o + i: input 4s + i of output o
+//   8 x 64 bytes  vector s holds inputs 4s .. 4s+3; byte 4o + i: input 4s + i of output o
 //   16 x f16      scales by output
 constexpr int w8_codes_bytes = 512;
 constexpr int w8_group_bytes = 544;
@@ -71,8 +71,8 @@ inline int64_t strip_bytes(Layout layout, int64_t inputs) {
 
 // --- activations --------------------------------------------------------------------------------------------------------------------
 
-// One value far larger than the rest of its row would leave the other values of its scale block hardly any codes.
-// Such an outlier gets the code 0 in its scale block, and is multiplied separately, as a float.
+// One value far larger than the rest of its row would make the scale of its block so large that the other values get
+// codes near 0. Such an outlier gets the code 0 in its scale block, and is multiplied separately, as a float.
 struct Outlier {
   uint32_t input;
   float value;
@@ -82,25 +82,25 @@ struct Outlier {
 // prompt have an outlier, and the noise of the logits is halved.
 constexpr int64_t outlier_ratio = 12;
 
-// Activation rows in signed bytes. A scale block is 64 inputs of a row (two groups) that share one scale: value =
-// code * scale. The last scale block of a row may have fewer groups.
+// Activation rows in signed bytes. A scale block is 64 inputs of a row (two groups) that share one scale: value = code
+// * scale. The last scale block of a row may have fewer groups.
 //
-// The scale maps the largest magnitude to the code 120, so that a code plus a W4 code less 8 fits a byte
-// (isa/vec_pairs.h). If the magnitudes of a group's codes would add up to more than 2047 (mean above 53% of the
-// largest), the scale is doubled. Then the products of a group fit 15 bits and a sign. Normally distributed values
-// never are that even.
+// The scale maps the largest magnitude to the code 120: then the sum of a code and a 4-bit weight (code - 8) fits a
+// byte (isa/vec_pairs.h). The magnitudes of a group's codes must not add up to more than 2047; otherwise the scale is
+// doubled. Then the sum of a group's products fits 15 bits and a sign. Normally distributed values do not reach this
+// limit: their mean magnitude would have to be above 53% of the largest.
 constexpr int scale_block_groups = 2;
 constexpr int scale_block_inputs = scale_block_groups * group_inputs;
 constexpr int largest_code = 120;
 constexpr int largest_magnitudes = 2047;
 
-// The largest scale times the largest sum of products of a group, plus the largest offset times the largest sum of
+// The largest contribution of a group: largest scale * largest sum of products, plus largest offset * largest sum of
 // codes.
 constexpr int64_t w4_largest = INT16_MAX * int64_t{w4_middle} * largest_magnitudes + INT16_MAX * int64_t{largest_magnitudes};
 static_assert(w4_largest <= INT32_MAX / scale_block_groups);
 
-// One group of an activation row as a product reads it: the codes (zeros past the last input), and start values of
-// the sums of products, derived from the sum of the codes.
+// One group of an activation row, in the form that products read: the codes (zeros past the last input), and the values
+// with which sums of products start. The latter are derived from the sum of the codes.
 struct RowGroup {
   int8_t codes[group_inputs];
   int32_t start;        // for W4: upper 16 bits: the sum; lower 16 bits: -8 times the sum, plus `w4_lift`
@@ -108,13 +108,13 @@ struct RowGroup {
   int32_t pairs_start;  // for W4 with inputs multiplied in pairs (isa/vec_pairs.h); only the zen4 table writes it
 };
 
-// Rows are stored in panels of eight, the number that is multiplied at a time. A panel holds all rows of group 0,
-// then all rows of group 1, and so on: memory is read in order.
+// Rows are stored in panels of eight, because eight rows are multiplied at a time. A panel holds group 0 of all its
+// rows, then group 1 of all its rows, and so on: memory is read in order.
 constexpr int64_t panel_rows = 8;
 
-// An input that is an outlier in at least one of four rows, with its value in each row (0 where it is none). The
-// weights of the input are then unpacked once for four rows. In prefill most outliers occur in one row alone, in some
-// layers in nearly all rows; lists of two to four rows are fastest for both cases.
+// An input that is an outlier in at least one of four rows, with its value in each row (0 in a row where it is no
+// outlier). So the weights of the input are unpacked once for four rows. In prefill most outliers occur in one row
+// only; in some layers they occur in nearly all rows. Lists for two to four rows are fastest in both cases.
 constexpr int64_t outlier_rows = 4;
 
 struct SharedOutlier {
@@ -134,19 +134,19 @@ struct QuantisedRows {
     return scales + (row / panel_rows * scale_blocks + block) * panel_rows + row % panel_rows;
   }
 
-  // Outliers of row r, by ascending input: outliers[r * outlier_room ...], outlier_counts[r] of them. Null: outliers
-  // are not separated.
+  // Outliers of row r, by ascending input: outlier_counts[r] elements from outliers[r * outlier_room] on. Null:
+  // outliers are not separated.
   Outlier* outliers = nullptr;
   int32_t* outlier_counts = nullptr;    // [rows]
   int64_t outlier_room = 0;
 
-  // The same, merged for products: rows 4i .. 4i + 3, by ascending input, from shared_begins[i] to shared_begins[i +
-  // 1].
+  // The outliers merged for products. Rows 4i .. 4i + 3: elements shared_begins[i] to shared_begins[i + 1], by
+  // ascending input.
   SharedOutlier* shared_outliers = nullptr;
   int64_t* shared_begins = nullptr;
 };
 
-// What is applied to a row before a product.
+// The operation that is applied to a row just before a product.
 enum class Prologue : int { nothing = 0, rms_norm = 1, silu_mul = 2, gelu_tanh_mul = 3 };
 
 struct RowInput {
@@ -156,8 +156,8 @@ struct RowInput {
   float epsilon = 0.0f;
 };
 
-// Scratch floats that quantise_row needs: the row padded to whole scale blocks, and four floats for each scale block,
-// rounded up to eight scale blocks.
+// Scratch floats that quantise_row needs. One part is the row, padded to whole scale blocks. The other has four floats
+// for each scale block, for a multiple of eight scale blocks.
 constexpr int64_t quantise_scratch(int64_t columns) {
   const int64_t blocks = (columns + scale_block_inputs - 1) / scale_block_inputs;
   return blocks * scale_block_inputs + (blocks + 7) / 8 * 8 * 4;
@@ -184,35 +184,36 @@ struct LinearTask {
 
 // --- attention ----------------------------------------------------------------------------------------------------------------------
 
-// A vector of the KV cache is the key or the value of one token and one KV head. It is stored as integers: value =
-// code * scale. A scale is the upper half of a float, rounded up. A vector with a value that is not finite has the
-// scale NaN and codes of 0. Products of two codes are added in pairs in one lane, without conversion and without
-// rounding.
+// A vector of the KV cache is the key or the value of one token and one KV head. It is stored as integers: value = code
+// * scale. A scale is the upper half of a float, rounded up. A vector with a value that is not finite has the scale NaN
+// and codes of 0. Integer products of two codes are added two at a time into a 32-bit lane, without conversion and
+// without rounding.
 //
 // Four 16-bit codes are packed into one unit of three 16-bit elements:
 //   element 0   code 0, with its low 4 bits replaced by bits 12..15 of code 3
 //   element 1   code 1, with its low 4 bits replaced by bits  8..11 of code 3
 //   element 2   code 2, with its low 4 bits replaced by bits  4..7  of code 3
 //   code 3      has 0 in its own low 4 bits
-// Elements 0 to 2 are used as codes 0 to 2 directly: each code is rounded to the nearest value with the given low
-// bits. The precision is 12 bits with sign, the precision that f16 has for the largest feature.
+// Elements 0 to 2 are used as codes 0 to 2 directly: each code is rounded to the nearest value with these low bits. So
+// a code has 12 bits including the sign: the precision that f16 has for the largest feature.
 //
-// No sum of products overflows 32 bits. The weights of a row and segment add up to at most two largest codes. A dot
-// product of query and key is at most the product of their lengths, so both lengths are limited, for heads of up to
-// 7,000 features. For a typical key of 64 features or more the limit costs at most 7% of the resolution.
+// No sum of products overflows 32 bits. The weight codes of a row and segment add up to at most twice the largest code.
+// A dot product of query and key is at most the product of their lengths, so both lengths are limited. This holds for
+// heads of up to 7,000 features. For a typical key of 64 features or more the limit costs at most 7% of the resolution.
 constexpr int64_t key_tile = 16;
 constexpr int codes_of_unit = 4, elements_of_unit = 3;
 constexpr int lowest_bits = 4, fourth_step = 1 << lowest_bits;
-constexpr int largest_cache_code = 32767 / fourth_step * fourth_step;   // before the low bits are replaced
+constexpr int largest_cache_code = 32767 / fourth_step * fourth_step;   // the largest code, before its low bits are replaced
 constexpr int largest_query_code = 32767;
-constexpr float longest_key = 12000.0f;      // limit of length / sqrt(head_size), before rounding
-constexpr float longest_query = 175000.0f;   // limit of length * sqrt(head_size); the product of both limits is 2% less than 2^31
+constexpr float longest_key = 12000.0f;      // limit of the length of a key's codes / sqrt(head_size), before rounding
+// limit of the length of a query's codes * sqrt(head_size); the product of both limits is 2% less than 2^31
+constexpr float longest_query = 175000.0f;
 constexpr int largest_weight_code = 32767, all_weights = 65000;
 constexpr float lowest_cache_scale = 0x1p-60f;
 
 constexpr int64_t even(int64_t n) { return n + n % 2; }
-// Units of a vector. A unit of a key holds the even or the odd features out of eight consecutive ones. A unit of a
-// value holds four features that are a quarter of a head apart.
+// Number of units of a vector. A unit of a key holds four of eight consecutive features: the even or the odd ones. A
+// unit of a value holds four features that are a quarter of a head apart.
 constexpr int64_t key_units(int64_t head_size) { return (head_size + 7) / 8 * 2; }
 constexpr int64_t value_units(int64_t head_size) { return (head_size + codes_of_unit - 1) / codes_of_unit; }
 
@@ -221,8 +222,8 @@ constexpr int64_t value_units(int64_t head_size) { return (head_size + codes_of_
 //   value scales    [positions]
 //   key codes       tiles of 16 positions (the last may be narrower), each [pairs of units, 3, positions of the tile, 2]
 //   value codes     [pairs of positions, 3, units, 2]
-// In this order three loaded vectors unpack to four vectors of feature pairs of several keys. Features past the last
-// one are zero. With an odd number of positions one place is unused.
+// In this order, three loaded vectors unpack to four vectors, each with a pair of features of several keys. Features
+// past the last one are zero. With an odd number of positions, half of the last pair is unused.
 struct CachedHead {
   uint16_t* data;
   int64_t block_size, head_size;
@@ -270,8 +271,8 @@ inline CacheLayer layer_of_cache(uint16_t* data, int64_t layers, int64_t layer, 
 //   key scales, key zeros, value scales, value zeros   [positions] each
 //   key codes     tiles of 16 positions, each [head size, positions of the tile]
 //   value codes   [positions, head size]
-// A byte with two 4-bit codes holds features 2j (low) and 2j + 1 of a key, or two features of a value that are half a
-// head apart. Zeros and 8-bit codes are stored less 128.
+// With 4 bits, a byte of a key holds features 2j (low bits) and 2j + 1. A byte of a value holds two features that are
+// half a head apart. Zeros and 8-bit codes are stored minus 128.
 struct StoredHead {
   uint8_t* data;
   int64_t block_size, vector_bytes;
@@ -306,7 +307,7 @@ inline StoreLayer layer_of_store(uint8_t* data, int64_t layers, int64_t layer, i
   return {data + layer * kv_heads * head, layers * kv_heads * head, head, block_size, head_size, bits};
 }
 
-// The byte of a scale is the upper bits of a float, less those of the smallest scale, 2^-18.
+// A scale byte is the upper bits of a float minus the upper bits of 2^-18, the smallest scale.
 constexpr int scale_shift = 20;
 constexpr int32_t lowest_scale = (127 - 18) << 3;
 
@@ -316,13 +317,14 @@ constexpr int32_t lowest_scale = (127 - 18) << 3;
 constexpr int64_t segment_keys = 256;
 
 // The queries of one request, `count` tokens at consecutive positions, for the query heads of one KV head. Query t
-// begins at queries + t * query_stride, its `group` heads are consecutive. The same holds for `out`.
+// begins at queries + t * query_stride; its `group` heads are contiguous. `out` has the same layout.
 struct AttendTask {
   CacheLayer cache;
   const int64_t* table;
-  StoreLayer store;          // data is null: everything is read from the cache
+  StoreLayer store;          // data is null: there is no store, and everything is read from the KV cache
   const int64_t* store_table;
-  int64_t tail_blocks;       // a query reads its own KV block and this many whole ones before it from the cache
+  // a query reads its own KV block and this many KV blocks before it from the KV cache, older ones from the store
+  int64_t tail_blocks;
   int64_t kv_head;
   int64_t group;             // query heads per KV head
   const float* queries;      // first query head of this KV head
@@ -354,9 +356,8 @@ struct AttendTask {
 
 // --- sampling -----------------------------------------------------------------------------------------------------------------------
 
-// A row of scores is scanned in sections of 1024. For each section, 16 maxima are kept, one for each lane (every
-// sixteenth score). The k-th largest of all these maxima is a lower bound of the k-th largest score; few other scores
-// exceed it.
+// A row of scores is scanned in sections of 1024 scores. Each section has 16 maxima, one for each lane (every sixteenth
+// score). The k-th largest of all these maxima is a lower bound of the k-th largest score; few other scores exceed it.
 constexpr int64_t maxima_section = 1024;
 constexpr int64_t maxima_lanes = 16;
 
@@ -391,7 +392,8 @@ struct Kernels {
   void (*scale_and_cap)(float* row, int64_t columns, float scale, float cap);   // cap 0: none
   // RoPE of one head of one token: pair i is rotated by (cosine[i], sine[i]); features past the pairs are copied.
   void (*rotate)(const float* head, int64_t head_size, int64_t pairs, bool interleaved, const float* cosine, const float* sine, float* out);
-  // The experts of one token, best first, and their softmax shares over all experts. Normalised: shares add up to 1.
+  // The experts of one token, best first, and their routing weights: softmax over all experts. Normalised: the weights
+  // of the chosen experts add up to 1.
   void (*route)(const float* logits, int64_t experts, int64_t per_token, bool normalise, int32_t* chosen, float* shares);
 
   // cache.inl: writes key and value of one token and KV head to a position of a KV block
@@ -404,14 +406,16 @@ struct Kernels {
   // attention.inl
   void (*attend)(const AttendTask& task, float* scratch);   // also runs the tasks linked by `next`
   int64_t (*attend_scratch)(const AttendTask& task);   // scratch floats for one worker; about 200,000 for heads of 256
-  // The same for a task of one query, in two steps, if there are more threads than tasks: first each segment into its
-  // own partial result, then all partial results, in segment order, into task.out.
+  // Does the same for a task of one query, in two calls, for when there are more threads than tasks. The first writes
+  // each segment to its own partial result. The second merges all partial results, in segment order, into task.out.
   void (*attend_segment)(const AttendTask& task, int64_t segment, float* partial, float* scratch);
   void (*attend_merge)(const AttendTask& task, const float* partials);
 
-  // sampler.inl; a token is the index of a score in its row; `below` is best score - score, in float
+  // sampler.inl. A token is the index of a score in its row; `below` is the distance from the best score: best - score,
+  // in float
   RowScan (*scan_scores)(const float* scores, int64_t count, float* maxima);   // maxima [maxima_count(count)]
-  void (*mask_scores)(const float* scores, int64_t count, const uint8_t* allowed, float* out);   // one bit per token; tokens without it get minus infinity
+  // sets the score of every token without its bit to minus infinity; one bit per token
+  void (*mask_scores)(const float* scores, int64_t count, const uint8_t* allowed, float* out);
   double (*sum_exp)(const float* scores, int64_t count, float best);   // sum of exp(score - best), with the difference in double
   // The weight of a token is exp(-below * factor). `sum_weights_roughly` has a relative error of at most
   // `rough_share`; near[i] is the sum over tokens with below * factor <= near_distances[i].
@@ -424,7 +428,8 @@ struct Kernels {
   // score.
   int64_t (*draw_scores)(const float* scores, int64_t count, float best, double temperature, uint64_t key, int64_t likeliest);
 
-  // linear.inl, for measurements: only byte products; returns their number, or 0 without instructions for them.
+  // linear.inl, for measurements: computes only byte products and returns how many; returns 0 without instructions for
+  // them.
   int64_t (*multiply_in_registers)(int64_t repeats);
 };
 

@@ -61,8 +61,7 @@ void unpack_row(const Weight& weight, int64_t output, float* out) {
   }
 }
 
-// Only the multiplications of W4, on registers: an upper bound of the speed of any product that multiplies each input
-// once.
+// Only the multiplications of W4, on registers. No product that multiplies each input once can be faster than this.
 int64_t multiply_in_registers(int64_t repeats) {
 #if defined(WEFT_AVX512) || defined(WEFT_AVX2)
   constexpr int sums_at_once = 8;
@@ -73,7 +72,7 @@ int64_t multiply_in_registers(int64_t repeats) {
   for (int64_t repeat = 0; repeat < repeats; repeat++) {
 #pragma GCC unroll 8
     for (int i = 0; i < sums_at_once; i++) {
-      asm("" : "+v"(activations));   // the compiler must assume a new value each time
+      asm("" : "+v"(activations));   // makes the compiler assume a new value in each iteration
       sums[i].add(codes, activations);
     }
   }

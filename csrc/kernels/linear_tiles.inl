@@ -24,7 +24,7 @@ struct Totals {
 
 inline const uint16_t* halves(const uint8_t* data) { return reinterpret_cast<const uint16_t*>(data); }
 
-// Most rows of a tile. They share the weights of a strip, which are read from memory once.
+// The largest number of rows in a tile. They share the weights of a strip, which are read from memory once.
 template <Layout layout>
 constexpr int most_rows() {
 #if defined(WEFT_VNNI)
@@ -38,16 +38,17 @@ constexpr int most_rows() {
 #endif
 }
 
-// With at most this many rows, the sums of group, scale block and total all stay in registers. Totals in memory would
-// need a store for each scale block and row, which on Zen 4 costs more than a byte product. A quantised tile of more
-// rows is computed in two portions; the first is a whole panel.
+// With at most this many rows, the sums of group, scale block and row all stay in registers. Row sums in memory would
+// need a write for each scale block and row; on Zen 4 that costs more than a byte product. A quantised tile of more
+// rows is computed in two portions; the first portion is a whole panel.
 #if defined(WEFT_AVX512)
 constexpr int rows_in_registers = panel_rows;
 #else
 constexpr int rows_in_registers = 4;
 #endif
 
-// With fewer rows, computing the sums of weights costs more than pairs save.
+// With fewer rows, multiplying in pairs (isa/vec_pairs.h) costs more than it saves: the weights' own products v w are
+// computed once per tile.
 template <Layout layout>
 constexpr bool goes_in_pairs(int rows) {
 #if defined(WEFT_PAIRS)
@@ -57,9 +58,9 @@ constexpr bool goes_in_pairs(int rows) {
 #endif
 }
 
-// Weights are prefetched this many bytes ahead. The hardware prefetcher restarts at each page, and loads of rows
-// displace its requests. With four or more rows this is up to 1.5 times as fast. Tiles of many rows read weights more
-// slowly and need less distance. Prefetching past the end is harmless.
+// How many bytes ahead weights are prefetched. This makes products with four or more rows up to 1.5 times as fast: the
+// hardware prefetcher restarts at each page, and loads of activation rows displace its requests. Tiles of many rows
+// read weights more slowly and need less distance. Prefetching past the end is harmless.
 constexpr int64_t ahead_bytes(int rows) { return rows > rows_in_registers ? 3072 : 6144; }
 
 template <int count>
@@ -93,9 +94,9 @@ Totals<rows> multiply_floats(const LinearTask& task, int64_t first_row, const ui
   return totals;
 }
 
-// A quantised layout, for one vector of outputs in a group: loads the codes of inputs 8s .. 8s + 7 (first four, last
-// four), joins a sum of products to its scale block, and unpacks the weights of one input. `of_block` converts the
-// sum of a scale block to floats, `of_total` applies the unit to a total.
+// A quantised layout, for one vector of outputs in a group. It loads the codes of inputs 8s .. 8s + 7 (first four, last
+// four), adds the sum of a group's products to its scale block, and unpacks the weights of one input. `of_block`
+// converts the sum of a scale block to floats; `of_total` multiplies the sum of a row by the output's unit.
 template <Layout layout>
 struct Group;
 
@@ -132,7 +133,7 @@ struct Group<Layout::w4> {
 template <>
 struct Group<Layout::w8> {
   static constexpr int bytes = w8_group_bytes;
-  static constexpr int parts_together = 1;   // one at a time: without VNNI a sum takes two registers
+  static constexpr int parts_together = 1;   // one group at a time: without VNNI a sum takes two registers
   using Sum = bytes::SumW8;
   using BlockSum = Vec;
   struct EightInputs {
@@ -181,7 +182,7 @@ inline BlockSums<layout, rows> initial_block_sums(const uint8_t* group, int64_t 
   return BlockSums<layout, rows>();
 }
 
-// `from`: the tile's first row at this group.
+// `from`: this group of the tile's first row.
 template <Layout layout, int rows, int first_part>
 inline void add_group(const RowGroup* from, const uint8_t* group, BlockSums<layout, rows>& blocks) {
   constexpr int together = Group<layout>::parts_together;
@@ -231,8 +232,9 @@ inline void add_products(const QuantisedRows& rows_in_bytes, int64_t first_row, 
   }
 }
 
-// The weights of the strip were just read. If one of four rows has no outlier, adding 0 is faster than a branch. A
-// tile begins with the first of four rows, or ends with the last of the same four.
+// Adds the products of outliers. The weights of the strip were just read, so they are in the L1 cache. A row without an
+// outlier at this input has the value 0: adding 0 is faster than a branch. Outliers are listed for four rows; a tile
+// begins with the first of four rows or ends with the last of them.
 template <Layout layout, int rows>
 inline void add_outliers(const QuantisedRows& from, int64_t first_row, const uint8_t* strip, Totals<rows>& totals) {
   constexpr int together = outlier_rows;
@@ -274,17 +276,17 @@ inline void finish(const LinearTask& task, const Totals<rows>& totals, int64_t f
   });
 }
 
-// With sanitizer checks, compiling such a function would take minutes.
+// Not with sanitizer checks: compiling one such function would take minutes.
 #if defined(__SANITIZE_ADDRESS__)
-#define WEFT_IN_ONE_PIECE
+#define WEFT_IN_ONE_FUNCTION
 #else
-#define WEFT_IN_ONE_PIECE __attribute__((flatten, noinline))
+#define WEFT_IN_ONE_FUNCTION __attribute__((flatten, noinline))
 #endif
 
-// The rows of a portion times one strip. Prefetches `fetched` bytes per group, from `ahead` on. All of it must be one
-// function: a sum stays in a register only if its address is never taken.
+// Multiplies the rows of a portion by one strip. Prefetches `fetched` bytes per group, from `ahead` on. Everything is
+// inlined into this function, because a sum stays in a register only if its address is never taken.
 template <Layout layout, int rows, int fetched>
-WEFT_IN_ONE_PIECE void multiply_portion(const LinearTask& task, int64_t first_row, int64_t first_output, const uint8_t* strip,
+WEFT_IN_ONE_FUNCTION void multiply_portion(const LinearTask& task, int64_t first_row, int64_t first_output, const uint8_t* strip,
                                         const uint8_t* ahead) {
   Totals<rows> totals;
   add_products<layout, rows, fetched>(task.quantised, first_row, strip, ahead, totals);
@@ -297,11 +299,12 @@ WEFT_IN_ONE_PIECE void multiply_portion(const LinearTask& task, int64_t first_ro
 }
 
 template <Layout layout, int rows>
-WEFT_IN_ONE_PIECE void multiply_floats_of_strip(const LinearTask& task, int64_t first_row, int64_t first_output, const uint8_t* strip) {
+WEFT_IN_ONE_FUNCTION void multiply_floats_of_strip(const LinearTask& task, int64_t first_row, int64_t first_output, const uint8_t* strip) {
   finish(task, multiply_floats<layout, rows>(task, first_row, strip), first_row, first_output);
 }
 
-// Both portions are computed strip by strip: a strip is read from memory once, and each portion prefetches its share.
+// Both portions are computed strip by strip, so that a strip is read from memory once. Each portion prefetches part of
+// the bytes ahead.
 template <Layout layout, int rows>
 void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_strip, int64_t end_strip) {
   const int64_t bytes = strip_bytes(layout, task.weight->inputs);
@@ -316,7 +319,8 @@ void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_stri
       constexpr int first = panel_rows, second = rows - first;
       static_assert(second > 0 && second <= rows_in_registers);
       constexpr int second_fetched = Group<layout>::bytes * second / rows, first_fetched = Group<layout>::bytes - second_fetched;
-      // The first portion prefetches less than a strip; the previous strip's second portion has prefetched the rest.
+      // The first portion prefetches only part of a strip; the second portion of the previous strip has prefetched the
+      // rest.
       const uint8_t* ahead = weights + ahead_bytes(rows) + task.quantised.groups * second_fetched;
       multiply_portion<layout, first, first_fetched>(task, first_row, output, weights, ahead);
       ahead += task.quantised.groups * first_fetched;
@@ -325,15 +329,15 @@ void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_stri
   }
 }
 
-// The tile of exactly `count` rows; count <= rows.
+// Calls the tile for exactly `count` rows; count <= rows.
 template <Layout layout, int rows>
 void multiply_count(const LinearTask& task, int64_t count, int64_t first_row, int64_t first_strip, int64_t end_strip) {
   if (count == rows) return multiply_rows<layout, rows>(task, first_row, first_strip, end_strip);
   if constexpr (rows > 1) multiply_count<layout, rows - 1>(task, count, first_row, first_strip, end_strip);
 }
 
-// A tile that begins inside a panel ends with the panel. A tile that begins inside four rows ends with them, because
-// outliers are listed for four rows.
+// The number of rows of the tile that begins at `row`. A tile that begins inside a panel ends with the panel. A tile
+// that begins inside a list of outliers (four rows) ends with that list.
 template <Layout layout>
 constexpr int64_t rows_fitting(int64_t row) {
   if (!is_quantised(layout) || row % panel_rows == 0) return most_rows<layout>();
@@ -353,7 +357,7 @@ void multiply_strips(const LinearTask& task, int64_t first_strip, int64_t end_st
   }
 }
 
-// A run of strips that stays in the L2 cache while all row tiles are multiplied with it.
+// Size of the weights that stay in the L2 cache while all row tiles are multiplied with them.
 constexpr int64_t cached_bytes = 128 * 1024;
 
 template <Layout layout>

@@ -11,7 +11,7 @@
 namespace weft {
 namespace {
 
-// The position of one output in a strip: the address of its bytes in a group or input.
+// One output of a strip: w4 and w8 return the address of its bytes in a group.
 struct Lane {
   uint8_t* strip;
   int lane;
@@ -32,7 +32,7 @@ uint32_t four_bytes(const uint8_t* bytes) {
   return word;
 }
 
-// Packs 32 codes, which are given one per byte, into a group of a lane.
+// Packs 32 codes into a group of one output. The codes are given one per byte.
 void put_w4(const Lane& lane, int64_t group, const uint8_t* codes) {
   for (int step = 0; step < 4; step++) {
     const uint32_t word = four_bytes(codes + 8 * step) | four_bytes(codes + 8 * step + 4) << 4;
@@ -53,8 +53,8 @@ struct FactorsW4 {
     minima[static_cast<size_t>(group)] = minimum;
   }
 
-  // Stored as integers with one common unit per output. They have 14 bits or more, unless a group is much smaller
-  // than the largest of its output; f16 has 11.
+  // Writes the factors as integers with one common unit per output. An integer has at least 14 significant bits, more
+  // than the 11 of f16, unless the group is much smaller than the largest group of its output.
   void put(const Lane& lane) const {
     double unit = 0.0;
     bool is_finite = true;
@@ -153,7 +153,8 @@ void copy_floats(const uint8_t* raw, int64_t inputs, const Lane& lane) {
 
 using CopyCodes = void (*)(const uint8_t* raw, int64_t inputs, const Lane& lane);
 
-// The function that copies rows of this format into this layout without changing codes; null: there is none.
+// The function that copies rows of this format into this layout without changing codes. Null: the rows must be decoded
+// and rounded.
 CopyCodes find_copy(const StoredFormat& format, Layout layout) {
   struct Entry {
     const char* name;
@@ -194,7 +195,8 @@ void round_w8(const float* values, const Lane& lane, int64_t group) {
   uint8_t codes[group_inputs] = {};
   const float largest = largest_magnitude(values);
   uint16_t half = std::isfinite(largest) ? float_to_half(largest / 127.0f) : half_nan;
-  if (half_to_float(half) * 127.5f < largest) half++;   // needed only for the smallest halves, where rounding would clip
+  // needed only for the smallest f16 scales, where the rounded scale is too small for the largest value
+  if (half_to_float(half) * 127.5f < largest) half++;
   const float scale = half_to_float(half);
   if (scale > 0.0f && std::isfinite(scale)) {
     const float inverse = 1.0f / scale;
@@ -261,12 +263,13 @@ bool fit_line(const Group& values, const Four* codes, float& scale, float& minim
   return scale > 0.0f;
 }
 
-// 4-bit codes: tries some scales, from the whole range of the group inwards, and refits the line for each. Clipping
-// the ends makes all other steps finer; the squared error decides.
+// Finds 4-bit codes. Tries some scales, from the whole range of the group to smaller ranges, and fits scale and minimum
+// to the codes of each. A smaller range clips the largest values but has finer steps for all others; the lowest squared
+// error wins.
 void round_w4(const float* values, const Lane& lane, int64_t group, FactorsW4& factors) {
   uint8_t codes[group_inputs] = {};
   const float largest = largest_magnitude(values);
-  if (!(largest <= 65504.0f)) {   // a value beyond f16 is not a valid weight
+  if (!(largest <= 65504.0f)) {   // a value that does not fit f16 is not a valid weight
     put_w4(lane, group, codes);
     factors.set(group, NAN, NAN);
     return;

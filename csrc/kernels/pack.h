@@ -13,7 +13,8 @@ struct StoredFormat {
   const char* name;
   int64_t values;
   int64_t bytes;
-  Layout layout;                                       // the default layout: an exact one, or else the smallest that is accurate enough
+  // the default layout: one that keeps the stored codes exactly, or else the smallest that is accurate enough
+  Layout layout;
   void (*decode)(const uint8_t* raw, int64_t blocks, float* out);
 };
 

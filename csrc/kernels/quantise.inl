@@ -5,8 +5,8 @@ namespace weft::WEFT_ISA {
 namespace {
 namespace quantising {
 
-// Collected while a row is written: the sum of magnitudes, in the order of sum_row, and the largest magnitude of a
-// block.
+// Collected while a row is written: the sum of magnitudes (added in the order of sum_row), and the largest magnitude of
+// a block.
 struct RowStatistics {
   static constexpr int num_sums = 4 * vec::sum_parts;
   vec::Vec sums[num_sums];
@@ -32,8 +32,8 @@ inline void write_last_values(int64_t first, int64_t columns, Make& make, float*
   }
 }
 
-// Writes a row, padded with zeros to whole blocks, and the lanes of each block's largest magnitude. Returns the sum
-// of magnitudes.
+// Writes a row, padded with zeros to whole blocks. For each block, also writes some lanes; their maximum is the largest
+// magnitude of the block. Returns the sum of magnitudes.
 template <typename Make>
 inline float write_values(int64_t columns, Make make, float* out, float* lane_maxima) {
   constexpr int some = vec::chains_at_once;
@@ -62,7 +62,7 @@ inline float write_values(int64_t columns, Make make, float* out, float* lane_ma
   return vec::sum_of_four(last.sums);
 }
 
-// Replaces the outliers of a block by zeros and updates the lanes of its largest magnitude. Returns the number of
+// Replaces the outliers of a block by zeros, and writes the lanes of its new largest magnitude. Returns the number of
 // outliers.
 inline int32_t remove_outliers(float* values, float bound, uint32_t first_input, Outlier* out, float* lane_maxima) {
   int32_t count = 0;
@@ -71,7 +71,8 @@ inline int32_t remove_outliers(float* values, float bound, uint32_t first_input,
     out[count++] = Outlier{first_input + i, values[i]};
   }
   Largest largest;
-  for (int i = 0; i < scale_block_inputs; i += vec::lanes) {   // whole vectors: loading a vector that was just partly written is slow
+  // writes whole vectors: loading a vector after a part of it was written is slow
+  for (int i = 0; i < scale_block_inputs; i += vec::lanes) {
     const vec::Vec value = vec::load(values + i), magnitude = vec::magnitude(value);
     const vec::Vec is_left = vec::where_less(vec::all(bound), magnitude, vec::all(0.0f), value);
     largest.add(vec::magnitude(is_left));
@@ -81,7 +82,7 @@ inline int32_t remove_outliers(float* values, float bound, uint32_t first_input,
   return count;
 }
 
-// How many of the remaining blocks or groups are processed together.
+// The number of blocks or groups to process together from `first` on: all that remain, but at most `together`.
 inline int taken_together(int64_t all, int64_t first, int most) { return static_cast<int>(all - first < most ? all - first : most); }
 
 }  // namespace quantising
@@ -90,15 +91,15 @@ void quantise_row(const RowInput& input, int64_t columns, float* scratch, const 
   using namespace quantising;
   float *values = scratch, *lane_maxima = scratch + out.scale_blocks * scale_block_inputs, sum = 0.0f;
   with_values(input, columns, [&](auto make) { sum = write_values(columns, make, values, lane_maxima); });
-  // Outliers have a magnitude above this. If a value is not finite, the bound is infinite or NaN, and there are no
-  // outliers. Near the smallest floats the mean is rounded so coarsely that most values could exceed it; there are no
-  // outliers either.
+  // A value with a magnitude above this is an outlier. If a value is not finite, the bound is infinite or NaN, and no
+  // value is above it. The bound is at least 2^-100: near the smallest floats the mean is so inexact that most values
+  // could exceed it.
   float bound = out.outliers ? sum / static_cast<float>(columns) * static_cast<float>(outlier_ratio) : NAN;
   if (bound < 0x1p-100f) bound = 0x1p-100f;
   Outlier* outliers = out.outliers ? out.outliers + out_row * out.outlier_room : nullptr;
   int32_t taken = 0;
-  // First the factors of all blocks, then all codes: so each loop waits for its inputs once, not for every eight
-  // blocks.
+  // The factors of all blocks are computed first, then all codes. So each loop waits for its inputs once, not for every
+  // eight blocks.
   for (int64_t first = 0; first < out.scale_blocks; first += blocks_together) {
     const int blocks = taken_together(out.scale_blocks, first, blocks_together);
     const uint32_t all = (1u << blocks) - 1;

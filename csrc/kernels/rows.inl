@@ -30,8 +30,8 @@ inline void multiply_each(vec::Vec (&x)[count], const float* with, Lanes n) {
   vec::each<count>([&](int k) { x[k] = x[k] * vec::load(with + k * vec::lanes, n); });
 }
 
-// Calls use(make). make(i, n, into) computes the row's elements from i on: it fills the array `into` with vectors of n
-// lanes each. A partial last vector needs its own call; its unused lanes are zero, unless the row has a NaN.
+// Calls use(make). make(i, n, into) computes elements of the row from i on: it fills the array `into` with vectors of n
+// lanes each. An incomplete last vector needs its own call; its unused lanes are zero, unless the row has a NaN.
 template <typename Use>
 inline void with_values(const RowInput& input, int64_t columns, Use&& use) {
   const float *row = input.row, *other = input.other;
@@ -58,7 +58,8 @@ inline void with_values(const RowInput& input, int64_t columns, Use&& use) {
       });
     }
     case Prologue::gelu_tanh_mul: {
-      // 0.5 x (1 + tanh(t / 2)) = x * sigmoid(t). The sigmoid does not cancel where tanh is near -1.
+      // 0.5 x (1 + tanh(t / 2)) = x * sigmoid(t). The sigmoid is used because 1 + tanh loses digits where tanh is near
+      // -1.
       const TimesSigmoid times_sigmoid;
       return use([&](int64_t i, auto n, auto& into) {
         std::remove_reference_t<decltype(into)> t;

@@ -25,11 +25,10 @@ Verdict SamplerScratch::sample(const SampleTask& task, int64_t& token) {
   }
   if (task.temperature <= 0.0) return Verdict::good;
   const uint64_t key = noise_key(task.seed, task.output_index);
-  if (task.settings == nullptr || !task.settings->filters.any()) {
+  if (task.settings == nullptr || !task.settings->parameters.has_filters()) {
     token = kernels().draw_scores(row.scores, row.count, row.scan.best, task.temperature, key, row.scan.token);
   } else {
-    candidates_.choose(row, task.temperature, task.settings->filters);
-    token = candidates_.draw(key);
+    token = candidates_.draw(row, task.temperature, task.settings->parameters, key);
   }
   return Verdict::good;
 }
@@ -39,7 +38,7 @@ Verdict SamplerScratch::sample(const SampleTask& task, int64_t& token) {
 const float* SamplerScratch::shaped_scores(const SampleTask& task) {
   const RowSettings* settings = task.settings;
   const bool forbids_ends = settings != nullptr && task.output_index < settings->min_tokens;
-  const bool changes = settings != nullptr && (settings->has_penalties() || !settings->biased.empty() || forbids_ends);
+  const bool changes = settings != nullptr && (settings->parameters.has_penalties() || !settings->biased.empty() || forbids_ends);
   if (task.allowed == nullptr && !changes) return task.logits;
   scores_.resize(static_cast<size_t>(task.vocabulary));
   if (task.allowed != nullptr)
@@ -47,7 +46,7 @@ const float* SamplerScratch::shaped_scores(const SampleTask& task) {
   else
     std::memcpy(scores_.data(), task.logits, static_cast<size_t>(task.vocabulary) * sizeof(float));
   if (!changes) return scores_.data();
-  if (settings->has_penalties()) penalise(task);
+  if (settings->parameters.has_penalties()) penalise(task);
   for (size_t i = 0; i < settings->biased.size(); i++) {
     float& score = scores_[static_cast<size_t>(settings->biased[i])];
     score = static_cast<float>(static_cast<double>(score) + settings->biases[i]);
@@ -59,10 +58,10 @@ const float* SamplerScratch::shaped_scores(const SampleTask& task) {
 // The repetition penalty scales tokens of prompt and output; frequency and presence penalties subtract for output
 // tokens.
 void SamplerScratch::penalise(const SampleTask& task) {
-  const RowSettings& settings = *task.settings;
+  const Parameters& parameters = task.settings->parameters;
   counts_.resize(static_cast<size_t>(task.vocabulary));
-  if (settings.repetition_penalty != 1.0) {
-    const float penalty = static_cast<float>(settings.repetition_penalty);
+  if (parameters.repetition_penalty != 1.0) {
+    const float penalty = static_cast<float>(parameters.repetition_penalty);
     for (int64_t i = 0; i < task.length; i++) {
       const int32_t token = task.history[i];
       if (counts_[token]++ != 0) continue;
@@ -70,12 +69,12 @@ void SamplerScratch::penalise(const SampleTask& task) {
     }
     for (int64_t i = 0; i < task.length; i++) counts_[task.history[i]] = 0;
   }
-  if (settings.frequency_penalty != 0.0 || settings.presence_penalty != 0.0) {
+  if (parameters.frequency_penalty != 0.0 || parameters.presence_penalty != 0.0) {
     for (int64_t i = task.prompt_length; i < task.length; i++) counts_[task.history[i]]++;
     for (int64_t i = task.prompt_length; i < task.length; i++) {
       const int32_t token = task.history[i];
       if (counts_[token] == 0) continue;
-      const double taken = settings.frequency_penalty * counts_[token] + settings.presence_penalty;
+      const double taken = parameters.frequency_penalty * counts_[token] + parameters.presence_penalty;
       scores_[token] = static_cast<float>(static_cast<double>(scores_[token]) - taken);
       counts_[token] = 0;
     }

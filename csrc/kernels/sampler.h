@@ -9,20 +9,15 @@
 
 namespace weft {
 
-// The sampling parameters of a request other than its temperature.
+// The sampling parameters of a request.
 struct RowSettings {
   bool is_known = false;
-  Filters filters;
-  double repetition_penalty = 1.0;
-  double frequency_penalty = 0.0;
-  double presence_penalty = 0.0;
+  Parameters parameters;
   std::vector<int64_t> biased;   // token ids
   std::vector<double> biases;
   int64_t min_tokens = 0;
   std::vector<int64_t> ends;     // end tokens, forbidden before min_tokens
   bool has_grammar = false;
-
-  bool has_penalties() const { return repetition_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0; }
 };
 
 enum class Verdict : uint8_t {

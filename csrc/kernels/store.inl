@@ -1,12 +1,13 @@
-// The store: keys and values of KV blocks older than the tail of every request that uses them, quantised vector by
-// vector.
+// The store: the second tier of the KV cache. It holds KV blocks that are older than the tail of every request that
+// uses them. Their keys and values are quantised vector by vector.
 //
-// A vector is the key or the value of one token and one KV head. Its codes depend on its own values alone, as defined
-// by src/weft/ops/store_format.py, and are the same on every instruction set:
-//   value = scale * (code - zero); the scale is rounded up to a float with 5 exponent and 3 mantissa bits, one byte (255: NaN);
-//   zero is an 8-bit code, or for 4-bit codes in sixteenths of a code.
-// With 4 bits, keys are rotated first, and queries as well: otherwise one large feature would leave the others hardly
-// any codes.
+// A vector is the key or the value of one token and one KV head. Its codes depend on its own values alone.
+// src/weft/ops/store_format.py defines them; they are the same on every instruction set:
+//   value = scale * (code - zero)
+//   scale: one byte, a float with 5 exponent and 3 mantissa bits, rounded up (255: NaN)
+//   zero:  an 8-bit code; with 4-bit codes, in sixteenths of a code
+// With 4 bits, keys are rotated first, and queries as well: otherwise one large feature would make the scale so large
+// that the other features get the same few codes.
 #include "isa/vec.h"
 
 namespace weft::WEFT_ISA {
@@ -14,7 +15,7 @@ namespace {
 
 inline bool rotates_keys(const StoreLayer& store) { return store.bits == 4; }
 
-// Multiplies every run of n features by the normalised Hadamard matrix, in place; n is the largest power of two that
+// Multiplies every run of n features by the normalised Hadamard matrix, in place. n is the largest power of two that
 // divides `size`.
 inline void rotate_vector(float* values, int64_t size) {
   const int64_t n = size & -size;
@@ -32,7 +33,7 @@ inline void rotate_vector(float* values, int64_t size) {
 }
 
 struct VectorBytes {
-  uint8_t scale, zero;   // zero: stored less 128
+  uint8_t scale, zero;   // zero: stored minus 128
 };
 
 // Quantises one vector to `codes`, one code per byte.
@@ -43,7 +44,7 @@ inline VectorBytes quantise_vector(const float* values, int64_t size, int64_t bi
     const vec::Vec x = vec::load(values + i, n);
     low = vec::min(low, x);
     high = vec::max(high, x);
-    finite[0] = finite[0] + x * vec::all(0.0f);   // 0, or NaN from the first value that is not finite
+    finite[0] = finite[0] + x * vec::all(0.0f);   // 0; NaN if a value is not finite
   });
   if (vec::sum(finite) != 0.0f) {
     std::memset(codes, 0, static_cast<size_t>(size));

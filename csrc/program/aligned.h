@@ -1,5 +1,6 @@
-// Growing memory, aligned to 64 bytes. Its content is lost when it grows. Large allocations ask for huge pages: with
-// small pages their placement in the caches changed from start to start, and the same prefill was up to 7% slower.
+// Memory that can grow, aligned to 64 bytes. Its content is lost when it grows. Large allocations ask for huge pages.
+// With small pages, the physical addresses and so the cache sets changed from start to start, and the same prefill was
+// up to 7% slower.
 #pragma once
 
 #include <algorithm>
@@ -31,8 +32,8 @@ class Aligned {
 
   Type* at_least(int64_t size) {
     if (size > size_) {
-      // Large memory at least doubles: if steps grew it row by row, each one would fault in new pages. Untouched
-      // pages cost nothing.
+      // A large allocation at least doubles. If it grew row by row, each step would fault in new pages. Pages that are
+      // never touched cost nothing.
       const std::size_t requested = static_cast<std::size_t>(size) * sizeof(Type), before = static_cast<std::size_t>(size_) * sizeof(Type);
       const std::size_t needed = requested >= large_page ? std::max(requested, 2 * before) : requested;
       const std::size_t alignment = requested >= large_page ? large_page : 64;

@@ -15,8 +15,8 @@
 namespace weft {
 namespace {
 
-// One call for many small pages: faulting them in one by one takes two threads ten times as long. Returns false if
-// the system lacks the call. If it lacks memory, the error shows when the memory is used.
+// Asks the kernel to fault in many small pages with one call: one by one, two threads take ten times as long. Returns
+// false if the kernel lacks the call. If memory is exhausted, the error shows when the memory is used.
 bool populate(uint8_t* begin, uint8_t* end, uintptr_t page) {
 #if defined(__linux__)
   const uintptr_t from = reinterpret_cast<uintptr_t>(begin) / page * page;
@@ -34,18 +34,19 @@ void touch(uint8_t* begin, uint8_t* end, uintptr_t page) {
   }
 }
 
-// Memory in pieces, each within one huge page. Two threads in one huge page would both clear it, and the kernel would
-// discard one copy. Small pieces also bound how long a thread that maps memory waits for the kernel's lock.
-class Pieces {
+// A range of memory in parts, each within one huge page. If two threads faulted in the same huge page, both would clear
+// it, and the kernel would discard one copy. Small parts also limit how long a thread that maps memory waits for the
+// kernel's lock.
+class HugePageParts {
  public:
-  Pieces(uint8_t* begin, uint8_t* end) : begin_(begin), end_(end), first_(reinterpret_cast<uintptr_t>(begin) / large_page) {}
+  HugePageParts(uint8_t* begin, uint8_t* end) : begin_(begin), end_(end), first_(reinterpret_cast<uintptr_t>(begin) / large_page) {}
 
   int64_t count() const {
     return begin_ >= end_ ? 0 : static_cast<int64_t>((reinterpret_cast<uintptr_t>(end_) - 1) / large_page - first_) + 1;
   }
-  void prefault(int64_t piece) const {
-    const uintptr_t from = (first_ + static_cast<uintptr_t>(piece)) * large_page, page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-    uint8_t* const begin = piece == 0 ? begin_ : reinterpret_cast<uint8_t*>(from);
+  void prefault(int64_t part) const {
+    const uintptr_t from = (first_ + static_cast<uintptr_t>(part)) * large_page, page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    uint8_t* const begin = part == 0 ? begin_ : reinterpret_cast<uint8_t*>(from);
     uint8_t* const end = std::min(end_, reinterpret_cast<uint8_t*>(from + large_page));
     if (!populate(begin, end, page)) touch(begin, end, page);
   }
@@ -58,14 +59,14 @@ class Pieces {
 }  // namespace
 
 void prefault_pages(Pool& pool, uint8_t* begin, uint8_t* end) {
-  const Pieces pieces(begin, end);
-  pool.run(pieces.count(), [&](int64_t piece, int) { pieces.prefault(piece); });
+  const HugePageParts parts(begin, end);
+  pool.run(parts.count(), [&](int64_t part, int) { parts.prefault(part); });
 }
 
 void prefault_offered_pages(Pool& pool) {
   if (!pool.offer.is_open.load(std::memory_order_relaxed) || !pool.offer.is_open.exchange(false)) return;
-  const Pieces pieces(pool.offer.begin, pool.offer.end);
-  for (int64_t piece = 0; piece < pieces.count(); piece++) pieces.prefault(piece);
+  const HugePageParts parts(pool.offer.begin, pool.offer.end);
+  for (int64_t part = 0; part < parts.count(); part++) parts.prefault(part);
 }
 
 }  // namespace weft

@@ -1,5 +1,5 @@
-// Prefaulting: the system allocates and clears a page at the first write, in the writing thread. These functions do
-// it ahead.
+// Prefaulting. The kernel allocates and clears a page at the first write, in the thread that writes. These functions
+// write ahead of time, so that a step does not wait for that.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +13,9 @@ namespace weft {
 // may write to the memory meanwhile.
 void prefault_pages(Pool& pool, uint8_t* begin, uint8_t* end);
 
-// Faults the offered pages in on the calling thread, unless another thread has; no thread may write to them
-// meanwhile. Two threads at once need 1.5 times as long per page: so one thread prefaults while the others do other
-// work.
+// Faults the offered pages in on the calling thread, unless another thread has taken the offer. No thread may write to
+// them meanwhile. Only one thread does this while the others compute: two threads at once need 1.5 times as long per
+// page.
 void prefault_offered_pages(Pool& pool);
 
 }  // namespace weft

@@ -52,7 +52,8 @@ int64_t Pool::take_item() {
   return -1;
 }
 
-// Does this item and all others that it can take. Counts them once, at the end: until then the phase is not over.
+// Does this item and all others that it can take. Counts them as finished once, at the end: until then the phase is not
+// over.
 void Pool::do_items(int64_t item, int worker) {
   int64_t done = 0;
   for (; item >= 0; item = take_item(), done++) work_(context_, item, worker);
@@ -63,14 +64,16 @@ void Pool::run_shared(int64_t items, Work work, void* context) {
   work_ = work;
   context_ = context;
   unfinished_.store(items, std::memory_order_relaxed);
-  // seq_cst here and in `sleep`: either this thread sees the sleeping worker, or the worker sees the items.
+  // seq_cst here and in `sleep` ensures one of two things: this thread sees the sleeping worker, or the worker sees the
+  // items.
   untaken_.store(items);
   if (sleeping_.load() > 0) {
     { std::lock_guard<std::mutex> lock(workers_->mutex); }
     workers_->wake.notify_all();
   }
   if (const int64_t item = take_item(); item >= 0) do_items(item, 0);
-  // A thread with an unfinished item may be descheduled: after a while this thread yields its core to it.
+  // A thread with an unfinished item may be descheduled. So this thread spins only for a while, and then yields its
+  // core.
   for (SpinWait spin; unfinished_.load(std::memory_order_acquire) > 0;) spin.wait();
 }
 

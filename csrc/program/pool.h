@@ -1,7 +1,8 @@
 // The threads that share the work of a step. A phase is a number of items. Each free thread takes the next item; the
-// calling thread does so too. So a descheduled thread delays the phase by at most the item that it holds. Between phases
-// workers spin briefly, then yield while they poll, then sleep: waking a thread costs as much as a phase, and other
-// processes must not wait for a thread that only waits.
+// calling thread does so too. So a descheduled thread delays the phase by at most the item that it holds.
+//
+// Between phases workers spin briefly, then yield while they poll, then sleep. Waking a sleeping thread costs as much
+// as a phase. But a waiting thread must not keep a core from other processes.
 //
 // After a fork the child process has no workers; there the caller does every item itself.
 #pragma once
@@ -55,25 +56,26 @@ class Pool {
   void do_items(int64_t item, int worker);
   bool is_forked_child() const;
 
-  // The current work: written by the caller before it publishes items, read by threads that have taken one.
+  // The current work. The caller writes it before it publishes items; threads read it after they have taken one.
   Work work_ = nullptr;
   void* context_ = nullptr;
 
-  // A phase is over when none of its items is unfinished. So a taken item always belongs to the phase in work_.
+  // A phase is over when none of its items is unfinished. Only then is work_ replaced, so a taken item always belongs
+  // to the phase in work_.
   alignas(64) std::atomic<int64_t> untaken_{0};
   alignas(64) std::atomic<int64_t> unfinished_{0};
   alignas(64) std::atomic<int> sleeping_{0};
   std::atomic<bool> stopping_{false};
 
-  // Separate, so that a forked child can leak it: destroying a condition variable that threads of the parent wait for
-  // would block.
+  // In its own allocation, which a forked child leaks. Destroying the condition variable would block there, because it
+  // counts waiting threads that exist only in the parent.
   struct Workers {
     std::mutex mutex;
     std::condition_variable wake;
     std::vector<std::thread> threads;
   };
   std::unique_ptr<Workers> workers_;
-  const int forks_at_start_;   // forks before this pool started: a different count means a forked child
+  const int forks_at_start_;   // number of forks before this pool started: a different number means that this process is a forked child
 };
 
 }  // namespace weft

@@ -1,8 +1,8 @@
-// A decoder as a flat list of instructions over numbered buffers. It is recorded once (src/weft/ops/cpu) and run by
-// one call per step.
+// A decoder as a flat list of instructions over numbered buffers. It is recorded once (src/weft/ops/cpu) and run by one
+// call per step.
 //
-// A buffer holds one row of floats for each token of the step, or for each token that needs logits. How a step is
-// divided among the threads of the pool (program_partition.cpp):
+// A buffer holds one row of floats for each token of the step, or for each token that needs logits. Those rows are
+// called selected. How a step is divided among the threads of the pool (program_partition.cpp):
 //   - Few rows: each instruction is one or two phases. A phase divides rows or strips; all threads finish before the next.
 //   - Many rows: all instructions between two attentions are one phase. Each RowBlock passes through all of them.
 //   - Row blocks of whole, independent requests: attention is part of the phase too. One phase covers everything up to the
@@ -70,8 +70,8 @@ struct Instruction {
   Vector norm{}, query_norm{}, key_norm{};
   std::shared_ptr<Experts> experts;
 
-  // True if an output row depends on its own input row alone. If all rows are selected, a selected row is the row
-  // itself.
+  // True if an output row depends on its own input row alone. This includes the selection of rows, if all rows are
+  // selected.
   bool is_by_row(bool all_selected) const {
     if (kind == Kind::attention || kind == Kind::mixture) return false;
     return all_selected || (kind != Kind::select_rows && !after_selection);
@@ -88,7 +88,7 @@ struct Cache {
   int64_t store_blocks = 0, bits = 0, tail_blocks = 0;
 };
 
-// `ops.base.StepIndices`, as pointers.
+// The arrays of `ops.base.StepIndices`, as pointers.
 struct Step {
   int64_t tokens, requests, selected;
   const int64_t *token_ids, *positions, *cells, *query_starts, *context_lengths, *block_tables, *logit_indices;
@@ -127,9 +127,8 @@ class Program {
     close_up(logits_buffer);
   }
 
-  // Runs the step; returns the selected rows, [selected, columns], valid until the next call. The caller will ask for
-  // logits of the first `sampled` of them next.
-  const float* forward(const Step& step, const Cache& cache, int64_t sampled);
+  // Runs the step. Returns the selected rows, [selected, columns], valid until the next call.
+  const float* forward(const Step& step, const Cache& cache);
   // Logits of the first `count` selected rows, or of the given rows.
   const float* logits(int64_t count);
   const float* logits_of(const float* rows, int64_t count);
@@ -146,7 +145,7 @@ class Program {
   Pool& pool() { return pool_; }
 
  private:
-  struct Piece {   // consecutive queries of one request
+  struct QueryRun {   // consecutive queries of one request
     int64_t request, first, count;
   };
 
@@ -178,24 +177,17 @@ class Program {
     int64_t task, segment;
   };
 
-  // Rows prepared for products.
+  // Rows in the form that products read.
   struct PreparedRows {
     Activations activations;
-    QuantisedRows quantised{};   // the rows in bytes, or
-    Aligned<float> floats;       // as floats: [rows, columns]
+    QuantisedRows quantised{};   // the rows in bytes, for quantised weights
+    Aligned<float> floats;       // the rows as floats, for other weights: [rows, columns]
     int64_t columns = 0;
     bool is_quantised = false;
 
     void make_room(int64_t rows, int64_t row_columns, bool in_bytes);
     void put(int64_t row, const RowInput& input, float* scratch);
     LinearTask product_task(const Weight& weight, int64_t rows, float* out, int64_t out_stride, bool add, float scale) const;
-  };
-
-  // The first product of the logits (the LM head) for one row block. A thread that finishes its row block early
-  // begins with it.
-  struct HeadProduct {
-    PreparedRows prepared;
-    int64_t strips_done = 0;
   };
 
   struct Worker {   // memory of one thread of the pool
@@ -207,24 +199,24 @@ class Program {
 
   // Rows a multiple of 4 KB apart map to the same few sets of the L1 cache. Most buffers are padded to avoid that.
   static constexpr int64_t page_floats = 1024;
-  // Removes the padding of a buffer that callers see.
+  // Removes the padding of a buffer: callers expect contiguous rows.
   void close_up(int buffer) { strides_[static_cast<size_t>(buffer)] = columns_[static_cast<size_t>(buffer)]; }
   float* rows_of(int buffer, int64_t rows);
   float* row_of(int buffer, int64_t row) const {
     return buffers_[static_cast<size_t>(buffer)].data() + row * strides_[static_cast<size_t>(buffer)];
   }
   void prepare(const Step& step, const Cache& cache);
-  void cut_into_pieces();
+  void cut_into_query_runs();
   void partition_attention();
   void partition_rows();
   bool partition_requests();
   bool partition_pipeline();
   int64_t nearest_cut(int64_t row) const;
   bool selects_all() const;
-  int64_t cost_of(const Piece& piece) const;
+  int64_t cost_of(const QueryRun& run) const;
   bool reads_what_another_writes();
   void run(const Instruction& instruction, int64_t rows);
-  void run_in_blocks(size_t first, size_t end, bool with_head);
+  void run_in_blocks(size_t first, size_t end);
   void make_room_for_blocks(size_t first, size_t end);
   void add_seconds_of_workers();
   void run_pipeline(size_t first, size_t end);
@@ -236,13 +228,6 @@ class Program {
   RowInput input_of_linear(const Instruction& instruction, int64_t row) const;
   void linear(const Instruction& instruction, int64_t rows);
   void linear_of_block(const Instruction& instruction, int64_t first, int64_t count, Worker& worker);
-  void prepare_block(const Instruction& instruction, int64_t first, int64_t count, PreparedRows& prepared, Worker& worker);
-  bool logits_begin_with_product() const;
-  void make_room_for_head();
-  void prepare_head(size_t index, Worker& worker);
-  void multiply_head(size_t index, int64_t first_strip, int64_t end_strip);
-  int64_t strips_of_head_at_once() const;
-  void finish_head();
   void rope_and_write(const Instruction& instruction, int64_t token);
   void move_blocks(int layer);
   void attention(const Instruction& instruction);
@@ -274,19 +259,17 @@ class Program {
   std::vector<int64_t> columns_, strides_;   // per buffer: floats of a row, and floats from one row to the next
   std::vector<Aligned<float>> buffers_;
 
-  // Of the current step.
+  // The members below belong to the current step.
   Step step_{};
   Cache cache_{};
   std::vector<Aligned<float>> cosines_, sines_;   // per rope: [tokens, pairs]
-  std::vector<Piece> pieces_;
+  std::vector<QueryRun> query_runs_;
   std::vector<TaskRange> task_ranges_;   // if attention runs in row blocks: one range per row block
   std::vector<RowBlock> row_blocks_;
   std::vector<int64_t> costs_;   // per request, in products
-  std::vector<size_t> first_dependency_;   // per row block: the first earlier row block with K and V that it reads
+  std::vector<size_t> first_dependency_;   // per row block: the first earlier row block that writes K or V that it reads
   Pipeline pipeline_;
   std::vector<int64_t> written_by_;   // per KV block: 1 + index of the request that writes it in this step, or 0
-  std::vector<HeadProduct> head_products_;   // per row block
-  bool has_head_products_ = false;           // the logits of this step have begun in `head_products_`
   std::vector<Segment> segments_;
   Aligned<float> partials_;
 

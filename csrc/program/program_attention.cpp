@@ -11,7 +11,8 @@ constexpr int64_t tasks_per_thread = 4;
 
 }  // namespace
 
-// Runs after K and V of the step's tokens are written, because they may belong to a moving KV block.
+// Moves KV blocks to the store. Runs after K and V of the step's tokens are written, because they may belong to a block
+// that moves.
 void Program::move_blocks(int layer) {
   if (step_.moves == 0) return;
   for (Worker& worker : workers_) worker.scratch.at_least(kernels().move_scratch(shape_.head_size));
@@ -24,26 +25,26 @@ void Program::move_blocks(int layer) {
   });
 }
 
-// Task `number`: one KV head of one piece.
+// Task `number`: one KV head of one query run.
 AttendTask Program::attend_task(const Instruction& instruction, int64_t number) const {
-  const Piece& piece = pieces_[static_cast<size_t>(number / shape_.kv_heads)];
+  const QueryRun& run = query_runs_[static_cast<size_t>(number / shape_.kv_heads)];
   const int64_t group = shape_.heads / shape_.kv_heads, kv_head = number % shape_.kv_heads, first_feature = kv_head * group * shape_.head_size;
   AttendTask task{};
   task.cache = layer_of(instruction.layer);
-  task.table = step_.block_tables + piece.request * step_.table_stride;
+  task.table = step_.block_tables + run.request * step_.table_stride;
   task.store = store_of(instruction.layer);
-  task.store_table = step_.store_tables + piece.request * step_.store_table_stride;
+  task.store_table = step_.store_tables + run.request * step_.store_table_stride;
   task.tail_blocks = cache_.tail_blocks;
   task.kv_head = kv_head;
   task.group = group;
-  task.queries = row_of(instruction.input, piece.first) + first_feature;
+  task.queries = row_of(instruction.input, run.first) + first_feature;
   task.query_stride = strides_[static_cast<size_t>(instruction.input)];
-  task.count = piece.count;
-  task.first_position = step_.positions[piece.first];
+  task.count = run.count;
+  task.first_position = step_.positions[run.first];
   task.window = patterns_[static_cast<size_t>(instruction.pattern)].window;
   task.scale = shape_.scale;
   task.cap = shape_.cap;
-  task.out = row_of(instruction.output, piece.first) + first_feature;
+  task.out = row_of(instruction.output, run.first) + first_feature;
   task.out_stride = strides_[static_cast<size_t>(instruction.output)];
   return task;
 }
@@ -52,7 +53,7 @@ void Program::make_room_for_attention(const Instruction& instruction) {
   rows_of(instruction.input, step_.tokens);
   rows_of(instruction.output, step_.tokens);
   int64_t most_scratch = 0, most_tasks = 0;
-  const int64_t tasks = static_cast<int64_t>(pieces_.size()) * shape_.kv_heads;
+  const int64_t tasks = static_cast<int64_t>(query_runs_.size()) * shape_.kv_heads;
   for (int64_t task = 0; task < tasks; task += shape_.kv_heads)
     most_scratch = std::max(most_scratch, kernels().attend_scratch(attend_task(instruction, task)));
   for (const TaskRange& range : task_ranges_) most_tasks = std::max(most_tasks, range.end - range.first);
@@ -71,10 +72,11 @@ void Program::attend_tasks(const Instruction& instruction, const TaskRange& rang
   kernels().attend(list.front(), worker.scratch.data());
 }
 
-// For a few long contexts: divides their segments among threads and merges the results in order, with the same bits.
-// Returns false if a request has several tokens in the step, or if no request has several segments.
+// For a few long contexts: divides their segments among threads, and merges the results in order. The bits are the same
+// as without it. Does nothing and returns false if a request has several tokens in the step, or if no request has
+// several segments.
 bool Program::attend_in_segments(const Instruction& instruction) {
-  const int64_t tasks = static_cast<int64_t>(pieces_.size()) * shape_.kv_heads;
+  const int64_t tasks = static_cast<int64_t>(query_runs_.size()) * shape_.kv_heads;
   segments_.clear();
   for (int64_t number = 0; number < tasks; number++) {
     const AttendTask task = attend_task(instruction, number);
@@ -101,7 +103,7 @@ bool Program::attend_in_segments(const Instruction& instruction) {
 void Program::attention(const Instruction& instruction) {
   move_blocks(instruction.layer);
   make_room_for_attention(instruction);
-  const int64_t tasks = static_cast<int64_t>(pieces_.size()) * shape_.kv_heads;
+  const int64_t tasks = static_cast<int64_t>(query_runs_.size()) * shape_.kv_heads;
   if (tasks < pool_.threads() * tasks_per_thread && attend_in_segments(instruction)) return;
   pool_.run(static_cast<int64_t>(task_ranges_.size()), [&](int64_t index, int worker) {
     attend_tasks(instruction, task_ranges_[static_cast<size_t>(index)], workers_[static_cast<size_t>(worker)]);

@@ -10,12 +10,12 @@ namespace {
 // its own output in the L2 cache, and threads do not wait for each other. Measured gain for steps of many rows: 5 to
 // 8%. For 8 to 20 rows: 15 to 30% on two cores without a shared cache, little with a shared cache.
 //
-// The cost: every thread reads all weights, at its share of the memory bandwidth. Reading a weight takes as long as
-// multiplying it with four rows or more, and longer with more threads.
+// The cost: every thread reads all weights, and the threads divide the memory bandwidth. Reading a weight takes as long
+// as multiplying it with four rows or more, and longer with more threads.
 inline int64_t rows_worth_a_block(int64_t threads) { return std::clamp<int64_t>(2 * threads, 4, 2 * panel_rows); }
 constexpr int64_t most_rows_per_block = 4 * panel_rows;
-// Row blocks of whole requests may be larger: fewer waits are worth more than the cache. Measured gain on two
-// threads: 4 to 6% of a decode of 76 to 96 rows, 1 to 8% up to 144 rows.
+// Row blocks of whole requests may be too large for the L2 cache: fewer waits gain more than the cache does. Measured
+// gain on two threads: 4 to 6% of a decode of 76 to 96 rows, 1 to 8% up to 144 rows.
 constexpr int64_t most_rows_of_requests = 10 * panel_rows;
 
 // Row blocks per thread that the pipeline needs, so that no thread runs out of work (program_pipeline.cpp).
@@ -25,54 +25,54 @@ constexpr int64_t most_rows_of_pipeline = 6 * panel_rows;
 // The cost model of a request. The unit is one product of a weight and a row. A byte of K and V costs the first
 // constant once for reading it, and the second for each row that attends to it.
 constexpr int64_t products_per_byte = 8, products_per_byte_and_row = 4;
-// If the requests of one thread cost this much more than the mean, the others would wait longer than in separate
-// phases.
+// Row blocks of whole requests are not used if those of one thread cost this much more than the mean. The other threads
+// would wait longer for it than they wait in separate phases.
 constexpr int64_t most_percent_over_mean = 15;
 
-// Most queries of a piece: few enough to divide a single long prompt.
-constexpr int64_t queries_per_piece = 16;
-// The next task range is 1 / (threads * this) of the remaining cost.
-constexpr int64_t shares_per_thread = 2;
+// The largest number of queries in a query run: few enough that a single long prompt has work for all threads.
+constexpr int64_t queries_per_run = 16;
+// A task range gets 1 / (threads * this) of the cost that is left.
+constexpr int64_t ranges_per_thread = 2;
 
 }  // namespace
 
-// In request order. If row blocks exist already, a piece does not cross their borders.
-void Program::cut_into_pieces() {
-  pieces_.clear();
+// Query runs are in request order. If row blocks exist already, a query run does not cross their borders.
+void Program::cut_into_query_runs() {
+  query_runs_.clear();
   size_t block = 0;
   for (int64_t request = 0; request < step_.requests; request++) {
     const int64_t end = step_.query_starts[request + 1];
     for (int64_t first = step_.query_starts[request], next; first < end; first = next) {
-      next = std::min(end, first + queries_per_piece);
+      next = std::min(end, first + queries_per_run);
       while (block < row_blocks_.size() && row_blocks_[block].end <= first) block++;
       if (block < row_blocks_.size()) next = std::min(next, row_blocks_[block].end);
-      // Queries that read different positions from the store are not computed together: a piece ends there.
+      // Queries that read different positions from the store are not computed together: the query run ends there.
       if (cache_.store) next = std::min(next, first + cache_.block_size - (step_.positions[first] + 1) % cache_.block_size);
-      pieces_.push_back(Piece{request, first, next - first});
+      query_runs_.push_back(QueryRun{request, first, next - first});
     }
   }
 }
 
-// An attention task is one KV head of a piece. A worker gets several tasks at a time, so that it can prefetch the
+// An attention task is one KV head of a query run. A worker gets several tasks at a time, so that it can prefetch the
 // next one. The first ranges are long and the last are short, so that no thread waits long for another at the end.
 void Program::partition_attention() {
-  const auto cost = [&](const Piece& piece) { return piece.count * (step_.positions[piece.first] + piece.count); };
-  std::stable_sort(pieces_.begin(), pieces_.end(), [&](const Piece& left, const Piece& right) { return cost(left) > cost(right); });
+  const auto cost = [&](const QueryRun& run) { return run.count * (step_.positions[run.first] + run.count); };
+  std::stable_sort(query_runs_.begin(), query_runs_.end(), [&](const QueryRun& left, const QueryRun& right) { return cost(left) > cost(right); });
   int64_t left = 0;
-  for (const Piece& piece : pieces_) left += cost(piece) * shape_.kv_heads;
+  for (const QueryRun& run : query_runs_) left += cost(run) * shape_.kv_heads;
   task_ranges_.clear();
-  const int64_t tasks = static_cast<int64_t>(pieces_.size()) * shape_.kv_heads;
+  const int64_t tasks = static_cast<int64_t>(query_runs_.size()) * shape_.kv_heads;
   for (int64_t first = 0, end = 0; first < tasks; first = end) {
-    const int64_t share = left / (pool_.threads() * shares_per_thread);
+    const int64_t share = left / (pool_.threads() * ranges_per_thread);
     int64_t taken = 0;
-    while (end < tasks && (end == first || taken < share)) taken += cost(pieces_[static_cast<size_t>(end++ / shape_.kv_heads)]);
+    while (end < tasks && (end == first || taken < share)) taken += cost(query_runs_[static_cast<size_t>(end++ / shape_.kv_heads)]);
     left -= taken;
     task_ranges_.push_back(TaskRange{first, end});
   }
   std::reverse(task_ranges_.begin(), task_ranges_.end());   // the pool begins with the last item
 }
 
-// Makes no row blocks if there are too few rows.
+// Divides the rows into row blocks of nearly equal size; into none if there are too few rows.
 void Program::partition_rows() {
   row_blocks_.clear();
   const int64_t rows = step_.tokens, threads = pool_.threads();
@@ -81,10 +81,10 @@ void Program::partition_rows() {
   for (int64_t block = 0; block < count; block++) row_blocks_.push_back(RowBlock{rows * block / count, rows * (block + 1) / count});
 }
 
-// One row block of whole requests for each thread, with the attention tasks of those requests. It requires
+// Makes one row block of whole requests for each thread, with the attention tasks of those requests. It requires
 // independent requests and row blocks of about equal cost. Then everything up to the selection (or to the logits, if
-// all rows are selected) is one phase. Otherwise a step of a model with 30 layers waits 60 times for the slower
-// thread. Measured gain: 2 to 4% of a decode of 24 to 64 rows, 4 to 6% on a busy machine.
+// all rows are selected) is one phase. Otherwise a step of a model with 30 layers waits 60 times for the slower thread.
+// Measured gain: 2 to 4% of a decode of 24 to 64 rows, 4 to 6% on a busy machine.
 bool Program::partition_requests() {
   const int64_t rows = step_.tokens, threads = pool_.threads();
   if (rows < threads * rows_worth_a_block(threads) || rows > threads * most_rows_of_requests) return false;
@@ -92,31 +92,31 @@ bool Program::partition_requests() {
 
   int64_t total = 0;
   costs_.assign(static_cast<size_t>(step_.requests), 0);
-  for (const Piece& piece : pieces_) {
-    const int64_t cost = cost_of(piece);
-    costs_[static_cast<size_t>(piece.request)] += cost;
+  for (const QueryRun& run : query_runs_) {
+    const int64_t cost = cost_of(run);
+    costs_[static_cast<size_t>(run.request)] += cost;
     total += cost;
   }
   row_blocks_.clear();
   task_ranges_.clear();
   const int64_t most = total / threads * (100 + most_percent_over_mean) / 100;
   int64_t request = 0, taken = 0;
-  size_t piece = 0;
+  size_t run = 0;
   for (int64_t thread = 0; thread < threads; thread++) {
     const int64_t goal = total / threads * (thread + 1), before = taken, first = request;
-    const size_t first_piece = piece;
+    const size_t first_run = run;
     while (request < step_.requests && (thread == threads - 1 || taken + costs_[static_cast<size_t>(request)] / 2 <= goal))
       taken += costs_[static_cast<size_t>(request++)];
     if (request == first || taken - before > most) return false;   // every thread needs a request
-    while (piece < pieces_.size() && pieces_[piece].request < request) piece++;
+    while (run < query_runs_.size() && query_runs_[run].request < request) run++;
     row_blocks_.push_back(RowBlock{step_.query_starts[first], step_.query_starts[request]});
-    task_ranges_.push_back(TaskRange{static_cast<int64_t>(first_piece) * shape_.kv_heads, static_cast<int64_t>(piece) * shape_.kv_heads});
+    task_ranges_.push_back(TaskRange{static_cast<int64_t>(first_run) * shape_.kv_heads, static_cast<int64_t>(run) * shape_.kv_heads});
   }
   return true;
 }
 
-// The cut nearest to `row`. Cuts are allowed where a request or a KV block begins, so that no thread reads a KV block
-// while another thread writes to it.
+// The allowed cut nearest to `row`. A cut is allowed where a request or a KV block begins, so that no thread reads a KV
+// block while another thread writes to it.
 int64_t Program::nearest_cut(int64_t row) const {
   const int64_t* starts = step_.query_starts;
   const int64_t* next = std::upper_bound(starts, starts + step_.requests, row);   // start of the next request, or the end
@@ -137,34 +137,34 @@ bool Program::partition_pipeline() {
     if (end > first) row_blocks_.push_back(RowBlock{first, end});
     first = end;
   }
-  cut_into_pieces();
+  cut_into_query_runs();
   task_ranges_.clear();
   first_dependency_.clear();
-  size_t piece = 0, dependency = 0;
+  size_t run = 0, dependency = 0;
   for (const RowBlock& block : row_blocks_) {
-    const size_t first_piece = piece;
-    while (piece < pieces_.size() && pieces_[piece].first < block.end) piece++;
-    task_ranges_.push_back(TaskRange{static_cast<int64_t>(first_piece) * shape_.kv_heads, static_cast<int64_t>(piece) * shape_.kv_heads});
-    const int64_t request_begins = step_.query_starts[pieces_[first_piece].request];
+    const size_t first_run = run;
+    while (run < query_runs_.size() && query_runs_[run].first < block.end) run++;
+    task_ranges_.push_back(TaskRange{static_cast<int64_t>(first_run) * shape_.kv_heads, static_cast<int64_t>(run) * shape_.kv_heads});
+    const int64_t request_begins = step_.query_starts[query_runs_[first_run].request];
     while (row_blocks_[dependency].end <= request_begins) dependency++;
     first_dependency_.push_back(dependency);
   }
   return true;
 }
 
-// The cost of a piece up to the selection, in products.
-int64_t Program::cost_of(const Piece& piece) const {
+// The cost of a query run from the first layer to the selection of rows, in products.
+int64_t Program::cost_of(const QueryRun& run) const {
   const int64_t bytes = shape_.kv_heads * cache_room(cache_.block_size, shape_.head_size) * static_cast<int64_t>(sizeof(uint16_t));
-  const int64_t context = step_.positions[piece.first] + piece.count;
+  const int64_t context = step_.positions[run.first] + run.count;
   int64_t products = 0, read = 0;
   for (const Instruction& instruction : instructions_) {
     if (instruction.kind == Instruction::Kind::select_rows) break;
     if (instruction.kind == Instruction::Kind::linear) products += instruction.weight.inputs * instruction.weight.outputs;
     if (instruction.kind != Instruction::Kind::attention) continue;
     const int64_t window = patterns_[static_cast<size_t>(instruction.pattern)].window;
-    read += (window > 0 ? std::min(window + piece.count - 1, context) : context) * bytes;
+    read += (window > 0 ? std::min(window + run.count - 1, context) : context) * bytes;
   }
-  return piece.count * products + read * (products_per_byte + piece.count * products_per_byte_and_row);
+  return run.count * products + read * (products_per_byte + run.count * products_per_byte_and_row);
 }
 
 // A prefix hit may be a KV block that another request fills in the same step.

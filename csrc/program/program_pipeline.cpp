@@ -28,8 +28,8 @@ void Program::run_pipeline(size_t first, size_t end) {
   add_seconds_of_workers();
 }
 
-// Runs until all row blocks are finished. Some row block can always continue: the first of those that are least
-// advanced.
+// Runs until all row blocks are finished. There is no deadlock: the first of the least advanced row blocks can always
+// continue.
 void Program::work_on_pipeline(Worker& worker) {
   std::unique_lock<std::mutex> lock(pipeline_.mutex);
   while (pipeline_.unfinished > 0) {
@@ -53,7 +53,7 @@ void Program::work_on_pipeline(Worker& worker) {
   }
 }
 
-// The row block to continue with: of those that can, the first one in the lowest layer. -1: none can continue now.
+// The row block to continue with: the first one in the lowest layer, among those that can continue. -1: none can now.
 int64_t Program::next_in_pipeline() const {
   const std::vector<Pipeline::Progress>& blocks = pipeline_.blocks;
   const auto can_continue = [&](size_t index) {

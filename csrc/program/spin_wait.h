@@ -27,10 +27,10 @@ class SpinWait {
 
  private:
   using Clock = std::chrono::steady_clock;
-  // The gap between two phases of a step is shorter than spin_time, the gap between two steps mostly shorter than
-  // watch_time. After spin_time, other threads get the core at the next yield: spinning for a millisecond made steps
-  // on a busy machine twice as long. A sleeping worker starts 30 microseconds late in a virtual machine, and waking
-  // it costs the caller time.
+  // The gap between two phases of a step is shorter than spin_time; the gap between two steps is mostly shorter than
+  // watch_time. After spin_time, other threads get the core at the next yield: spinning for a millisecond made steps on
+  // a busy machine twice as long. Workers do not sleep before watch_time: a sleeping worker starts 30 microseconds late
+  // in a virtual machine, and waking it costs the caller time.
   static constexpr auto spin_time = std::chrono::microseconds(20);
   static constexpr auto watch_time = std::chrono::microseconds(500);
 

@@ -1,6 +1,6 @@
-// Tests the pool alone, without Python, so that ThreadSanitizer can check it: every item is done exactly once and its
-// result is visible to the caller, however long the workers waited, slept or were descheduled before. With the
-// argument "time" it measures the cost of a phase instead.
+// Tests the pool alone, without Python, so that ThreadSanitizer can check it. Every item must be done exactly once, and
+// its result must be visible to the caller. This must hold however long the workers waited, slept or were descheduled
+// before. With the argument "time" it measures the cost of a phase instead.
 #include <sys/wait.h>
 #include <unistd.h>
 

@@ -196,14 +196,7 @@ class Sampler:
     def set_row(
         self,
         row: int,
-        top_k: int,
-        top_p: float,
-        has_min_p: bool,
-        min_p_log: float,
-        typical_p: float,
-        repetition_penalty: float,
-        frequency_penalty: float,
-        presence_penalty: float,
+        parameters: Sequence[float],
         biased: Sequence[int],
         biases: Sequence[float],
         min_tokens: int,
@@ -211,7 +204,7 @@ class Sampler:
         has_grammar: bool,
     ) -> None:
         """Sets the sampling parameters of the request in `row`; required before an entry of that row that is not
-        plain."""
+        plain. `parameters`: `weft.request.sampler_words`."""
 
     def sample(
         self,

@@ -24,5 +24,5 @@ class VirtualClock:
         self.now += seconds
 
     def advance_to(self, moment: float) -> None:
-        """Advances to `moment`, unless it has passed."""
+        """Advances the clock to `moment`, unless the clock is past it."""
         self.now = max(self.now, moment)

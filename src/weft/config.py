@@ -1,9 +1,16 @@
-"""The options of scheduler, KV cache and engine. Frozen, and checked when they are created."""
+"""The options of scheduler, KV cache and engine. Frozen, and checked when they are created.
 
-from __future__ import annotations
+A field is the one declaration of a setting: its name, type and default, its `Range` and `Flag`, if any, and below it what
+it means. Checks, flags, environment variables, the file and the reference page follow from it.
+"""
 
+import dataclasses
+import types
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 from weft.errors import InvalidRequestError
 
@@ -32,15 +39,78 @@ class KvCacheKind(Enum):
     TWO_TIER = "two-tier"
 
 
+class Range(NamedTuple):
+    """The finite numbers from `low` to `high`."""
+
+    low: float
+    high: float | None = None
+
+    def __contains__(self, value: object) -> bool:
+        is_number = (
+            isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+        )
+        return is_number and self.low <= value and (self.high is None or value <= self.high)  # type: ignore[operator]
+
+
+class Flag(NamedTuple):
+    """The flag of a setting on the command line. A name without dashes is a positional argument."""
+
+    name: str
+    metavar: str
+    help: str
+    repeats: bool = False
+
+
+class Setting(NamedTuple):
+    """What the annotation of a field declares."""
+
+    type: Any
+    """Without None."""
+    is_optional: bool
+    range: Range | None
+    flag: Flag | None
+
+
+@cache
+def declared_settings(config: Any) -> Mapping[str, Setting]:
+    """The fields of a configuration class. Its module must evaluate annotations: no `annotations` of `__future__`."""
+    return {one.name: _setting(one.type) for one in dataclasses.fields(config)}
+
+
+def _setting(hint: Any) -> Setting:
+    assert not isinstance(hint, str)
+    kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    is_optional = get_origin(kind) in (Union, types.UnionType)
+    return Setting(
+        type=get_args(kind)[0] if is_optional else kind,
+        is_optional=is_optional,
+        range=next((one for one in extras if isinstance(one, Range)), None),
+        flag=next((one for one in extras if isinstance(one, Flag)), None),
+    )
+
+
+def _check_fields(config: Any) -> None:
+    """Raises unless every field has a value of its type and range."""
+    for name, setting in declared_settings(config.__class__).items():
+        value = getattr(config, name)
+        if value is None and setting.is_optional:
+            continue
+        if setting.type is bool:
+            _check_switch(name, value)
+        elif setting.range is not None:
+            check = _check_count if setting.type is int else _check
+            check(name, value, setting.range.low, setting.range.high)
+        elif isinstance(setting.type, type) and issubclass(setting.type, Enum):
+            _check_choice(name, value, setting.type)
+
+
 def _check(name: str, value: float, low: float, high: float | None = None) -> None:
-    """Raises unless `value` is a finite number from `low` to `high`."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
-    if not is_number or value < low or (high is not None and value > high):
+    if value not in Range(low, high):
         allowed = f"at least {low}" if high is None else f"{low} to {high}"
         raise InvalidRequestError(f"{name} is {value!r}; allowed: {allowed}", field=name)
 
 
-def _check_count(name: str, value: int, low: int, high: int | None = None) -> None:
+def _check_count(name: str, value: float, low: float, high: float | None = None) -> None:
     if not isinstance(value, int):
         raise InvalidRequestError(f"{name} is {value!r}; allowed: a whole number", field=name)
     _check(name, value, low, high)
@@ -71,7 +141,7 @@ class SchedulerConfig:
 
     policy: PriorityPolicy = PriorityPolicy.FCFS
     """The order in which waiting requests are admitted."""
-    max_running: int = 256
+    max_running: Annotated[int, Range(1)] = 256
     """Sequences that hold a row (slot) at the same time."""
     max_sequences_per_step: int | None = None
     """Sequences in one step. None: all running ones. With fewer, running sequences rotate."""
@@ -79,7 +149,7 @@ class SchedulerConfig:
     """The token budget of a step, for prefill and decode together."""
     max_prefill_tokens: int = 1024
     """The part of that budget that prompts may use."""
-    max_chunk_tokens: int = 512
+    max_chunk_tokens: Annotated[int, Range(1)] = 512
     """The largest chunk of one prompt in one step."""
     chunked_prefill: bool = True
     """Long prompts are computed in chunks, over several steps."""
@@ -89,38 +159,29 @@ class SchedulerConfig:
     """New requests join while others generate. Off: a batch closes when it generates, and runs to its end."""
     prefix_caching: bool = True
     """KV blocks of earlier prompts are reused by prompts with the same beginning."""
-    max_draft_tokens: int = 11
+    max_draft_tokens: Annotated[
+        int, Range(0, 64), Flag("--drafts", "N", "Maximum draft tokens; 0: off; default: 11.")
+    ] = 11
     """The most draft tokens of a sequence in one step; 0: none. They are proposed from the sequence's own text, and
     change how many steps an answer takes, never the answer. Only the CPU backend checks draft tokens."""
     preemption: PreemptionMode = PreemptionMode.AUTO
     """How a preempted sequence is resumed: by recompute, from swap, or by the cheaper of both."""
-    ageing_rate: float = 0.1
+    ageing_rate: Annotated[float, Range(0.0)] = 0.1
     """Priority levels that a waiting request gains per second (policies PRIORITY and ADAPTIVE)."""
-    target_inter_token_latency: float = 0.1
+    target_inter_token_latency: Annotated[float, Range(1e-6)] = 0.1
     """ADAPTIVE sizes prompt chunks so that the seconds between two tokens of a stream stay below this."""
-    session_lifetime: float = 600.0
+    session_lifetime: Annotated[float, Range(0.0)] = 600.0
     """Seconds after a request with a session id during which its cached blocks are evicted last."""
-    max_waiting_requests: int = 8192
+    max_waiting_requests: Annotated[int, Range(1)] = 8192
     """Requests that may wait for admission; further ones are refused."""
-    max_waiting_tokens: int = 4_194_304
+    max_waiting_tokens: Annotated[int, Range(1)] = 4_194_304
     """Prompt tokens that may wait for admission; further requests are refused."""
 
     def __post_init__(self) -> None:
-        _check_choice("policy", self.policy, PriorityPolicy)
-        _check_choice("preemption", self.preemption, PreemptionMode)
-        for name in ("chunked_prefill", "prefer_pure_decode", "dynamic_batching", "prefix_caching"):
-            _check_switch(name, getattr(self, name))
-        _check_count("max_running", self.max_running, 1)
+        _check_fields(self)
         _check_count("max_sequences_per_step", self.sequences_per_step, 1, self.max_running)
         _check_count("max_tokens_per_step", self.max_tokens_per_step, self.sequences_per_step)
         _check_count("max_prefill_tokens", self.max_prefill_tokens, 1, self.max_tokens_per_step)
-        _check_count("max_chunk_tokens", self.max_chunk_tokens, 1)
-        _check_count("max_draft_tokens", self.max_draft_tokens, 0, 64)
-        _check("ageing_rate", self.ageing_rate, 0.0)
-        _check("target_inter_token_latency", self.target_inter_token_latency, 1e-6)
-        _check("session_lifetime", self.session_lifetime, 0.0)
-        _check_count("max_waiting_requests", self.max_waiting_requests, 1)
-        _check_count("max_waiting_tokens", self.max_waiting_tokens, 1)
         if not self.chunked_prefill:
             _check(
                 "max_tokens_per_step - max_sequences_per_step (chunked_prefill is off)",
@@ -142,47 +203,40 @@ class SchedulerConfig:
 class KvCachePoolConfig:
     """The KV cache. Without `num_blocks` and `memory`, the backend chooses the size by its free memory."""
 
-    num_blocks: int | None = None
+    num_blocks: Annotated[int | None, Range(1)] = None
     """KV blocks in the pool. None: `memory` decides, or the backend."""
-    block_size: int = 16
+    block_size: Annotated[int, Range(1)] = 16
     """Tokens in one KV block."""
-    swap_blocks: int | None = None
+    swap_blocks: Annotated[int | None, Range(0)] = None
     """Swap slots in host memory. None: the backend's default. 0: never swap."""
-    memory: int | None = None
+    memory: Annotated[int | None, Range(1)] = None
     """Bytes for blocks, instead of `num_blocks`."""
-    kv_cache: KvCacheKind = KvCacheKind.FULL
+    kv_cache: Annotated[
+        KvCacheKind,
+        Flag("--kv-cache", "full|two-tier", "two-tier: quantise older tokens; default: full."),
+    ] = KvCacheKind.FULL
     """TWO_TIER quantises older tokens, so that several times as many fit."""
-    tail_length: int = 256
+    tail_length: Annotated[
+        int, Range(1), Flag("--tail-length", "N", "two-tier: newest tokens left as is; default: 256.")
+    ] = 256
     """TWO_TIER: recent tokens of each sequence in full precision. A multiple of block_size."""
-    store_bits: int = 8
+    store_bits: Annotated[int, Flag("--store-bits", "8|4", "two-tier: bits per older value; default: 8.")] = 8
     """TWO_TIER: bits per quantised value, 8 or 4."""
-    store_blocks: int | None = None
+    store_blocks: Annotated[int | None, Range(2)] = None
     """TWO_TIER: the number of quantised blocks, in addition to num_blocks full ones. None: both follow from memory."""
-    expected_context: int | None = None
+    expected_context: Annotated[int | None, Range(1)] = None
     """TWO_TIER: the typical length of a sequence in tokens; it decides how memory is split between the tiers. None:
     4096, or the model's context if that is shorter. Other lengths work too."""
 
     def __post_init__(self) -> None:
-        _check_count("block_size", self.block_size, 1)
-        _check_choice("kv_cache", self.kv_cache, KvCacheKind)
-        _check_count("tail_length", self.tail_length, 1)
+        _check_fields(self)
         if self.store_bits not in (4, 8):
             raise InvalidRequestError(f"store_bits is {self.store_bits!r}; allowed: 8, 4", field="store_bits")
-        if self.expected_context is not None:
-            _check_count("expected_context", self.expected_context, 1)
-        if self.store_blocks is not None:
-            _check_count("store_blocks", self.store_blocks, 2)
         self._check_tiers()
-        if self.num_blocks is not None:
-            _check_count("num_blocks", self.num_blocks, 1)
-        if self.swap_blocks is not None:
-            _check_count("swap_blocks", self.swap_blocks, 0)
-        if self.memory is not None:
-            _check_count("memory", self.memory, 1)
-            if self.num_blocks is not None:
-                raise InvalidRequestError(
-                    f"num_blocks is {self.num_blocks} and memory {self.memory} bytes; set one", field="memory"
-                )
+        if self.memory is not None and self.num_blocks is not None:
+            raise InvalidRequestError(
+                f"num_blocks is {self.num_blocks} and memory {self.memory} bytes; set one", field="memory"
+            )
 
     def _check_tiers(self) -> None:
         if self.kv_cache is KvCacheKind.FULL:
@@ -242,18 +296,14 @@ class ServingEngineConfig:
     cache: KvCachePoolConfig = field(default_factory=KvCachePoolConfig)
     overlap: bool = True
     """Plan step N+1 while step N runs."""
-    request_timeout: float | None = None
+    request_timeout: Annotated[float | None, Range(0.0)] = None
     """The deadline, in seconds, of requests without one of their own."""
-    stream_buffer: int = 1024
+    stream_buffer: Annotated[int, Range(1)] = 1024
     """Unread tokens of a stream before its request is cancelled."""
-    max_kept_results: int = 16384
+    max_kept_results: Annotated[int, Range(1)] = 16384
     """Results kept for `get_result`. The oldest are dropped first."""
     log_path: str | None = None
     """Path of the event log, for `weft replay`. Logs of earlier runs are kept next to it, as .1 to .5."""
 
     def __post_init__(self) -> None:
-        _check_switch("overlap", self.overlap)
-        _check_count("stream_buffer", self.stream_buffer, 1)
-        _check_count("max_kept_results", self.max_kept_results, 1)
-        if self.request_timeout is not None:
-            _check("request_timeout", self.request_timeout, 0.0)
+        _check_fields(self)

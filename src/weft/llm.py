@@ -50,7 +50,8 @@ _SUBMITTED_PER_ROW = 4
 
 
 _gc_frozen: weakref.WeakSet[LLM] = weakref.WeakSet()
-"""Open LLMs on a GPU. While there are any, the garbage collector ignores the objects that existed when they opened."""
+"""The number of open LLMs on a GPU. While it is not 0, the garbage collector ignores the objects that existed when they
+were opened."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +184,8 @@ class LLM:
         """Completes each prompt (text or token ids). Returns the results in the order of the prompts.
 
         `params` is one set for all prompts, one for each, or None (`default_params`). With `n` above 1, the answers to
-        a prompt are the `choices` of its result. `show_progress`: show a bar; None: if there are several prompts and
-        standard error is a terminal.
+        a prompt are the `choices` of its result. `show_progress` True shows a bar. None shows one if there are several
+        prompts and standard error is a terminal.
         """
         several = _as_list(prompts)
         each = _for_each(params, len(several))
@@ -224,7 +225,7 @@ class LLM:
         return self._all(jobs, show_progress)
 
     def run(self, jobs: Iterable[PromptJob]) -> Iterator[tuple[PromptJob, GenerationResult | WeftError]]:
-        """Yields each job with its result, or with the error that refused it, in the order in which they end.
+        """Yields each job with its result, or with the error that refused it. The order is the one in which jobs end.
 
         Jobs are read from the iterable only as fast as they end, so it may be endless. Leaving the loop early cancels
         the unfinished jobs.
@@ -234,7 +235,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, on_result: OnResult | None = None
     ) -> Generator[str, None, None]:
-        """Completes a prompt and yields its text in pieces. Leaving the loop early cancels the request.
+        """Completes a prompt and yields its text as it is generated. Leaving the loop early cancels the request.
 
         `on_result` is called with the result at the end. Raises WeftError if the text is not complete.
         """
@@ -250,7 +251,7 @@ class LLM:
         session_id: str | None = None,
         on_result: OnResult | None = None,
     ) -> Generator[str, None, None]:
-        """Answers a conversation and yields the text in pieces. Arguments are those of `chat` and `stream`."""
+        """Answers a conversation and yields the text as it is generated. Arguments are those of `chat` and `stream`."""
         job = _chat_job(messages, params, tools, template_options, session_id)
         return self._stream(job, on_result)
 
@@ -258,10 +259,10 @@ class LLM:
         """Stops the engine and cancels unfinished requests."""
         if was_frozen := self in _gc_frozen:
             _gc_frozen.remove(self)
-            gc.unfreeze()  # otherwise reference cycles are never freed
+            gc.unfreeze()  # without this, reference cycles would never be freed
         self.engine.stop()
         if was_frozen and _gc_frozen:
-            gc.freeze()  # for the LLMs that are still open
+            gc.freeze()  # ignore the objects again, for the LLMs that are still open
         if self._text is not None:
             self._text.close()
 
@@ -436,7 +437,8 @@ def _build_config(options: dict[str, Any], device: str) -> ServingEngineConfig:
         for field in dataclasses.fields(part)
         if isinstance(field.default, Enum)
     }
-    # ADAPTIVE measures how long prefill may delay decodes. Machines differ too much for a fixed chunk size.
+    # ADAPTIVE limits how long prefill may delay decodes, by measured times. Machines differ too much for a fixed chunk
+    # size.
     options = {"policy": PriorityPolicy.ADAPTIVE, **options}
     if device == "cuda" and options.keys().isdisjoint(registry.CARD_BUDGETS):
         options |= registry.CARD_BUDGETS

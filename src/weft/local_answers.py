@@ -29,9 +29,10 @@ class Feeder:
         max_unread: int,
     ) -> None:
         self.ended: queue.SimpleQueue[tuple[Any, LocalChoices | WeftError] | None] = queue.SimpleQueue()
-        """None follows the last one."""
+        """The answers that have ended. None follows the last one."""
         self.capacity = threading.Semaphore(max_unread)
-        """Released when a result is read, so that `source` is read only as fast as its results."""
+        """Limits unread results. It is released when a result is read, so that `source` is read only as fast as its
+        results."""
         self.failure: BaseException | None = None
         """The error that `source` raised."""
         self._engine = engine
@@ -123,7 +124,7 @@ class LocalChoices:
             self._engine.cancel(request_id)
 
     def result(self) -> GenerationResult:
-        """The result of the first answer, with the others as its siblings."""
+        """The result of the first answer. Its `choices` include the results of the others."""
         first, *others = (answer.result() for _, answer in sorted(self._answers.items()))
         return dataclasses.replace(first, siblings=tuple(others))
 

@@ -1,9 +1,10 @@
-"""Measured values: histograms, rates, and the snapshot of the engine that `metrics()` returns."""
+"""Measured values: histograms, rates, the snapshot of the engine that `metrics()` returns, and its series for Prometheus."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 
 class Histogram:
@@ -127,6 +128,28 @@ class TwoTierKvCache:
     """Of these, blocks whose content the store held already: nothing was copied."""
 
 
+@dataclass(slots=True)
+class SchedulerStats:
+    """Totals of the scheduler since the start."""
+
+    steps: int = 0
+    tokens_computed: int = 0
+    prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
+    tokens_generated: int = 0
+    tokens_drafted: int = 0
+    drafts_accepted: int = 0
+    preemptions_by_recompute: int = 0
+    preemptions_by_swap: int = 0
+    steps_failed: int = 0
+    swaps_failed: int = 0
+    ttft_targets_missed: int = 0
+
+    @property
+    def preemptions(self) -> int:
+        return self.preemptions_by_recompute + self.preemptions_by_swap
+
+
 @dataclass(frozen=True, slots=True)
 class ServingMetrics:
     """A snapshot of the engine, with totals since its start."""
@@ -138,15 +161,7 @@ class ServingMetrics:
     requests_completed: int
     requests_failed: int
     requests_cancelled: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    drafted_tokens: int
-    """Draft tokens that steps checked."""
-    accepted_drafts: int
-    """Draft tokens that were accepted."""
-    steps: int
-    preemptions: int
+    totals: SchedulerStats
     requests_per_second: float
     """Since the start."""
     tokens_per_second: float
@@ -162,3 +177,95 @@ class ServingMetrics:
     slots: tuple[Slot, ...]
     two_tier: TwoTierKvCache | None = None
     """None: the cache has one tier."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.totals.prompt_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.totals.prompt_tokens_cached
+
+    @property
+    def generated_tokens(self) -> int:
+        return self.totals.tokens_generated
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Draft tokens that steps checked."""
+        return self.totals.tokens_drafted
+
+    @property
+    def accepted_drafts(self) -> int:
+        return self.totals.drafts_accepted
+
+    @property
+    def steps(self) -> int:
+        return self.totals.steps
+
+    @property
+    def preemptions(self) -> int:
+        return self.totals.preemptions
+
+
+class EngineSeries(NamedTuple):
+    """A series of `/metrics` that shows a figure of the engine."""
+
+    name: str
+    figure: str
+    """The attribute of `ServingMetrics`, such as `totals.steps_failed`."""
+    kind: Literal["gauge", "counter"]
+    help: str
+    without_engine: float = 0.0
+    """What a gauge shows while the engine is down. A counter keeps its value."""
+
+    @property
+    def is_two_tier(self) -> bool:
+        return self.figure.startswith("two_tier.")
+
+
+ENGINE_SERIES = (
+    EngineSeries("num_requests_running", "requests_running", "gauge", "Sequences that take part in steps."),
+    EngineSeries(
+        "kv_cache_usage_perc", "cache_utilisation", "gauge", "Fraction of KV blocks in use, 0 to 1."
+    ),
+    EngineSeries("num_preemptions", "preemptions", "counter", "Preemptions of running sequences."),
+    EngineSeries(
+        "spec_decode_num_draft_tokens", "drafted_tokens", "counter", "Draft tokens that were checked."
+    ),
+    EngineSeries(
+        "spec_decode_num_accepted_tokens", "accepted_drafts", "counter", "Draft tokens that were accepted."
+    ),
+    EngineSeries(
+        "kv_cache_tail_tokens",
+        "two_tier.tail_tokens",
+        "gauge",
+        "Token capacity of the full-precision KV blocks in use.",
+    ),
+    EngineSeries(
+        "kv_cache_store_tokens", "two_tier.store_tokens", "gauge", "Tokens in the quantised KV blocks in use."
+    ),
+    EngineSeries(
+        "kv_cache_tail_bytes",
+        "two_tier.tail_bytes",
+        "gauge",
+        "Bytes of the full-precision KV blocks in use.",
+    ),
+    EngineSeries(
+        "kv_cache_store_bytes", "two_tier.store_bytes", "gauge", "Bytes of the quantised KV blocks in use."
+    ),
+    EngineSeries(
+        "kv_cache_compression_ratio",
+        "two_tier.compression_ratio",
+        "gauge",
+        "Bytes of a full-precision cache for the same tokens, divided by the bytes in use.",
+        without_engine=1.0,
+    ),
+    EngineSeries("kv_cache_migrations", "two_tier.migrations", "counter", "KV blocks moved to the store."),
+    EngineSeries(
+        "kv_cache_migrations_shared",
+        "two_tier.migrations_shared",
+        "counter",
+        "KV blocks moved without a copy: the store already had their content.",
+    ),
+)

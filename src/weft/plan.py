@@ -1,8 +1,8 @@
 """The interface between scheduler and backend: the plan of a step, its result, and the properties of a backend.
 
 A plan is complete, frozen and small. Block tables, tokens and sampling parameters live in the backend's rows; a plan
-carries only changes. They use absolute indices, so a step that is planned again after a failure overwrites what the
-failed one wrote.
+carries only changes to them. The changes use absolute indices. So if a step is planned again after a failure, it
+overwrites what the failed one wrote.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ class BackendInfo:
     eos_token_ids: frozenset[int] = frozenset()
     recompute_seconds_per_token: float = 1e-4
     swap_seconds_per_block: float = 1e-4
-    """One direction. With the line above, it decides between preemption by swap and by recompute."""
+    """For one direction. This number and the one above decide between preemption by swap and by recompute."""
     weight_bytes: int = 0
     device: str = ""
     """The name of the device that computes, if it is not the host's processor."""
     eager_blocks: int | None = None
-    """If blocks take memory on first use: how many may be touched for cached content alone. None: all."""
+    """For blocks that take memory on first use: how many blocks may be touched only to keep cached content. None: all."""
     grammars_may_overlap: bool = False
-    """Whether a row with a grammar may be in a step while the previous step, which samples its last token, is in
-    flight: the backend gets that token in time for the next mask. If not, the row waits until that step ends."""
+    """Whether a row with a grammar may be in the next step while the step that samples its last token is in flight.
+    True if the backend gets that token in time for the next mask. If False, the row waits until that step ends."""
     fixed_cost_rows: float = 0.0
-    """The fixed cost of a step, mostly reading the weights, as a number of rows. It decides how many draft tokens a
-    step checks. The scheduler starts with this value and learns the true one (`DecodeCosts`). 0: no draft tokens."""
+    """The fixed cost of a step, expressed as a number of rows. Most of it is reading the weights. It decides how many
+    draft tokens a step checks. The scheduler starts with this value and learns the true one (`DecodeCosts`). 0: no
+    draft tokens."""
     store_blocks: int = 0
     """Quantised blocks of a two-tier cache. Their ids follow those of the full blocks. 0: the cache has one tier."""
     store_swap_blocks: int = 0
@@ -71,17 +72,17 @@ class RowStart(NamedTuple):
     params: SamplingParams
     seed: int
     blocks: tuple[int, ...]
-    """The block table, with the new blocks of this step.
+    """The block table, with the new blocks of this step, but without the moves of this step.
 
     With two tiers, an entry is a store block if its content moved there before this step and no later query reads it in
-    full precision. All others are full blocks. The moves of this step come on top.
+    full precision. All others are full blocks.
     """
 
 
 class SwapTask(NamedTuple):
     """Copies blocks[i] to swap_slots[i] (out) or back (in), after step `after_step` and swaps `after_swaps` have ended.
 
-    These dependencies are the only order of a swap: nothing else may be assumed.
+    A swap is ordered only by these dependencies: a backend may run it at any time after them.
 
     Full blocks use slots below `swap_blocks`, store blocks use the slots from there on.
     """
@@ -120,9 +121,9 @@ class IterationPlan:
         entries  [ decodes ......... | decodes with draft tokens | prefills ............. ]
                    num_decodes         len(drafts)                 num_prefills
 
-    A decode computes one token and samples the next. Its input may be the token that the previous step samples, which
-    only the device knows yet: the backend reads it from its own row. A prefill samples, from its last position, if
-    samples[i] is set.
+    A decode computes one token and samples the next. Its input may be a token that the previous step samples, which
+    only the device knows yet: the backend reads it from its own row. A prefill with samples[i] set samples from its
+    last position.
     """
 
     step: int
@@ -157,13 +158,14 @@ class IterationPlan:
     """Swaps that must end before this step writes: it reuses their blocks."""
     preempted: tuple[RequestId, ...] = ()
     freed: tuple[int, ...] = ()
-    """Blocks whose content is dead from this step on. A backend that detects errors poisons them."""
+    """Blocks whose content is no longer used from this step on. A backend for tests overwrites them, to detect errors."""
     drafts: tuple[tuple[int, ...], ...] = ()
-    """Draft tokens of an entry. They follow its last known token. The entry computes that token and these, and samples
-    after each of them.
+    """Draft tokens by entry. They follow the last known token of the entry. The entry computes that token and its draft
+    tokens, and samples after each of them.
 
     A sample is valid only if all draft tokens before it were accepted. The backend need not check that: the next plan
-    uses absolute indices. No other step holds the row until this step ends."""
+    uses absolute indices. No other step holds the row until this step ends.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -203,7 +205,8 @@ class StepResult:
     logprobs: Sequence[TokenLogprobs | None] | None = None
     """One per token, None for a request without logprobs. None if no request of the step has logprobs."""
     prompt_logprobs: Mapping[RequestId, tuple[int, Sequence[TokenLogprobs]]] = field(default_factory=dict)
-    """Logprobs of prompt tokens: (position of the first, values). A prompt in chunks is reported chunk by chunk."""
+    """Logprobs of prompt tokens: (position of the first token, values). If a prompt is computed in chunks, each chunk
+    is reported when it is computed."""
     errors: Mapping[RequestId, Failure] = field(default_factory=dict)
     """Errors of single requests. These requests end; the others are planned again."""
     error: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import operator
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any, NamedTuple, NewType, TypeVar
 
-from weft.errors import InvalidRequestError
+from weft.parameters import Parameter, check_integer, check_number, declare, declared_in, refuse
 
 RequestId = NewType("RequestId", int)
 
@@ -94,31 +95,9 @@ _OPENAI_NAMES = {
 }
 
 
-def _refuse(name: str, value: object, allowed: str) -> None:
-    try:
-        shown = repr(value)
-    except ValueError:  # Python cannot print integers of thousands of digits
-        shown = "a huge number"
-    if len(shown) > 80:
-        shown = shown[:77] + "..."
-    raise InvalidRequestError(f"{name} is {shown}; allowed: {allowed}", field=name)
-
-
-def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    """Refuses everything but a finite number from `low` to `high`; with `above`, `low` itself is refused too."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
-    if not good or not (low < value if above else low <= value) or not value <= high:  # type: ignore[operator]
-        _refuse(name, value, f"{'above' if above else 'from'} {low:g}, up to {high:g}")
-
-
-def _integer(name: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        _refuse(name, value, f"a whole number from {low} to {high}")
-
-
 def _instance(name: str, value: object, kind: type, allowed: str) -> None:
     if not isinstance(value, kind):
-        _refuse(name, value, allowed)
+        refuse(name, value, allowed)
 
 
 def _text(name: str, value: object, max_length: int | None = None) -> None:
@@ -127,9 +106,9 @@ def _text(name: str, value: object, max_length: int | None = None) -> None:
         assert isinstance(value, str)
         value.encode()
     except (AssertionError, UnicodeEncodeError):
-        _refuse(name, value, "a string of Unicode text")
+        refuse(name, value, "a string of Unicode text")
     if max_length is not None and len(value) > max_length:  # type: ignore[arg-type]
-        _refuse(name, f"{len(value)} characters", f"at most {max_length}")  # type: ignore[arg-type]
+        refuse(name, f"{len(value)} characters", f"at most {max_length}")  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,39 +123,64 @@ class Grammar:
 
     def __post_init__(self) -> None:
         if self.kind not in GRAMMAR_KINDS:
-            _refuse("grammar", self.kind, ", ".join(GRAMMAR_KINDS))
+            refuse("grammar", self.kind, ", ".join(GRAMMAR_KINDS))
         _text("grammar", self.definition)
         if len(self.definition) > MAX_GRAMMAR_LENGTH:
-            _refuse("grammar", f"{len(self.definition)} characters", f"at most {MAX_GRAMMAR_LENGTH}")
+            refuse("grammar", f"{len(self.definition)} characters", f"at most {MAX_GRAMMAR_LENGTH}")
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of a request. Names and meanings are those of vLLM and the OpenAI API.
 
-    Filters apply in this order: temperature, top_k, top_p, min_p, typical_p.
+    Filters apply in this order: temperature, top_k, top_p, min_p, typical_p, xtc.
     """
 
     max_tokens: int | None = 16
     """Maximum number of tokens to generate. None: until the context is full."""
     min_tokens: int = 0
     """Minimum number of tokens to generate before an end-of-sequence or stop token may be sampled."""
-    temperature: float = 1.0
-    """Randomness of the sampling. 0: greedy."""
-    top_p: float = 1.0
-    """Samples from the most likely tokens whose probabilities sum up to `top_p`. 1: off."""
-    top_k: int = 0
-    """Samples from the `top_k` most likely tokens. 0 or -1: off."""
-    min_p: float = 0.0
-    """Minimum probability of a token, relative to the most likely token. 0: off."""
-    typical_p: float = 1.0
-    """Locally typical sampling: keeps the tokens closest to the expected surprise, up to this probability. 1: off."""
-    repetition_penalty: float = 1.0
-    """Above 1, makes tokens of the prompt and the answer less likely. It scales their logits."""
-    frequency_penalty: float = 0.0
-    """Subtracted from the logit of a token once for each time it occurs in the answer."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logit of a token that occurs in the answer."""
+    temperature: float = declare(
+        "Sampling temperature; 0 is greedy. Default: the value in the files of the model, else 1.",
+        Parameter(1.0, 0, 100, "draw", off=(0.0,), in_generation_config=True, gguf="temp"),
+    )
+    top_p: float = declare(
+        "Sample from the most likely tokens that together have this probability. 1: off.",
+        Parameter(1.0, 0, 1, "filter", above=True, in_generation_config=True, gguf="top_p"),
+    )
+    top_k: int = declare(
+        "Sample from this many of the most likely tokens. 0 or -1: off.",
+        Parameter(0, -1, 2**31 - 1, "filter", off=(0, -1), in_generation_config=True, gguf="top_k"),
+    )
+    min_p: float = declare(
+        "Exclude tokens with less than this fraction of the probability of the most likely token. 0: off.",
+        Parameter(0.0, 0, 1, "filter", is_logarithm=True, in_generation_config=True, gguf="min_p"),
+    )
+    typical_p: float = declare(
+        "Locally typical sampling: sample from the tokens closest to the expected surprise that together have this "
+        "probability. 1: off.",
+        Parameter(1.0, 0, 1, "filter", above=True, in_generation_config=True),
+    )
+    xtc_probability: float = declare(
+        "Exclude top choices: the probability, for each token, that the most likely tokens are excluded. 0: off.",
+        Parameter(0.0, 0, 1, "filter", gguf="xtc_probability"),
+    )
+    xtc_threshold: float = declare(
+        "Exclude top choices: excludes the tokens with at least this probability, except the least likely of them.",
+        Parameter(0.1, 0, 1, "filter", above=True, off=(), is_logarithm=True, gguf="xtc_threshold"),
+    )
+    repetition_penalty: float = declare(
+        "Above 1: tokens that occur in the prompt or the answer become less likely. It scales their logits.",
+        Parameter(1.0, 0, 100, "penalty", above=True, in_generation_config=True, gguf="penalty_repeat"),
+    )
+    frequency_penalty: float = declare(
+        "Subtracted from the logit of a token once for each time that it was generated.",
+        Parameter(0.0, -2, 2, "penalty"),
+    )
+    presence_penalty: float = declare(
+        "Subtracted once from the logit of each token that was generated.",
+        Parameter(0.0, -2, 2, "penalty"),
+    )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits, by token id."""
     seed: int | None = None
@@ -200,29 +204,24 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
-        _integer("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_TOKENS)
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0, above=True)
-        _integer("top_k", self.top_k, -1, 2**31 - 1)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("typical_p", self.typical_p, 0.0, 1.0, above=True)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+            check_integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        check_integer("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_TOKENS)
+        for name, parameter in PARAMETERS.items():
+            if (value := getattr(self, name)) is not parameter.default:
+                parameter.check(name, value)
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), MAX_SEED)
-        _integer("n", self.n, 1, MAX_N)
+            check_integer("seed", self.seed, -(2**63), MAX_SEED)
+        check_integer("n", self.n, 1, MAX_N)
         _instance("ignore_eos", self.ignore_eos, bool, "true or false")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+                check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         self._check_stops()
         self._check_logit_bias()
         if self.grammar is not None:
             _instance("grammar", self.grammar, Grammar, "a Grammar")
             if self.ignore_eos:
-                _refuse("ignore_eos", True, "false with a grammar, because the grammar ends the answer")
+                refuse("ignore_eos", True, "false with a grammar, because the grammar ends the answer")
 
     def _check_stops(self) -> None:
         if isinstance(self.stop, str):
@@ -230,31 +229,60 @@ class SamplingParams:
         for name in ("stop", "stop_token_ids"):
             value = getattr(self, name)
             if not isinstance(value, tuple | list):
-                _refuse(name, value, "a list")
+                refuse(name, value, "a list")
             object.__setattr__(self, name, tuple(value))
         if len(self.stop) > MAX_STOP_STRINGS:
-            _refuse("stop", f"a list of {len(self.stop)}", f"at most {MAX_STOP_STRINGS} strings")
+            refuse("stop", f"a list of {len(self.stop)}", f"at most {MAX_STOP_STRINGS} strings")
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
-            _refuse(
+            refuse(
                 "stop_token_ids",
                 f"a list of {len(self.stop_token_ids)}",
                 f"at most {MAX_STOP_TOKENS} token ids",
             )
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
-                _refuse("stop", text, f"strings of 1 to {MAX_STOP_LENGTH} characters")
+                refuse("stop", text, f"strings of 1 to {MAX_STOP_LENGTH} characters")
         for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, 2**31 - 1)
+            check_integer("stop_token_ids", token, 0, 2**31 - 1)
 
     def _check_logit_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
-            _refuse("logit_bias", self.logit_bias, "a mapping from token id to bias")
+            refuse("logit_bias", self.logit_bias, "a mapping from token id to bias")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            _refuse("logit_bias", f"{len(self.logit_bias)} entries", f"at most {MAX_LOGIT_BIAS} entries")
+            refuse("logit_bias", f"{len(self.logit_bias)} entries", f"at most {MAX_LOGIT_BIAS} entries")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         for token, bias in self.logit_bias.items():
-            _integer("logit_bias", token, 0, 2**31 - 1)
-            _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+            check_integer("logit_bias", token, 0, 2**31 - 1)
+            check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+
+
+PARAMETERS: Mapping[str, Parameter] = declared_in(SamplingParams)
+"""The table of the sampling parameters that are numbers. Samplers use its order."""
+
+_values = operator.attrgetter(*PARAMETERS)
+_LOGARITHMS = [place for place, each in enumerate(PARAMETERS.values()) if each.is_logarithm]
+_OFF_VALUES = [(each.default,) if each.off is None else each.off for each in PARAMETERS.values()]
+_FLAGS = [1 << place if off else 0 for place, off in enumerate(_OFF_VALUES)]
+_ALL_FLAGS = sum(_FLAGS)
+
+
+def sampler_words(params: SamplingParams) -> list[float]:
+    """The numbers that samplers get, in the order of `PARAMETERS`."""
+    words: list[float] = list(_values(params))
+    for place in _LOGARITHMS:
+        words[place] = math.log(words[place]) if words[place] > 0.0 else -math.inf
+    return words
+
+
+def sampler_flags(params: SamplingParams) -> int:
+    """The parameters that have an effect: one bit for each, in the order of `PARAMETERS`, the first is the lowest."""
+    unused = map(operator.contains, _OFF_VALUES, _values(params))
+    return _ALL_FLAGS - sum(itertools.compress(_FLAGS, unused))
+
+
+def flags_of(*names: str) -> int:
+    """The bits of these parameters in `sampler_flags`."""
+    return sum(flag for name, flag in zip(PARAMETERS, _FLAGS, strict=True) if name in names)
 
 
 GenerateParams = SamplingParams
@@ -295,26 +323,26 @@ class InferenceRequest:
                 self, "prompt", prompt if kinds == {int} else tuple(map(operator.index, prompt))
             )
         except TypeError:
-            _refuse("prompt", self.prompt, "a list of token ids (whole numbers)")
+            refuse("prompt", self.prompt, "a list of token ids (whole numbers)")
         if not self.prompt:
-            _refuse("prompt", "empty", "at least 1 token")
+            refuse("prompt", "empty", "at least 1 token")
         if not isinstance(self.priority, Priority):
             if type(self.priority) is not int or self.priority not in tuple(Priority):
-                _refuse("priority", self.priority, ", ".join(f"{p.name} ({p.value})" for p in Priority))
+                refuse("priority", self.priority, ", ".join(f"{p.name} ({p.value})" for p in Priority))
             object.__setattr__(self, "priority", Priority(self.priority))
         _text("cache_salt", self.cache_salt, MAX_NAME_LENGTH)
         if self.adapter_id != "":
-            _refuse("adapter_id", self.adapter_id, 'only "": weft has no adapters yet')
+            refuse("adapter_id", self.adapter_id, 'only "": weft has no adapters yet')
         _instance("metadata", self.metadata, Mapping, "a mapping")
         if len(self.metadata) > MAX_METADATA:
-            _refuse("metadata", f"{len(self.metadata)} entries", f"at most {MAX_METADATA} entries")
+            refuse("metadata", f"{len(self.metadata)} entries", f"at most {MAX_METADATA} entries")
         if self.session_id is not None:
             _text("session_id", self.session_id, MAX_NAME_LENGTH)
         for name in ("ttft_target", "deadline"):
             if getattr(self, name) is not None:
-                _number(name, getattr(self, name), 0.0, MAX_SECONDS)
+                check_number(name, getattr(self, name), 0.0, MAX_SECONDS)
         if self.max_sequence_length is not None:
-            _integer("max_sequence_length", self.max_sequence_length, 2, 2**31 - 1)
+            check_integer("max_sequence_length", self.max_sequence_length, 2, 2**31 - 1)
 
     def children(self, seed: int, indices: range | None = None) -> list[InferenceRequest]:
         """One request for each of the `n` answers, or for those in `indices`. `seed` is the seed of the whole request.

@@ -28,7 +28,8 @@ class PoolSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class TierSizes:
-    """The capacity of both tiers, for display. Tails and prompts in progress are full blocks, the rest store blocks."""
+    """The capacity of both tiers, for display. Full blocks hold tails and prompts in progress, store blocks hold the
+    rest."""
 
     tail_tokens: int
     tail_bytes: int

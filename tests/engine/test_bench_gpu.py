@@ -1,4 +1,4 @@
-"""`weft bench gpu`: its workloads are those of the recorded figures, the bound holds, and it runs without a card."""
+"""`weft bench gpu`: its workloads are those of the recorded figures, the bound holds, and it runs without a GPU."""
 
 from __future__ import annotations
 

@@ -46,6 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 0.9, "top_p": 0.8},
     "min_p": {"temperature": 1.0, "min_p": 0.05},
     "typical_p": {"temperature": 0.8, "typical_p": 0.9},
+    "xtc": {"temperature": 0.8, "xtc_probability": 0.5, "xtc_threshold": 0.1},
     "repetition": {"temperature": 0.0, "repetition_penalty": 1.05},
     "frequency and presence": {"temperature": 0.6, "frequency_penalty": 0.1, "presence_penalty": 0.05},
     "logit_bias": {"temperature": 0.0, "logit_bias": {30: -100.0, 28: 1.0}},

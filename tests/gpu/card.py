@@ -39,6 +39,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "min_p": 0.05, "repetition_penalty": 1.2},
     {"temperature": 0.0, "repetition_penalty": 1.3, "min_tokens": 4},
     {"temperature": 1.0, "typical_p": 0.7},
+    {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.1},
     {"temperature": 0.8, "frequency_penalty": 0.5, "presence_penalty": 0.3},
     {"temperature": 1.0, "logit_bias": {28: 2.0, 30: -100.0}},
 )

@@ -19,7 +19,7 @@ def what_is_missing() -> str | None:
         import triton.language  # noqa: F401
     except ImportError as error:
         return f"needs torch and Triton: {error}"
-    return None if torch.cuda.is_available() else "needs an NVIDIA card that torch can use"
+    return None if torch.cuda.is_available() else "needs an NVIDIA GPU that torch can use"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -23,7 +23,7 @@ from sampling_cases import (
 from weft.backends.grammar import NO_MASKS, Masks
 from weft.backends.step_arrays import Rows, SampledEntries
 from weft.plan import IterationPlan, RowStart
-from weft.request import RequestId, SamplingParams
+from weft.request import RequestId, SamplingParams, sampler_words
 from weft.sampling import reference as plain
 from weft.sampling.reference import FORBIDDEN, NOT_A_NUMBER, OVERFLOW, Sampled
 
@@ -252,3 +252,13 @@ def test_arrays_of_different_sizes_are_rejected() -> None:
         sampler.score(np.zeros((1, 8), np.float32), np.array([8]), 0)
     with pytest.raises(ValueError, match="threads is 0; allowed: 1 to 1024"):
         _kernels.Pool(0)
+
+
+def test_the_kernel_refuses_another_number_of_parameters_than_it_has() -> None:
+    """The table in Python and the struct in C++ must not drift apart."""
+    sampler = _kernels.Sampler(_kernels.Pool(1))
+    words = sampler_words(SamplingParams())
+    sampler.set_row(0, words, [], [], 0, [], False)
+    for wrong in (words[:-1], [*words, 0.0]):
+        with pytest.raises(ValueError, match="one number for each"):
+            sampler.set_row(0, wrong, [], [], 0, [], False)

@@ -46,6 +46,7 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 FIELDS = tuple({name for _, body in VALID for name in body} | {
     *("model", "min_tokens", "top_k", "min_p", "typical_p", "repetition_penalty", "frequency_penalty"),
+    *("xtc_probability", "xtc_threshold"),
     *("presence_penalty", "stop_token_ids", "ignore_eos", "ttft_target", "metadata", "suffix", "best_of"),
     *("documents", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "user"),
     *("max_completion_tokens", "parallel_tool_calls", "guided_json", "grammar", "json_schema", "chat_template"),

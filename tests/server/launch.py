@@ -10,6 +10,7 @@ import threading
 
 import msgspec
 
+from weft.server.admission.keys import ApiKey
 from weft.server.lifecycle import Started, serve
 from weft.server.logs import ServerLog
 from weft.server.settings import ServerSettings
@@ -28,5 +29,7 @@ def end_with_parent() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=end_with_parent, daemon=True).start()
-    settings = msgspec.convert(json.loads(sys.argv[1]), ServerSettings)
+    given = json.loads(sys.argv[1])
+    given["api_keys"] = msgspec.convert(given.get("api_keys", ()), tuple[ApiKey, ...])
+    settings = msgspec.convert(given, ServerSettings)
     serve(settings, announce, ServerLog(settings.log_format))

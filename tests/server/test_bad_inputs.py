@@ -193,6 +193,8 @@ FIELDS = (
     *(
         "min_p",
         "typical_p",
+        "xtc_probability",
+        "xtc_threshold",
         "repetition_penalty",
         "frequency_penalty",
         "presence_penalty",
@@ -264,6 +266,8 @@ def test_10_an_unknown_model_is_404_and_a_wrong_method_405(server: Server) -> No
                 ("top_k", -2),
                 ("min_p", -1),
                 ("typical_p", 2),
+                ("xtc_probability", 1.5),
+                ("xtc_threshold", 0),
                 ("repetition_penalty", 0),
                 ("frequency_penalty", 3),
                 ("presence_penalty", -3),

@@ -283,3 +283,19 @@ def test_metrics_count_requests_and_tokens(server: Server) -> None:
     server.wait_until_free()
     grown = {name: server.metric(name) - value for name, value in before.items()}
     assert grown == {**dict.fromkeys(before, 2), "prompt_tokens_total": 6, "generation_tokens_total": 14}
+
+
+def test_xtc_over_http_changes_the_answer_and_the_same_seed_gives_it_again(real_server: Server) -> None:
+    def answer(**fields: Any) -> str:
+        response = real_server.complete("The capital of France is", max_tokens=12, seed=5, **fields)
+        assert response.status_code == 200 and "Warning" not in response.headers
+        text: str = response.json()["choices"][0]["text"]
+        return text
+
+    excluding = {"xtc_probability": 1.0, "xtc_threshold": 0.01}
+    without = answer(temperature=0.5)
+    changed = answer(temperature=0.5, **excluding)
+    assert changed != without
+    assert answer(temperature=0.5, **excluding) == changed
+    assert answer(temperature=0.5, xtc_probability=0.0, xtc_threshold=0.01) == without
+    assert answer(temperature=0.0, **excluding) == answer(temperature=0.0)

@@ -67,6 +67,7 @@ MUTATIONS = (
         f"{PREFIX}.register",
         "end // block_size, len",
         "-(-end // block_size), len",
+        first_seed=200,
     ),
     Mutation(
         "block hash without salt", "weft.scheduling.cache.block_pool:root_hash", "cache_salt.encode()", 'b""'
@@ -137,7 +138,7 @@ MUTATIONS = (
         f"{SCHEDULER}._take_token",
         "length >= sequence.min_length or is_forced",
         "True",
-        first_seed=130,
+        first_seed=380,
     ),
     # -- swapping
     Mutation(
@@ -152,7 +153,7 @@ MUTATIONS = (
         f"{SEQUENCE_TABLE}.preempt",
         "after_step=step - 1",
         "after_step=-1",
-        first_seed=150,
+        first_seed=480,
     ),
     Mutation(
         "swap-in during a step that still uses the blocks",
@@ -255,7 +256,7 @@ MUTATIONS = (
         "weft.scheduling.preemption:choose_victims",
         "            s.priority,",
         "            -s.priority,",
-        first_seed=360,
+        first_seed=470,
     ),
     Mutation(
         "more victims than needed",
@@ -395,6 +396,7 @@ MUTATIONS = (
         f"{SCHEDULER}._commit_drafts",
         "result.logprobs[sampled + index]",
         "result.logprobs[sampled]",
+        first_seed=100,
     ),
     Mutation(
         "draft tokens exceed the length limit",
@@ -534,6 +536,7 @@ TIER_MUTATIONS = (
         f"{KV_CACHE}._drop_moves",
         "if allocation.arriving:",
         "if False:",
+        first_seed=640,
     ),
     Mutation(
         "preempted sequence keeps full blocks that were leaving",

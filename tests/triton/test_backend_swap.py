@@ -46,7 +46,7 @@ def reports(space: CardSwap, count: int) -> tuple[set[int], dict[int, str]]:
 def test_swapped_blocks_come_back_unchanged_at_any_position(
     device: Device, cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch, slots_at_once: int
 ) -> None:
-    monkeypatch.setattr(swap, "_PIECE_BYTES", slots_at_once * 24)
+    monkeypatch.setattr(swap, "_REGION_BYTES", slots_at_once * 24)
     space = CardSwap(device, cache, 10)
     before = cache.clone()
     blocks, slots = (3, 4, 5, 9, 8, 0), (1, 2, 3, 4, 5, 9)
@@ -107,11 +107,11 @@ def test_each_swap_is_reported_once(device: Device, cache: torch.Tensor) -> None
 def test_pinned_memory_is_allocated_at_first_use(
     device: Device, cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(swap, "_PIECE_BYTES", 2 * 24)
+    monkeypatch.setattr(swap, "_REGION_BYTES", 2 * 24)
     space = CardSwap(device, cache, 10)
-    assert space.full.pieces == [None] * 5
+    assert space.full.regions == [None] * 5
     space.launch(plan_of(out=(task(1, (1, 2), (4, 5)),)), None)
-    assert [piece is not None for piece in space.full.pieces] == [False, False, True, False, False]
+    assert [region is not None for region in space.full.regions] == [False, False, True, False, False]
 
 
 def test_blocks_of_both_tiers_are_swapped_together_and_come_back_unchanged(

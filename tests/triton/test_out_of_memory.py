@@ -72,7 +72,7 @@ def test_weights_that_do_not_fit_are_rejected_before_any_is_read(device: Device)
     assert text.startswith(
         f"the memory of {card.description} is too small: the weights take 6 MiB, and 3 MiB of 1,024 MiB"
     )
-    assert text.endswith("; take a smaller model, or end what else uses the card")
+    assert text.endswith("; take a smaller model, or end other programs that use the GPU")
     assert not card.taken
 
 

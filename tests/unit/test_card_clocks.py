@@ -1,4 +1,4 @@
-"""The state of the card in `weft bench gpu`: parsed from the lines of nvidia-smi, for an interval."""
+"""The state of the GPU in `weft bench gpu`: parsed from the lines of nvidia-smi, for an interval."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_auto_uses_the_cpu_if_there_is_no_gpu(card: pytest.MonkeyPatch, tmp_path
     (tmp_path / "nvidia0").unlink()
     (tmp_path / "nvidiactl").touch()
     assert registry.chosen("auto", {}) == "cpu"
-    with pytest.raises(InvalidRequestError, match="the device is cuda, but no NVIDIA card is here"):
+    with pytest.raises(InvalidRequestError, match="the device is cuda, but no NVIDIA GPU is here"):
         registry.chosen("cuda", {})
 
 

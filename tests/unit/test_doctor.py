@@ -230,7 +230,7 @@ def test_a_hidden_gpu_is_reported_as_not_used(
     card()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     check = report("/nowhere/model.gguf")[1]["GPU"]
-    assert check["status"] == "note" and "CUDA_VISIBLE_DEVICES hides all cards" in check["advice"]
+    assert check["status"] == "note" and "CUDA_VISIBLE_DEVICES hides all GPUs" in check["advice"]
 
 
 def test_room_and_speed_are_of_the_gpu_if_weft_runs_on_it(

@@ -19,6 +19,7 @@ VOCABULARY = (
     "weft.config",
     "weft.errors",
     "weft.metrics",
+    "weft.parameters",
     "weft.plan",
     "weft.request",
     "weft.tiers",
@@ -121,7 +122,7 @@ RULES = (
     ),
     Rule(
         ("weft.ops.triton",),
-        "the kernels of the card know the ops interface, and not who runs them",
+        "the kernels of the GPU know the ops interface, and not who runs them",
         weft=(*VOCABULARY, "weft.ops"),
         third_party=("numpy", "torch", "triton"),
     ),

@@ -1,4 +1,4 @@
-"""Compares histograms with exact quantiles."""
+"""Compares histograms with exact quantiles. Checks the declared series of the engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.metrics import Histogram
+from weft.metrics import ENGINE_SERIES, Histogram, SchedulerStats, ServingMetrics, TwoTierKvCache
 
 TOLERANCE = 0.05
 """The documented error of `Histogram`."""
@@ -72,3 +72,10 @@ def test_a_value_above_the_last_bucket_is_reported_exactly() -> None:
     histogram.record(1_000_000.0)
     assert histogram.quantile(0.99) == pytest.approx(1_000_000.0, rel=TOLERANCE)
     assert histogram.count == 1 and histogram.largest == 1_000_000.0
+
+
+def test_every_series_of_the_engine_shows_a_figure_that_exists() -> None:
+    owners = {"": ServingMetrics, "totals": SchedulerStats, "two_tier": TwoTierKvCache}
+    for series in ENGINE_SERIES:
+        owner, _, name = series.figure.rpartition(".")
+        assert hasattr(owners[owner], name), series.figure

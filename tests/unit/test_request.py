@@ -9,7 +9,17 @@ import pytest
 
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig, ServingEngineConfig
 from weft.errors import InvalidRequestError
-from weft.request import GenerationResult, InferenceRequest, Priority, RequestState, SamplingParams
+from weft.request import (
+    PARAMETERS,
+    GenerationResult,
+    InferenceRequest,
+    Priority,
+    RequestState,
+    SamplingParams,
+    flags_of,
+    sampler_flags,
+    sampler_words,
+)
 
 HUGE = 10**400
 LONGER_THAN_PYTHON_PRINTS = 10**5000
@@ -22,6 +32,8 @@ REFUSED = [
     ("top_k", [-2, 2**31, 1.5, True, HUGE]),
     ("min_p", [-0.01, 1.01, math.nan, True, HUGE]),
     ("typical_p", [0.0, 1.01, math.nan, True, HUGE]),
+    ("xtc_probability", [-0.01, 1.01, math.nan, True, HUGE]),
+    ("xtc_threshold", [0.0, 1.01, math.nan, True, HUGE]),
     ("repetition_penalty", [0.0, -1.0, 100.1, math.inf, math.nan, True, HUGE]),
     ("frequency_penalty", [-2.01, 2.01, math.nan, True, HUGE]),
     ("presence_penalty", [-2.01, 2.01, math.nan, True, HUGE]),
@@ -271,3 +283,34 @@ def test_without_chunked_prefill_a_step_must_have_tokens_left_beside_the_decodes
     )
     assert config.longest_whole_prompt == 12
     assert SchedulerConfig(policy=PriorityPolicy.ADAPTIVE).sequences_per_step == 256
+
+
+# --- the table of sampling parameters -----------------------------------------------------------------------------
+
+
+def test_the_table_has_every_sampling_parameter_with_a_range_and_a_description() -> None:
+    assert list(PARAMETERS)[:2] == ["temperature", "top_p"]
+    assert {name for name, values in REFUSED if math.nan in values} <= set(PARAMETERS), (
+        "a number without a range"
+    )
+    for name, parameter in PARAMETERS.items():
+        assert parameter.words.endswith("."), name
+        assert parameter.low <= parameter.default <= parameter.high, name
+        assert any(name == refused for refused, _ in REFUSED), f"{name} has no test of its range"
+
+
+@pytest.mark.parametrize("name", [name for name in PARAMETERS if name != "temperature"])
+def test_a_parameter_has_a_flag_only_where_it_has_an_effect(name: str) -> None:
+    parameter = PARAMETERS[name]
+    used = SamplingParams(temperature=0.0, **{name: 3 if parameter.kind is int else 0.25})
+    assert sampler_flags(used) == flags_of(name)
+    for value in parameter.off or (parameter.default,):
+        assert sampler_flags(SamplingParams(temperature=0.0, **{name: value})) == 0
+
+
+def test_samplers_get_the_numbers_in_the_order_of_the_table() -> None:
+    words = sampler_words(SamplingParams(temperature=0.5, top_k=7, min_p=0.25))
+    found = dict(zip(PARAMETERS, words, strict=True))
+    assert (found["temperature"], found["top_p"], found["top_k"]) == (0.5, 1.0, 7)
+    assert found["min_p"] == math.log(0.25)
+    assert sampler_words(SamplingParams())[list(PARAMETERS).index("min_p")] == -math.inf

@@ -191,6 +191,57 @@ def test_typical_p_keeps_the_tokens_closest_to_the_expected_surprise() -> None:
     assert drawn == {1}
 
 
+def test_xtc_removes_the_likely_tokens_except_the_least_likely_of_them() -> None:
+    probabilities = np.array([0.5, 0.25, 0.15, 0.06, 0.04])
+    logits = np.full((3000, 20), -60.0, np.float32)
+    logits[:, 5:10] = np.log(probabilities)
+    options = {"temperature": 1.0, "xtc_threshold": 0.1}
+    tokens = draw(logits, [SamplingParams(**options, xtc_probability=1.0)] * 3000).tokens
+    found = np.bincount(tokens, minlength=20)[5:10] / 3000
+    kept = np.array([0.0, 0.0, 0.15, 0.06, 0.04])
+    assert found[:2].tolist() == [0.0, 0.0]
+    np.testing.assert_allclose(found, kept / kept.sum(), atol=0.03)
+    tokens = draw(logits, [SamplingParams(**options, xtc_probability=0.3)] * 3000).tokens
+    found = np.bincount(tokens, minlength=20)[5:10] / 3000
+    np.testing.assert_allclose(found, 0.3 * kept / kept.sum() + 0.7 * probabilities, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ({"xtc_threshold": 0.3}, {10, 11, 12, 13}),  # only one token is likely
+        ({"xtc_threshold": 0.6}, {10, 11, 12, 13}),
+        ({"xtc_threshold": 0.25}, {11, 12, 13}),
+        ({"xtc_threshold": 0.1}, {11, 12, 13}),  # two tokens are the least likely
+        ({"xtc_threshold": 0.01}, {13}),
+        ({"xtc_threshold": 0.45, "top_k": 1}, {10}),
+        ({"xtc_threshold": 0.25, "min_p": 0.3}, {11, 12}),  # of the tokens that min_p keeps
+        ({"xtc_threshold": 0.01, "temperature": 0.0}, {10}),
+        ({"xtc_threshold": 0.01, "xtc_probability": 0.0}, {10, 11, 12, 13}),
+    ],
+)
+def test_xtc_comes_after_the_other_filters_and_keeps_ties(options: dict[str, Any], allowed: set[int]) -> None:
+    logits = np.full(64, -80.0)
+    logits[10:14] = [np.log(0.4), np.log(0.28), np.log(0.28), np.log(0.04)]
+    options = {"temperature": 1.0, "xtc_probability": 1.0, **options}
+    assert {one(logits, seeds=[s], **options) for s in range(300)} == allowed
+
+
+def test_whether_xtc_applies_depends_on_seed_and_index_and_not_on_the_batch() -> None:
+    logits = np.full((40, 8), -60.0, np.float32)
+    logits[:, :2] = np.log([0.6, 0.4])
+    params = SamplingParams(temperature=1.0, xtc_probability=0.5, xtc_threshold=0.3)
+    together = draw(logits, [params] * 40).tokens.tolist()
+    assert together == [one(logits[0], seeds=[s], xtc_probability=0.5, xtc_threshold=0.3) for s in range(40)]
+    by_index = {
+        one(
+            logits[0], xtc_probability=0.5, xtc_threshold=0.3, history=tuple(range(3, 3 + n)), prompt_length=3
+        )
+        for n in range(3, 33)
+    }
+    assert by_index == {0, 1}
+
+
 def test_min_tokens_forbids_end_and_stop_tokens_until_enough_tokens_are_generated() -> None:
     logits = np.zeros(32)
     logits[[5, 6, 7]] = [30.0, 20.0, 10.0]

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from weft.cli.main import app
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig, ServingEngineConfig
 from weft.errors import InvalidRequestError
-from weft.server.config_file import KEYS, as_toml, gather, parse_size, variable
-from weft.server.settings import ServerSettings
+from weft.server.config_file import allowed_words, as_toml, gather, parse_size, variable
+from weft.server.settings import KEYS, ServerSettings, is_size
 
 Write = Callable[[str], Path]
 DOCUMENTS = Path(__file__).parents[2] / "docs"
@@ -68,6 +68,17 @@ def test_every_setting_of_server_engine_scheduler_and_cache_has_a_key() -> None:
     names = {key.rpartition(".")[2] for key in KEYS}
     for part in (ServingEngineConfig, SchedulerConfig, KvCachePoolConfig):
         assert fields(part) - {"scheduler", "cache", "max_kept_results"} <= names
+
+
+def test_a_range_that_a_field_declares_is_checked_and_named(write: Write) -> None:
+    for key, setting in KEYS.items():
+        if setting.range is None or is_size(key):
+            continue
+        table, _, name = key.rpartition(".")
+        head = f"[{table}]\n" if table else ""
+        message = str(refusal(write(f"{head}{name} = {setting.range.low - 1}")))
+        assert f"{key} is" in message and f"{setting.range.low}" in message
+        assert f"from {setting.range.low:,}" in allowed_words(key)
 
 
 def test_tables_of_the_file_set_engine_settings_and_keep_other_defaults(write: Write) -> None:

@@ -15,7 +15,7 @@ __all__ = ["AnswerText", "Backend", "BackendInfo", "OpenedModel", "StepHandle", 
 
 class StepHandle(Protocol):
     def result(self) -> StepResult:
-        """Waits for the step to end. A step without rows waits until at least one swap in flight has ended.
+        """Waits for the step to end. For a step without rows, waits until at least one swap in flight has ended.
 
         If it raises, the step has failed, and so have all accepted swaps that were not reported. None of these swaps
         may still be copying.
@@ -28,8 +28,8 @@ class Backend(Protocol):
 
     - `submit` applies row starts and block-table entries at once. The scheduler therefore never gives a row of a step
       in flight to another request. If `submit` raises, nothing of the plan was accepted.
-    - In a step, all K and V writes of a layer come before its reads: a row may read a block that another row
-      fills in the same step (a prefix hit).
+    - In a step, a layer writes all K and V before it reads any: a row may read a block that another row fills in the
+      same step (a prefix hit).
     - Swaps run in parallel with steps, ordered only by the dependencies of their tasks. A failed step counts as ended.
       A swap fails if a swap that it depends on failed or was never accepted.
     - Errors of one request are reported in `StepResult.errors`, not raised.

@@ -1,7 +1,7 @@
-"""A backend that computes nothing: a linear cost model says how long a step takes on a virtual clock.
+"""A backend that computes nothing. A linear cost model says how long a step takes on a virtual clock.
 
-The real scheduler and engine run on top. A run gives the schedule of a device with these costs, in a fraction of the
-time, and the same on every machine.
+The real scheduler and engine use it. So a run shows how a device with these costs would be scheduled: in a fraction of
+the time, and with the same result on every machine.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ the cost model, and 12.0 ms measured in a CUDA graph without fused kernels. Swap
 
 
 class _Step:
-    """A submitted plan and the time at which it ends. Also its handle."""
+    """A submitted plan and the time at which it ends. It is also the plan's `StepHandle`."""
 
     __slots__ = ("backend", "end", "plan")
 
@@ -91,7 +91,7 @@ class _Step:
 
 
 class CostModelBackend:
-    """Runs steps one after the other, and swaps one after the other in parallel. Waiting advances the clock."""
+    """Runs steps one after the other. In parallel, it runs swaps one after the other. Waiting advances the clock."""
 
     def __init__(
         self,
@@ -147,7 +147,8 @@ class CostModelBackend:
         pass  # the tokens are arbitrary numbers, so no grammar is checked
 
     def submit(self, plan: IterationPlan) -> _Step:
-        # In the order of their ids: a swap depends only on earlier swaps, and this step may depend on all of them.
+        # Waits for the swaps in the order of their ids: a swap depends only on earlier swaps, and this step may depend
+        # on all.
         for task in sorted((*plan.swap_out, *plan.swap_in)):
             self._start_swap(task)
         seconds = self._costs.seconds(plan)

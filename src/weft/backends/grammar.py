@@ -127,7 +127,8 @@ class RowGrammars:
         rows = []
         for row, token in sampled:
             if row in self._matchers:
-                # Also after the end token: a step in flight may sample once more, and that token is discarded.
+                # Accepts tokens after the end token too: a step in flight may sample once more, and that token is
+                # discarded.
                 self._matchers[row].consume_token(token)
                 rows.append(row)
         self._fill(rows)

@@ -1,21 +1,21 @@
 """A backend without a model that checks the plans of the scheduler: a wrong plan changes the sampled tokens.
 
-It simulates the KV cache. A step writes each token with its position into the KV block and offset that the plan
-gives. The next token is a hash of the whole context, read back through the block table. Steps and swaps run in a
-seeded random order that respects their stated dependencies. Free blocks, and blocks that are filled anew, are
-poisoned. So an error in blocks, positions, chunks, swaps, rows or overlapped steps changes the output.
+It simulates the KV cache. A step writes each token with its position into the KV block and offset that the plan gives.
+The next token is a hash of the whole context, read back through the block table. Steps and swaps run in a seeded random
+order that respects their stated dependencies. Blocks that become free, and blocks that get new content, are overwritten
+with POISON. So an error in blocks, positions, chunks, swaps, rows or overlapped steps changes the output.
 
-With two tiers, every position has a cell in two layers. What is read from the store is marked as quantised.
+With two tiers, every position has a cell in two layers. A cell that was moved to the store is marked as quantised.
 
     lower cell of p   (position, token)
     upper cell of p   hash of all lower cells that p reads
     next token        hash of all upper cells that its position reads
 
-So these errors change the output, also through cells computed from wrong ones: a block moved to the store too late,
-too early, twice or from the wrong block, and a position that reads the wrong tier.
+So these errors change the output too: a block is moved to the store too late, too early, twice or from the wrong block;
+or a position reads the wrong tier. An error also spreads to every cell that is computed from a wrong one.
 
-Grammars do not constrain tokens here. But unless `grammars_may_overlap`, an assertion fails if a row with a grammar is
-in a step while the step that samples its last token is in flight.
+Grammars do not constrain tokens here. But the backend checks when rows with a grammar are planned. Unless
+`grammars_may_overlap`, such a row must not be in a step while the step that samples its last token is in flight.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _quantised(cell: int) -> int:
 
 
 def _num_quantised(position: int, info: BackendInfo) -> int:
-    """How many cells the query at `position` reads from the store: the whole blocks that end before its tail."""
+    """How many cells the query at `position` reads from the store: all blocks that end before its tail."""
     if not info.tail_blocks:
         return 0
     before_tail = position + 1 - info.tail_blocks * info.block_size
@@ -149,7 +149,7 @@ class _Row:
 
 
 class _Step:
-    """A submitted plan and, once it ran, its result. Also its handle."""
+    """A submitted plan and, once it ran, its result. It is also the plan's `StepHandle`."""
 
     __slots__ = (
         "backend",
@@ -268,10 +268,11 @@ class NoopBackend:
         step = _Step(self, plan)
         failure = self._faults.at_submit(plan) if self._faults else None
         if failure is not None:
-            step.was_rejected = True  # still counts as ended for swaps that depend on it
+            step.was_rejected = True  # a failed step still counts as ended for swaps that depend on it
             self._waiting_steps.append(step)
             raise SimulatedFault(failure)
-        # Applied now, while the previous step may still run: the plan must not start a row that is in flight.
+        # Row starts are applied now, while the previous step may still run: the plan must not start a row that is in
+        # flight.
         for row_start in plan.row_starts:
             self._rows[row_start.row] = _Row(row_start, self.info.num_blocks)
         for entry, drafts in enumerate(plan.drafts, plan.num_decodes):
@@ -404,7 +405,8 @@ class NoopBackend:
         for block in plan.freed:
             self._blocks[block] = self._poisoned()
         broken = step.failure is not None or bool(step.errors)
-        # In a step of decodes, moved blocks were complete before the step. A backend may move them first.
+        # In a step of decodes only, moved blocks were complete before the step. So a backend may move them before it
+        # computes.
         moves_come_first = plan.num_prefills == 0
         for layer in range(self._num_layers):
             if moves_come_first:
@@ -448,7 +450,7 @@ class NoopBackend:
                 self._blocks[block][cells] = map(_quantised, self._blocks[origin][cells])
 
     def _sample_after_drafts(self, row: _Row, start: int, count: int, step: _Step) -> None:
-        """Overwrites all draft tokens with the sampled tokens, accepted or not. A backend may do so."""
+        """Writes the sampled tokens over all draft tokens, accepted or not. A backend may do so."""
         first = len(step.tokens)
         for length in range(start + 1, start + count + 1):
             known = list(row.tokens)

@@ -83,9 +83,9 @@ def has_card() -> bool:
 def why_no_card() -> str | None:
     """Why weft cannot run on a GPU here; None if it can, as far as this can be checked without torch."""
     if not has_card():
-        return "no NVIDIA card is here, or its driver is not loaded"
+        return "no NVIDIA GPU is here, or its driver is not loaded"
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return "CUDA_VISIBLE_DEVICES hides all cards"
+        return "CUDA_VISIBLE_DEVICES hides all GPUs"
     # Imported here: the import is slow, and most machines have no GPU.
     from importlib.metadata import PackageNotFoundError, version
 

@@ -3,14 +3,14 @@
 A step is prepared while the previous step computes. Only its input tokens are read later: the previous step may still
 sample them.
 
-A request keeps its row while it runs. All writes use absolute indices, so a plan that is built again after a failure
+A request keeps its row while it runs. All writes use absolute indices. So if a plan is built again after a failure, it
 overwrites what the failed plan wrote.
 
     row r:  tokens[r, p]          the token at position p: prompt, then generated tokens
             tables[r, b]          the KV block of positions b * block size to (b + 1) * block size - 1
             store_tables[r, b]    the block of the store for the same positions, if they were moved there
 
-In a plan, ids of store blocks follow those of full blocks. `store_tables` counts store blocks from 0.
+In a plan, ids of store blocks follow those of full-precision blocks. `store_tables` counts store blocks from 0.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ import numpy as np
 
 from weft.ops.base import StepIndices, StoreIndices
 from weft.plan import IterationPlan, RowStart
-from weft.request import RequestId, SamplingParams
+from weft.request import RequestId, SamplingParams, flags_of, sampler_flags
 from weft.sampling.noise import as_seed
+
+_DRAWS = flags_of("temperature")
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class _Selection:
 
 
 class _DecodeStep(NamedTuple):
-    """A step of decodes only. A next step with the same rows and `next_starts` is this one, one position further."""
+    """The last step, if it had decodes only. If the next step has the same rows and starts at `next_starts`, its arrays
+    are these, with every position one higher."""
 
     step: PreparedStep
     rows: tuple[int, ...]
@@ -203,7 +206,7 @@ class Rows:
             query_starts=query_starts,
             context_lengths=context_lengths,
             block_tables=self.tables[rows, :blocks],
-            logit_indices=np.concatenate([sampled, *(piece.indices for piece in scored)]),
+            logit_indices=np.concatenate([sampled, *(chunk.indices for chunk in scored)]),
             store=self._store_indices(plan, rows, blocks),
         )
         sampling = np.searchsorted(query_starts, sampled, side="right") - 1
@@ -319,16 +322,16 @@ class Rows:
 
     def scored_prompts(self, plan: IterationPlan) -> list[ScoredPrompt]:
         """The prompt chunks of a plan that must be scored."""
-        pieces: list[ScoredPrompt] = []
+        scored: list[ScoredPrompt] = []
         if not self.with_prompt_logprobs:
-            return pieces
+            return scored
         rows = np.array(plan.rows, np.int64)
         token_starts = np.cumsum([0, *plan.counts])
         for entry in np.flatnonzero(self.prompt_top_counts[rows] >= 0).tolist():
             row, start = plan.rows[entry], plan.starts[entry]
             end = min(start + plan.counts[entry], int(self.prompt_lengths[row]) - 1)
             if start < end:
-                pieces.append(
+                scored.append(
                     ScoredPrompt(
                         request_id=plan.request_ids[entry],
                         first=start + 1,
@@ -337,7 +340,7 @@ class Rows:
                         top_count=int(self.prompt_top_counts[row]),
                     )
                 )
-        return pieces
+        return scored
 
     def record(self, step: PreparedStep, tokens: np.ndarray) -> None:
         """Writes sampled tokens to the positions where the next step reads them."""
@@ -345,7 +348,7 @@ class Rows:
 
 
 def _one_position_further(step: PreparedStep) -> PreparedStep:
-    """The same decodes at the next position of each row, in the same KV blocks. Unchanged arrays are shared."""
+    """Returns the same decodes, one position further in each row, in the same KV blocks. Unchanged arrays are shared."""
     indices, entries = step.indices, step.entries
     context_lengths = indices.context_lengths + 1
     next_indices = StepIndices(
@@ -391,14 +394,4 @@ def _include(rows: set[int], row: int, belongs: bool) -> None:
 
 
 def _is_plain(params: SamplingParams) -> bool:
-    return (
-        params.top_p == 1.0
-        and params.top_k <= 0
-        and params.min_p == 0.0
-        and params.typical_p == 1.0
-        and params.repetition_penalty == 1.0
-        and params.frequency_penalty == 0.0
-        and params.presence_penalty == 0.0
-        and not params.logit_bias
-        and params.min_tokens == 0
-    )
+    return not (sampler_flags(params) & ~_DRAWS or params.logit_bias or params.min_tokens)

@@ -40,11 +40,11 @@ STEP_TOKENS = 8192
 _WARM_UP_TOKENS = 32
 _WARM_UP_SHARE = 8
 """Warm-up answers have at most `_WARM_UP_TOKENS` tokens, or 1/`_WARM_UP_SHARE` of the longest answer if that is more.
-As these answers end, the batch runs at every size several times."""
+As they end one after the other, the batch passes through every size several times, so that every graph is captured."""
 _RUNS = 3
 _SECONDS = 3.0
 """A workload is repeated until it has run `_RUNS` times or `_SECONDS` have passed."""
-_HEADER = f"{'shape':<6}{'work':<16}{'tokens/s':>10}{'vLLM':>9}{'ratio':>7}{'at best':>9}{'share':>7}{'steps':>7}{'ms/step':>9}  seconds; state of the card"
+_HEADER = f"{'shape':<6}{'work':<16}{'tokens/s':>10}{'vLLM':>9}{'ratio':>7}{'at best':>9}{'share':>7}{'steps':>7}{'ms/step':>9}  seconds; state of the GPU"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Speed:
     """Upper bound on an H200, in tokens per second."""
     share: float | None
     card: CardState | None
-    """State of the card during the runs."""
+    """State of the GPU during the runs."""
 
 
 @dataclass(frozen=True)
@@ -130,13 +130,13 @@ def main(
         f"Random weights, greedy, {MAX_RUNNING} sequences at most, {step_tokens} prompt tokens a step at most, "
         f"no prefix cache. Warm-up: each workload once with shortened answers ({_WARM_UP_TOKENS} tokens at most, or 1/"
         f"{_WARM_UP_SHARE} of the longest); then up to {_RUNS} runs while they take less than {_SECONDS:g} s; the "
-        "median counts. vLLM: version 0.24.0, recorded on an H200. At best: the limit of that card's memory and arithmetic."
+        "median counts. vLLM: version 0.24.0, recorded on an H200. At best: the limit of that GPU's memory and arithmetic."
     )
     print(_HEADER, flush=True)
     try:
         for shape in models:
             if START in names:
-                # Before this process loads the model: the started processes need the memory of the card.
+                # Before this process loads the model: the started processes need the memory of the GPU.
                 for start in measure_starts(shape, device):
                     starts.append(start)
                     _print_start(start)
@@ -149,7 +149,7 @@ def main(
                         save()
         if (card := next((speed.card for speed in speeds if speed.card), None)) is not None:
             print_line(
-                f"Limits of the card: {card.most_megahertz:,.0f} MHz (memory {card.memory_megahertz:,.0f} MHz), "
+                f"Limits of the GPU: {card.most_megahertz:,.0f} MHz (memory {card.memory_megahertz:,.0f} MHz), "
                 f"{card.most_watts:.0f} W."
             )
     finally:
@@ -158,7 +158,7 @@ def main(
 
 
 def measure(llm: LLM, shape: str, work: Work, is_card: bool, watch: CardWatch | None = None) -> Speed:
-    """Measures one workload. It is compared with vLLM and with the upper bound on a card only."""
+    """Measures one workload. It is compared with vLLM and with the upper bound only on a GPU."""
     run(llm, work.shortened(max(_WARM_UP_TOKENS, max(work.new_tokens) // _WARM_UP_SHARE)))
     seconds: list[float] = []
     steps = 0

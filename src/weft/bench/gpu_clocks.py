@@ -1,4 +1,4 @@
-"""State of the card during a measurement: clocks, power, temperature, and whether it was throttled.
+"""State of the GPU during a measurement: clocks, power, temperature, and whether it was throttled.
 
 `nvidia-smi` prints a sample several times per second. Without it, the benchmark runs without these figures.
 """
@@ -63,7 +63,7 @@ class CardState:
     celsius: float
     """Highest temperature of the samples."""
     capped: float
-    """Share of the samples in which the card was throttled."""
+    """Fraction of the samples in which the GPU was throttled."""
     capped_by: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ def state_of(samples: Sequence[Sample]) -> CardState | None:
 
 
 def read_sample(line: str, at: float) -> Sample | None:
-    """Parses a line of nvidia-smi. None if a figure is missing: some cards do not report all."""
+    """Parses a line of nvidia-smi. None if a figure is missing: some GPUs do not report all."""
     *figures, reasons = line.split(",")
     try:
         megahertz, most_megahertz, memory, watts, most_watts, celsius = map(float, figures)
@@ -107,7 +107,7 @@ def read_sample(line: str, at: float) -> Sample | None:
 
 
 class CardWatch:
-    """Samples the first visible card from construction until `close`."""
+    """Samples the first visible GPU from construction until `close`."""
 
     def __init__(self) -> None:
         self._samples: list[Sample] = []

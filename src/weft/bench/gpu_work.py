@@ -1,4 +1,4 @@
-"""Model shapes and workloads of `weft bench gpu`, and the upper bound of their speed on a card.
+"""Model shapes and workloads of `weft bench gpu`, and the upper bound of their speed on an H200.
 
 The workloads are those of the figures in `RECORDED`: the same lengths, drawn in the same order.
 """
@@ -94,7 +94,7 @@ scheduling, torch.compile, 256 sequences, no prefix cache. Tokens per second; fo
 
 BYTES_PER_SECOND = 4.38e12
 OPERATIONS_PER_SECOND = 785e12
-"""Measured on that H200: memory bandwidth, and bf16 products of 8192 x 8192 matrices."""
+"""Measured on that H200: memory bandwidth, and bf16 operations per second with matrices of 8192 x 8192."""
 _BYTES_PER_VALUE = 2
 
 _TOKEN_IDS = (10, 10_000)
@@ -115,7 +115,7 @@ class Work:
         return sum(map(len, self.prompts)) if self.counts_prompts else sum(self.new_tokens)
 
     def shortened(self, longest: int) -> Work:
-        """The same prompts with answers of at most `longest` tokens, scaled in proportion.
+        """Returns the same prompts with answers of at most `longest` tokens, shortened in proportion.
 
         Requests end in the same order, so that steps have the same batch sizes.
         """

@@ -27,7 +27,7 @@ class Check:
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """The smallest value v such that at least `share` of the values are at most v."""
+    """A quantile: the smallest value v such that at least the fraction `share` of the values are at most v."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 

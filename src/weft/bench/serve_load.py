@@ -19,7 +19,8 @@ from weft.errors import InvalidRequestError
 
 WORKLOADS = ("W1", "W8", "W32", "Wmix", "Wshare", "Wshare-warm")
 TOKENS_PER_RUN = 40_000
-"""Tokens of text reserved for one run, more than the workloads use. The next run starts after them: no prefix hits."""
+"""Tokens of text reserved for one run, more than the workloads use. The next run starts after them, so that it gets no
+prefix hits."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from pathlib import Path
 from time import perf_counter
 
 DISTURBED = 0.05
-"""A run is disturbed if other processes take more than this share of the machine's CPU time."""
+"""A run is disturbed if other processes take more than this fraction of the machine's CPU time."""
 CLIENT_BUSY = 0.8
-"""Above this share of a core, the client itself may limit the figures."""
+"""Above this fraction of a core, the client itself may limit the figures."""
 _PROC = Path("/proc")
 _LISTENING = "0A"
 
@@ -50,7 +50,7 @@ class MachineUse:
     others: float | None
     """All other processes, including those that ended meanwhile, and stolen time of a virtual machine."""
     loudest: tuple[str, ...]
-    """The other processes with the most CPU time, with their share of a core."""
+    """The other processes with the most CPU time, each with the fraction of a core that it used."""
 
     @property
     def is_disturbed(self) -> bool:

@@ -1,4 +1,5 @@
-"""Evaluates a run: a record of each request, percentiles, throughput, goodput, and the rate where latency bends."""
+"""Evaluates a run: a record of each request, percentiles, throughput, goodput, and the request rate at which latency
+begins to rise steeply."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from weft.bench.serve_stream import Answer
 BEND = 2.0
 """Latency bends at the first rate whose median is more than this many times the median at the lowest rate."""
 MET = 0.9
-"""A rate meets the targets if this share of its requests is within them."""
+"""A rate meets the targets if this fraction of its requests is within them."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Summary:
     per_token: Distribution | None
     end_to_end: Distribution | None
     good_share: float | None
-    """Share of all requests that are within the targets; None without targets."""
+    """The fraction of all requests that are within the targets; None without targets."""
     goodput: float | None
     """Requests per second within the targets."""
     late_start: Distribution | None

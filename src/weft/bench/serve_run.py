@@ -136,7 +136,7 @@ async def measure(
         return [client.message("POST", dialect.path, dialect.body(item, decode)) for item in items]
 
     try:
-        # The measured prompts, reversed: the same lengths, but no prefix hits later.
+        # The warm-up sends the measured prompts in reversed token order: the same lengths, but no prefix hits later.
         warm_up = [Item(item.prompt[::-1], WARM_UP_TOKENS) for item in items[:num_warm_up]]
         await asyncio.gather(*(client.send(message, seconds) for message in messages(warm_up)))
         results = []
@@ -206,7 +206,7 @@ async def _run_open_loop(
         try:
             connection = await client.reserve()
         except (OSError, TimeoutError):
-            pass  # tried again when the request is sent, and counted then
+            pass  # The connection is opened again when the request is sent, and a failure is counted then.
         await _sleep_until(start + item.at)
         answer, _ = await client.send(messages[index], seconds, connection)
         return record_of(answer, item, start, item.at)

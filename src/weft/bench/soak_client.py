@@ -49,8 +49,8 @@ class Excused:
 
 @dataclass
 class Lateness:
-    """How late the event loop of the clients is. All clients share one process, and on a small machine the server and the
-    engine leave it little of the processor."""
+    """How late the event loop of the clients is. All clients share one process. On a small machine, the server and the
+    engine leave little CPU time for it."""
 
     ticks: list[tuple[float, float]] = field(default_factory=list)
     """When the loop was late, and by how many seconds."""
@@ -223,7 +223,8 @@ class SoakClient:
                 self._ledger.outcomes[conduct, outcome] += 1
                 if outcome in _ERRORS_OF_A_KILL:
                     self._ledger.excused.append(Excused(began, time.monotonic(), outcome))
-                    # About as long as Retry-After says; random, so that the clients do not return together.
+                    # Waits about as long as Retry-After says. The time is random, so that the clients do not return
+                    # together.
                     await asyncio.sleep(random.uniform(0.5, 1.5))
         self._drop()
 
@@ -352,8 +353,8 @@ class SoakClient:
         return self._writer
 
     def _is_closed_by_server(self, writer: asyncio.StreamWriter) -> bool:
-        """Whether an idle connection has something to read, which can only be its end: the server closes connections that
-        are idle for long. HTTP clients look before they use a connection again."""
+        """Whether the server has closed an idle connection: then the socket has something to read. Servers close
+        connections that are idle for long, so HTTP clients check this before they use one again."""
         poll = select.poll()
         poll.register(writer.get_extra_info("socket"), select.POLLIN)
         return self._reader.at_eof() or bool(poll.poll(0))

@@ -17,9 +17,11 @@ HEALTH_P99_SECONDS = 0.1
 LOOP_LAG_P99_SECONDS = 0.05
 NOTICED_SECONDS = 1.0
 GROWTH_MIB = 8.0
-"""Allowed growth per minute of one process, over the second half of its samples. Less is the allocator, not a leak."""
+"""Allowed growth of one process per minute, over the second half of its samples. Smaller growth comes from the
+allocator and is no leak."""
 MAX_LATE_SHARE = 0.001
-"""Allowed share of requests that failed because the clients were late. With more, the run says little about the server."""
+"""Allowed fraction of requests that failed because the clients were late. With more, the run says little about the
+server."""
 LONG_ENOUGH_SECONDS = 90.0
 """Growth is checked only for a process that was observed this long: before, its caches are still filling."""
 SHOWN_VIOLATIONS = 20

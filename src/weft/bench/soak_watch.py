@@ -140,8 +140,8 @@ class HealthWatch:
 
 @dataclass(frozen=True)
 class Kill:
-    """A kill of the engine. `noticed`: when /health first failed after it; `ready`: when it then succeeded again.
-    None: never."""
+    """A kill of the engine. `noticed`: when /health first failed after it. `ready`: when /health then succeeded again.
+    None: that never happened."""
 
     at: float
     noticed: float | None
@@ -149,8 +149,8 @@ class Kill:
 
 
 async def kill_engine(processes: ServerProcesses, at: list[float]) -> list[float]:
-    """Kills the engine process at each time in `at`; if none runs then, as soon as one runs. Returns the times of the
-    kills."""
+    """Kills the engine process at each time in `at`. If no engine runs then, it is killed as soon as it runs. Returns
+    the times of the kills."""
     done = []
     for moment in at:
         await asyncio.sleep(max(0.0, moment - time.monotonic()))

@@ -1,7 +1,7 @@
 """The entry point of the `weft` command.
 
-`weft serve` parses plain arguments itself. Importing typer would take longer than all other work before the engine
-starts, and as much memory as the other imports of the server.
+`weft serve` parses plain arguments itself. Typer would take 0.09 s of processor time, as long as all other work before
+the engine starts, and as much memory as the other imports of the server.
 """
 
 from __future__ import annotations
@@ -15,26 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import WeftError
+from weft.server.settings import FLAGS, flag_type
 
-# The options of `weft serve` that take a value: the setting of each, and the conversion of the value.
-SERVE_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "--host": ("host", str),
-    "--port": ("port", int),
-    "--name": ("names", lambda name: (name,)),
-    "--api-key": ("api_keys", lambda key: (key,)),
-    "--api-key-file": ("api_key_file", str),
-    "--context": ("context", int),
-    "--memory": ("memory", str),
-    "--kv-cache": ("engine.cache.kv_cache", str),
-    "--tail-length": ("engine.cache.tail_length", int),
-    "--store-bits": ("engine.cache.store_bits", int),
-    "--drafts": ("engine.scheduler.max_draft_tokens", int),
-    "--device": ("backend", str),
-    "--threads": ("threads", int),
-    "--quantize": ("quantize", str),
-    "--chat-template": ("chat_template", str),
-    "--config": ("config", Path),
-}
+SERVE_OPTIONS = {flag.name: key for key, flag in FLAGS.items() if key != "model"} | {"--config": "config"}
+"""The options of `weft serve` that take a value, with the setting of each."""
 
 
 def main() -> None:
@@ -58,19 +42,20 @@ def plain_serve_settings(arguments: Sequence[str]) -> dict[str, Any] | None:
     for argument in rest:
         option, has_value, value = argument.partition("=")
         if not argument.startswith("-"):
-            name, converted = "model", argument
+            key, value = "model", argument
         elif option in SERVE_OPTIONS:
-            if not has_value:
-                value = next(rest, "-")
-            name, convert = SERVE_OPTIONS[option]
-            if not value or value.startswith("-") or (convert is int and not value.isdecimal()):
-                return None
-            converted = convert(value)
+            key, value = SERVE_OPTIONS[option], value if has_value else next(rest, "")
         else:
             return None
-        if name in settings and name != "api_keys":
+        is_number = key in FLAGS and flag_type(key) is int
+        if not value or value.startswith("-") or (is_number and not value.isdecimal()):
             return None
-        settings[name] = (*settings[name], *converted) if name in settings else converted
+        if key in FLAGS and FLAGS[key].repeats:
+            settings.setdefault(key, []).append(value)
+        elif key in settings:
+            return None
+        else:
+            settings[key] = int(value) if is_number else value
     return settings
 
 
@@ -78,7 +63,7 @@ def _serve(settings: dict[str, Any]) -> None:
     from weft.cli.serve_command import serve_command
 
     config = settings.pop("config", None)
-    serve_command(settings, config, print_config=False)
+    serve_command(settings, Path(config) if config else None, print_config=False)
 
 
 def run(command: Callable[[], object]) -> None:

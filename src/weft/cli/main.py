@@ -1,13 +1,16 @@
 """Declares the commands of `weft` with their options and help. Each command imports its implementation when it runs."""
 
+from collections.abc import Callable
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from weft import __version__
 from weft.cli.bench import AsJson, bench_app
 from weft.cli.entry import run
+from weft.server.settings import FLAGS, flag_type
 
 app = typer.Typer(
     name="weft",
@@ -54,31 +57,21 @@ Stop = Annotated[
     list[str] | None,
     typer.Option(metavar="TEXT", help="Stop before this text; may be repeated."),
 ]
-Context = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Maximum context in tokens (prompt and answer); default: the model's."),
-]
 
-Device = Annotated[
-    str,
-    typer.Option(metavar="auto|cpu|cuda", help="Where to compute; auto: on a GPU if there is one."),
-]
-Threads = Annotated[
-    int | None, typer.Option(metavar="N", help="CPU threads that compute; default: one per core.")
-]
-Quantize = Annotated[
-    str | None, typer.Option(metavar="int8|int4", help="Quantise weights that are stored as floats.")
-]
-KvCache = Annotated[
-    str | None,
-    typer.Option(metavar="full|two-tier", help="two-tier: quantise older tokens; default: full."),
-]
-TailLength = Annotated[
-    int | None, typer.Option(metavar="N", help="two-tier: newest tokens left as is; default: 256.")
-]
-StoreBits = Annotated[
-    int | None, typer.Option(metavar="8|4", help="two-tier: bits per older value; default: 8.")
-]
+
+def option(key: str) -> Any:
+    """The option of a setting, as its field declares it."""
+    flag = FLAGS[key]
+    return typer.Option(flag.name, metavar=flag.metavar, help=flag.help, show_default=False)
+
+
+Context = Annotated[int | None, option("context")]
+Device = Annotated[str, option("backend")]
+Threads = Annotated[int | None, option("threads")]
+Quantize = Annotated[str | None, option("quantize")]
+KvCache = Annotated[str | None, option("engine.cache.kv_cache")]
+TailLength = Annotated[int | None, option("engine.cache.tail_length")]
+StoreBits = Annotated[int | None, option("engine.cache.store_bits")]
 
 
 def _print_version(is_given: bool) -> None:
@@ -275,48 +268,37 @@ def chat(
     )
 
 
+def with_setting_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds the flags of all settings to a command. It gets them by key."""
+
+    def called(**values: Any) -> None:
+        command(**{keys.get(name, name): value for name, value in values.items()})
+
+    keys, parameters = {}, []
+    for key, flag in FLAGS.items():
+        name = flag.name.strip("-").replace("-", "_").lower()
+        kind: Any = list[str] if flag.repeats else flag_type(key)
+        shown = (
+            option(key) if flag.name.startswith("-") else typer.Argument(metavar=flag.metavar, hidden=True)
+        )
+        annotation = Annotated[kind | None, shown]
+        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+        keys[name] = key
+    own = [one for one in signature(command).parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+    called.__signature__ = Signature([*parameters, *own])  # type: ignore[attr-defined]
+    called.__name__, called.__doc__ = command.__name__, command.__doc__
+    return called
+
+
 @app.command()
+@with_setting_flags
 def serve(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", hidden=True)] = None,
-    host: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Default: 127.0.0.1; 0.0.0.0: all interfaces.")
-    ] = None,
-    port: Annotated[int | None, typer.Option(metavar="N", help="Default: 8000; 0: any.")] = None,
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Model name in the API; default: the file name.")
-    ] = None,
-    api_key: Annotated[
-        list[str] | None, typer.Option(metavar="KEY", help="Require this key; may be repeated.")
-    ] = None,
-    api_key_file: Annotated[
-        str | None, typer.Option(metavar="PATH", help="A file with one key per line, or TOML.")
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option(metavar="N", help="Maximum context; default: the model's.")
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="KV cache, such as 4GiB; default: at least 2GiB."),
-    ] = None,
-    kv_cache: KvCache = None,
-    tail_length: TailLength = None,
-    store_bits: StoreBits = None,
-    drafts: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Maximum draft tokens; 0: off; default: 11."),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="auto|cpu|cuda", help="Default: a GPU if there is one.")
-    ] = None,
-    threads: Threads = None,
-    quantize: Quantize = None,
-    chat_template: Annotated[
-        str | None, typer.Option(metavar="PATH", help="A Jinja file that replaces the model's.")
-    ] = None,
+    *,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="More settings, as TOML.")] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print all settings and their sources.")
     ] = False,
+    **flags: Any,
 ) -> None:
     """Serve the OpenAI API over HTTP.
 
@@ -328,24 +310,6 @@ def serve(
     """
     from weft.cli.serve_command import serve_command
 
-    flags = {
-        "model": model,
-        "host": host,
-        "port": port,
-        "names": (name,) if name else None,
-        "api_keys": tuple(api_key) if api_key else None,
-        "api_key_file": api_key_file,
-        "context": context,
-        "memory": memory,
-        "engine.cache.kv_cache": kv_cache,
-        "engine.cache.tail_length": tail_length,
-        "engine.cache.store_bits": store_bits,
-        "engine.scheduler.max_draft_tokens": drafts,
-        "backend": device,
-        "threads": threads,
-        "quantize": quantize,
-        "chat_template": chat_template,
-    }
     serve_command(flags, config, print_config)
 
 

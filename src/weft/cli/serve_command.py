@@ -37,7 +37,7 @@ def serve_command(flags: Mapping[str, Any], config: Path | None, print_config: b
     if print_config:
         print(as_toml(settings, gathered))
         return
-    settings = _with_model(_on_device(settings, gathered), gathered)
+    settings = _with_model(_on_device(settings, gathered))
     for number in (signal.SIGINT, signal.SIGTERM):  # until the server installs its own handlers
         signal.signal(number, _exit)
     launched = launch_engine(settings.backend, settings.backend_options, settings.engine)
@@ -57,19 +57,18 @@ def _exit(*_: object) -> None:
 
 
 def _settings(gathered: Gathered) -> ServerSettings:
-    """The settings without the path of the model, which is not fetched yet."""
-    settings = gathered.applied_to(ServerSettings(gathered.value("model"), ()))
-    memory = gathered.value("memory")
-    if memory is not None:
-        cache = dataclasses.replace(settings.engine.cache, memory=memory)
+    """The settings with the name of the model, which is not fetched yet."""
+    settings = gathered.applied_to(ServerSettings())
+    if settings.memory is not None:
+        cache = dataclasses.replace(settings.engine.cache, memory=settings.memory)
         settings = dataclasses.replace(settings, engine=dataclasses.replace(settings.engine, cache=cache))
-    file = gathered.value("api_key_file")
-    return dataclasses.replace(settings, api_keys=all_keys(gathered.value("api_keys"), file))
+    keys = all_keys(gathered.value("api_keys"), settings.api_key_file)
+    return dataclasses.replace(settings, api_keys=keys)
 
 
 def _on_device(settings: ServerSettings, gathered: Gathered) -> ServerSettings:
     """Sets the device, and on a GPU its step sizes, unless the operator sets them."""
-    backend = registry.chosen(settings.backend, _compute_options(gathered))
+    backend = registry.chosen(settings.backend, _compute_options(settings))
     engine = settings.engine
     budgets = registry.CARD_BUDGETS
     if backend == "cuda" and not any(f"engine.scheduler.{name}" in gathered.given for name in budgets):
@@ -77,14 +76,14 @@ def _on_device(settings: ServerSettings, gathered: Gathered) -> ServerSettings:
     return dataclasses.replace(settings, backend=backend, engine=engine)
 
 
-def _with_model(settings: ServerSettings, gathered: Gathered) -> ServerSettings:
-    model = gathered.value("model")
+def _with_model(settings: ServerSettings) -> ServerSettings:
+    model = settings.model
     path = str(fetch(model))
     shown = Path(shown_name(model)).stem if path.endswith(".gguf") else shown_name(model)
     names = settings.names or (shown,)
-    options = {"max_context": gathered.value("context")}
+    options: dict[str, Any] = {"max_context": settings.context}
     if settings.backend != "noop":  # noop has no weights and computes nothing
-        options |= {"checkpoint": path, **_compute_options(gathered)}
+        options |= {"checkpoint": path, **_compute_options(settings)}
     return dataclasses.replace(
         settings,
         model=path,
@@ -93,8 +92,8 @@ def _with_model(settings: ServerSettings, gathered: Gathered) -> ServerSettings:
     )
 
 
-def _compute_options(gathered: Gathered) -> dict[str, Any]:
-    return {key: gathered.value(key) for key in ("threads", "quantize")}
+def _compute_options(settings: ServerSettings) -> dict[str, Any]:
+    return {"threads": settings.threads, "quantize": settings.quantize}
 
 
 def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from weft.metrics import Histogram, RecentRate, ServingMetrics
 from weft.request import FinishReason, GenerationResult, RequestState
 from weft.scheduling.scheduler import ContinuousBatchScheduler
@@ -42,7 +44,6 @@ class EngineMetrics:
         uptime = max(now - self._started_at, 1e-9)
         preempted = scheduler.queue.num_preempted
         cache = scheduler.kv_cache.stats()
-        totals = scheduler.stats
         return ServingMetrics(
             uptime=uptime,
             requests_pending=len(scheduler.queue) - preempted,
@@ -51,13 +52,7 @@ class EngineMetrics:
             requests_completed=self.ended[RequestState.COMPLETED],
             requests_failed=self.ended[RequestState.FAILED],
             requests_cancelled=self.ended[RequestState.CANCELLED],
-            prompt_tokens=totals.prompt_tokens,
-            cached_tokens=totals.prompt_tokens_cached,
-            generated_tokens=totals.tokens_generated,
-            drafted_tokens=totals.tokens_drafted,
-            accepted_drafts=totals.drafts_accepted,
-            steps=totals.steps,
-            preemptions=totals.preemptions_by_recompute + totals.preemptions_by_swap,
+            totals=dataclasses.replace(scheduler.stats),
             requests_per_second=sum(self.ended.values()) / uptime,
             tokens_per_second=self._token_rate.per_second(now),
             latency=self._latency.summary(),

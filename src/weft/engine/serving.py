@@ -21,7 +21,7 @@ from weft.engine.output_texts import AnswerTexts
 from weft.engine.replay import RunRecorder
 from weft.engine.streams import TokenBuffer
 from weft.errors import EngineStoppedError, QueueFullError
-from weft.metrics import ServingMetrics
+from weft.metrics import SchedulerStats, ServingMetrics
 from weft.request import (
     Failure,
     FailureKind,
@@ -35,7 +35,6 @@ from weft.request import (
 from weft.scheduling.cache.manager import KvCacheManagerStats
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
-from weft.scheduling.stats import SchedulerStats
 
 if TYPE_CHECKING:
     import asyncio  # at run time imported where it is used: an engine without an event loop starts faster

@@ -36,7 +36,7 @@ class Checkpoint:
     metadata: Mapping[str, Any]
     """The key-value pairs of the GGUF file, or config.json."""
     tensors: Mapping[str, StoredTensor | RandomSource]
-    """By their names in the files."""
+    """The tensors by their names in the files."""
     end_ids: frozenset[int]
     """Every token that ends an answer."""
     generation: Mapping[str, Any] = field(default_factory=dict)

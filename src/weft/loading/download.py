@@ -48,7 +48,8 @@ def download(locate: Callable[[], Location], partial: Path, expected: ExpectedFi
         return
     partial.unlink()
     if is_resumed:
-        # The first part may be from an older version of the file, or from another server: download all of it again.
+        # The bytes received before may be from an older version of the file, or from another server. So everything is
+        # downloaded again.
         _transfer(locate, partial, expected, advance)
         if has_right_checksum(partial, expected):
             return

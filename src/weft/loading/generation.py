@@ -14,19 +14,11 @@ from typing import Any
 
 from weft.errors import InvalidRequestError
 from weft.loading.files import field_error
-from weft.request import SamplingParams
+from weft.request import PARAMETERS, SamplingParams
 
 # Name in the file -> name in `SamplingParams`.
-_HUGGINGFACE_NAMES = {
-    name: name for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
-}
-_GGUF_NAMES = {
-    "general.sampling.temp": "temperature",
-    "general.sampling.top_p": "top_p",
-    "general.sampling.top_k": "top_k",
-    "general.sampling.min_p": "min_p",
-    "general.sampling.penalty_repeat": "repetition_penalty",
-}
+_HUGGINGFACE_NAMES = {name: name for name, each in PARAMETERS.items() if each.in_generation_config}
+_GGUF_NAMES = {f"general.sampling.{each.gguf}": name for name, each in PARAMETERS.items() if each.gguf}
 
 
 def huggingface_sampling(path: Path, generation_config: Mapping[str, Any]) -> dict[str, Any]:

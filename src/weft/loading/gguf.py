@@ -42,8 +42,9 @@ _MAX_DIMENSIONS = 4
 _MAX_ALIGNMENT = 1 << 20
 _DEFAULT_ALIGNMENT = 32
 
-# Pairs and tensor table must end before this offset. The largest vocabularies, with an embedded tokenizer.json of
-# 30 MB, need half of it. Without a limit, a sparse file of no disk space could claim billions of empty strings.
+# The key-value pairs and the tensor table must end before this offset. The largest vocabularies, with an embedded
+# tokenizer.json of 30 MB, need half of it. Without a limit, a sparse file that takes no disk space could claim billions
+# of empty strings.
 _MAX_TABLE_BYTES = 128 << 20
 
 # The smallest possible pair and tensor entry. With the file size, they bound the counts in the header.

@@ -37,7 +37,8 @@ _PART_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 64 << 20
 _WRITABLE_BY_OTHERS = 0o022
 _LOCK_SECONDS = 60.0
-"""A wait for a process that packs the same folder. An engine that waits longer would look stuck (`stall_seconds`)."""
+"""The longest wait for a process that packs the same folder. An engine that waited longer would look stuck
+(`stall_seconds`)."""
 
 Sizes = Mapping[str, int]
 Fill = Callable[[str, np.ndarray], None]
@@ -136,7 +137,7 @@ class _Layout:
 
 
 def _map(path: Path, layout: _Layout, checksum: Checksum, threads: int) -> dict[str, np.ndarray] | None:
-    """None: the file does not exist, or holds other weights."""
+    """Maps the file and checks it. None: the file does not exist, or holds other weights."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())

@@ -34,7 +34,7 @@ class Vocabulary:
     architecture: str
     tokens: list[str]
     merge_lines: list[str]
-    """As in the file: two tokens, separated by a space."""
+    """The merges as in the file: two tokens, separated by a space."""
     scores: list[float] | None
     control_ids: tuple[int, ...]
     """Control tokens such as `<|im_end|>`. Text of a user is never encoded to one of them."""

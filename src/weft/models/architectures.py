@@ -102,9 +102,8 @@ def describe(
 
 def _llama(fields: Fields, max_context: int | None) -> ModelConfig:
     if fields.layout == "gguf":
-        return _mixtral(
-            fields, max_context
-        )  # GGUF files of Mistral and Mixtral also have the architecture "llama"
+        # GGUF files of Mistral and Mixtral also have the architecture "llama".
+        return _mixtral(fields, max_context)
     return describe(fields, max_context)
 
 

@@ -81,7 +81,8 @@ class Decoder:
             queries = ops.rope_and_write(prepared, qkv, cache, index, layer.pattern, layer.qk_norm)
             attended = ops.paged_attention(prepared, queries, cache, index, layer.pattern)
             if layer is self._layers[-1]:
-                # Of the other tokens only K and V are needed, and those are written by now.
+                # From here on, only tokens that need logits are computed. Of the others only K and V are needed, which
+                # are written already.
                 attended = ops.select_logit_rows(prepared, attended)
                 hidden = ops.select_logit_rows(prepared, hidden)
             output = self._norm(ops.linear(attended, layer.wo), layer.attention_post_norm)

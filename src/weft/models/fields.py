@@ -20,7 +20,7 @@ LARGEST_LAYERS = 4096
 LARGEST_HEAD = 8192
 LARGEST_EXPERTS = 4096
 
-# Every real parameter lies in this range. Products of a few such numbers neither overflow nor become zero.
+# Every real parameter is in this range. Products of a few such numbers neither overflow nor become zero.
 _SMALLEST_NUMBER, _LARGEST_NUMBER = 1e-30, 1e30
 
 # weft's name -> (GGUF key after the architecture's name, config.json keys). The first config.json key that is present

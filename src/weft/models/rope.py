@@ -103,7 +103,7 @@ def _yarn(frequencies: list[float], parameters: RopeParameters) -> list[float]:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
     if low == high:
-        high += 0.001  # avoids a division by zero; the ramp becomes a step
+        high += 0.001  # avoids a division by zero; the ramp becomes a jump
     result = []
     for pair, frequency in enumerate(frequencies):
         ramp = min(max((pair - low) / (high - low), 0.0), 1.0)

@@ -33,8 +33,8 @@ def read_rope(
 ) -> RopeParameters:
     """Reads the rope of one layer type.
 
-    `base` is the default if the file has none of `base_keys` (the GGUF key, the config.json key). `scaled` false: the
-    layer type ignores scaling, unless config.json states it in the layer type's own object.
+    `base` is the default if the file has none of `base_keys` (the GGUF key, the config.json key). With `scaled` false
+    the layer type ignores scaling, unless config.json states scaling in the layer type's own object.
     """
     if fields.layout == "gguf":
         return _from_gguf(fields, head_size, base, base_keys[0], scaled)

@@ -22,8 +22,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class StoreIndices:
-    """What a step reads from the store, and the M blocks that it moves there. Each layer of a moved block is quantised
-    after the step has written K and V of that layer: the step may still fill the block."""
+    """The store tables of a step, and the M blocks that the step moves to the store. Each layer of a moved block is
+    quantised after the step has written K and V of that layer: the step may still fill the block."""
 
     tables: np.ndarray  # int64 [R, longest], padded with 0
     moved_from: np.ndarray  # int64 [M], blocks of the full tier
@@ -104,8 +104,8 @@ class QkNorm:
 
 
 LinearRole = Literal["layer", "vocabulary", "router"]
-"""The role of a linear layer: a layer of the decoder, the output layer or embedding, or the router of a mixture.
-The last two keep more precision when weights are quantised on request."""
+"""The role of a linear layer: a layer of the decoder, the output layer or embedding, or the router of a mixture. With
+`quantize`, the last two keep more precision."""
 
 
 class WeightSource(Protocol):
@@ -178,8 +178,8 @@ class Ops(Protocol):
     def prepare(
         self, step: StepIndices, cache: Any, shape: AttentionShape, patterns: Sequence[AttentionPattern]
     ) -> Any:
-        """What all layers of one step share, in the arrays of this implementation. Layers refer to a pattern by its
-        index in `patterns`."""
+        """Computes what all layers of one step share, in the arrays of this implementation. Layers refer to a pattern
+        by its index in `patterns`."""
 
     def embedding(self, prepared: Any, table: Any, scale: float = 1.0) -> Any:
         """The rows of `table` for the token ids of the step, times `scale`: [T, features]. `table` is from
@@ -194,7 +194,7 @@ class Ops(Protocol):
     # --- in every layer -----------------------------------------------------------------------------------------
 
     def linear(self, inputs: Any, weight: Any) -> Any:
-        """inputs times the transposed weight, plus the bias if there is one: [T, outputs]."""
+        """inputs times the transposed weight, plus the bias if the layer has one: [T, outputs]."""
 
     def rms_norm(self, inputs: Any, weight: Any, epsilon: float) -> Any:
         """Each row divided by its root mean square, times the weight."""
@@ -209,8 +209,8 @@ class Ops(Protocol):
         """
 
     def paged_attention(self, prepared: Any, queries: Any, cache: Any, layer: int, pattern: int) -> Any:
-        """Causal attention of each token over the context of its request, within the window of the pattern. K and V
-        are read through the block table, also those of this step: [T, heads * head size]."""
+        """Causal attention of each token over the context of its request, within the window of the pattern: [T, heads *
+        head size]. K and V are read through the block table; those of this step too."""
 
     def silu_mul(self, gate_up: Any) -> Any:
         """silu(gate) * up, from packed [gate | up] rows."""
@@ -224,4 +224,4 @@ class Ops(Protocol):
         result is the weighted sum of the experts' outputs, down(silu(gate) * up), in the order of the experts."""
 
     def add(self, left: Any, right: Any, scale: float = 1.0) -> Any:
-        """left + right * scale. The result may overwrite either; the caller uses neither again."""
+        """left + right * scale. The result may overwrite either input; the caller uses neither again."""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from weft.ops.base import AttentionPattern, AttentionShape, QkNorm
 
 NO_STEP: Any = None
-"""The step of a recorded forward pass: recording reads nothing of it."""
+"""Stands for the step of a recorded forward pass. Recording reads nothing of it."""
 
 
 @dataclass(eq=False)
@@ -58,7 +58,7 @@ class Product:
 
 @dataclass(frozen=True, eq=False)
 class RopeAndWrite:
-    """In place. The queries are the first columns of the rows."""
+    """Changes the rows in place. The queries are the first columns of the rows."""
 
     rows: Buffer
     layer: int
@@ -101,7 +101,7 @@ class SelectRows:
 
 @dataclass(frozen=True, eq=False)
 class ScaleAndCap:
-    """In place."""
+    """Changes the values in place."""
 
     values: Buffer
     scale: float
@@ -204,7 +204,8 @@ class RecordingOps:
 
 @dataclass(frozen=True, eq=False)
 class FusedProduct:
-    """A product with the norm or gate before it, and the buffer that it is added to, if any."""
+    """A product, fused with the norm or gate before it, and with the add after it. `added_to`: the buffer that it is
+    added to, if any."""
 
     product: Product
     before: Norm | Gate | None
@@ -224,7 +225,7 @@ Instruction = Operation | FusedProduct
 
 
 def fused(operations: Sequence[Operation], kept: set[Buffer]) -> list[Instruction]:
-    """Fuses operations. Buffers in `kept` are read later, so the operations that make them are not fused away."""
+    """Fuses operations. Buffers in `kept` are read later, so the operations that write them are not removed."""
     readers: dict[Buffer, list[Operation]] = defaultdict(list)
     for operation in operations:
         for buffer in read_by(operation):
@@ -280,8 +281,8 @@ def read_by(instruction: Instruction) -> Iterator[Buffer]:
 def assigned_slots(
     instructions: Sequence[Instruction], kept: set[Buffer], new_slot: Callable[[int], int]
 ) -> dict[Buffer, int]:
-    """A memory slot for every buffer. `new_slot` makes one with a number of columns. A slot is used again by a buffer
-    of the same width after the last read of its content."""
+    """Assigns a buffer slot (memory) to every buffer. `new_slot` makes one with a number of columns. A slot is used
+    again for a buffer of the same width after the last read of its content."""
     last_read = {
         buffer: index for index, instruction in enumerate(instructions) for buffer in read_by(instruction)
     }

@@ -2,7 +2,7 @@
 
 `dtype` applies to everything: weights, activations, cache. In float64 the results of a request depend on the rest of
 the batch only in the last few bits; tests that compare tokens exactly use it. In float32 logits can differ by about
-1e-5 with the batch, because BLAS chooses its summation order by the shape of the product.
+1e-5 when the batch differs, because BLAS chooses its summation order by the shape of the product.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _SingleQueries:
 
 @dataclass(frozen=True)
 class _QueryRun:
-    """Consecutive tokens of a request that has several tokens in the step."""
+    """Consecutive tokens of one request that has several tokens in the step."""
 
     tokens: slice
     blocks: ReadBlocks
@@ -309,8 +309,8 @@ def _reads(step: StepIndices, window: int | None, block_size: int, tail_blocks: 
 def _single_queries(
     step: StepIndices, requests: np.ndarray, window: int | None, block_size: int, tail_blocks: int
 ) -> tuple[_SingleQueries, ...]:
-    """Batches of requests with one token. The block counts of a batch round up to the same power of two, so padding at
-    most doubles the work."""
+    """Makes batches of requests with one token. In a batch, all block counts round up to the same power of two, so
+    padding at most doubles the work."""
     if not len(requests):
         return ()
     lengths = step.context_lengths[requests]
@@ -349,8 +349,8 @@ def _query_runs(
     tail_blocks: int,
     heads: int,
 ) -> tuple[_QueryRun, ...]:
-    """Splits requests with several tokens into runs of at most `_MAX_SCORES` scores. A run reads only blocks in its
-    window. With a store, all queries of a run read the same blocks from the store."""
+    """Splits requests with several tokens into runs of tokens with at most `_MAX_SCORES` scores. A run reads only
+    blocks in its window. With a store, all queries of a run read the same blocks from the store."""
     runs = []
     for request in requests:
         first, end = int(step.query_starts[request]), int(step.query_starts[request + 1])

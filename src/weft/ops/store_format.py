@@ -6,7 +6,7 @@ A vector is the key or the value of one token for one KV head. Its stored bytes 
                                           4 bits: zero counts sixteenths of a code, 0 to 255
     bytes = codes, scale, zero            a scale is a float of 5 exponent and 3 mantissa bits; 255: not a number
 
-Keys have a few features that are far larger than the others. With 4 bits, the other features would share only a few
+Keys have a few features that are far larger than the others. With 4 bits, all other features would get the same few
 codes. So 4-bit keys are rotated before they are quantised, which spreads a large feature over all. The query is rotated
 too, which leaves the product of query and key unchanged.
 """
@@ -17,7 +17,8 @@ import numpy as np
 
 NOT_A_NUMBER = 255
 
-# Scale byte 0 is 2^-18. The byte counts float32 bit patterns from there in units of 2^20: eight per power of two.
+# Scale byte 0 is 2^-18. Byte b is the float32 whose bit pattern is b * 2^20 larger: there are eight scales per power of
+# two.
 _SHIFT = 20
 _LOWEST = (127 - 18) << 3
 

@@ -3,12 +3,13 @@
 Order of the operations:
 1. mask the tokens that the grammar forbids;
 2. penalties, logit_bias, min_tokens;
-3. unless greedy: temperature, top_k, top_p, min_p, typical_p;
+3. unless greedy: temperature, top_k, top_p, min_p, typical_p, xtc;
 4. the argmax of the scores plus the noise of `sampling.noise`; greedy: the argmax without noise.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -160,12 +161,13 @@ def _draw(scores: np.ndarray, drawn: np.ndarray, entries: SampledEntries, rows: 
     relative = (scores - scores.max(axis=1, keepdims=True)).astype(np.float64)
     with np.errstate(over="ignore"):
         relative /= entries.temperatures[drawn, None]
+    keys = noise_keys(entries.seeds[drawn], entries.output_indices[drawn])
     for index in np.flatnonzero(~entries.is_plain[drawn]):
         params = rows.params[entries.rows[drawn[index]]]
         assert params is not None
         _filter(relative[index], params)
-        relative[index] -= relative[index].max()  # typical-p may have removed the best
-    keys = noise_keys(entries.seeds[drawn], entries.output_indices[drawn])
+        _exclude_top_choices(relative[index], params, keys[index])
+        relative[index] -= relative[index].max()  # typical-p or xtc may have removed the best
     return np.array([_winner(row, key) for row, key in zip(relative, keys, strict=True)])
 
 
@@ -194,9 +196,7 @@ def _filter(scores: np.ndarray, params: SamplingParams) -> None:
     if params.top_p < 1.0:
         scores[scores < _nucleus_floor(scores, params.top_p)] = -np.inf
     if params.min_p > 0.0:
-        scores[
-            scores < np.log(params.min_p)
-        ] = -np.inf  # scores are relative to the best, which is always kept
+        scores[scores < math.log(params.min_p)] = -np.inf  # relative to the best, which is always kept
     if params.typical_p < 1.0:
         probabilities = _softmax(scores)
         logs = np.log(probabilities, where=probabilities > 0, out=np.full_like(probabilities, -np.inf))
@@ -206,6 +206,19 @@ def _filter(scores: np.ndarray, params: SamplingParams) -> None:
         ranked = probabilities[order]
         kept = np.cumsum(ranked) - ranked < params.typical_p
         scores[surprise > surprise[order][kept][-1]] = -np.inf
+
+
+def _exclude_top_choices(scores: np.ndarray, params: SamplingParams, key: np.uint64) -> None:
+    """Applies xtc in place to the tokens that the other filters kept. `scores` are relative to the best of all tokens.
+
+    Whether it applies is decided by the noise of token -1, which no token uses: it is a pure function of seed and
+    output index, too. Tokens that tie with the least likely of the likely tokens are kept.
+    """
+    if uniform(noise_bits(key, np.array([-1])))[0] >= params.xtc_probability:
+        return
+    floor = math.log(params.xtc_threshold) + math.log(np.exp(scores).sum())
+    likely = scores[scores >= floor]
+    scores[scores > likely.min(initial=np.inf)] = -np.inf
 
 
 def _nucleus_floor(scores: np.ndarray, top_p: float) -> float:

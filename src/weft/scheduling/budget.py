@@ -6,7 +6,7 @@ NO_LIMIT = float("inf")
 
 
 class TokenBudget:
-    """What is left of the limits while a plan is built. Every entry of the plan is subtracted."""
+    """The rest of the limits while a plan is built. Every entry of the plan is subtracted."""
 
     __slots__ = ("prefill_seconds", "prefill_tokens", "sequences", "tokens")
 
@@ -14,7 +14,7 @@ class TokenBudget:
         self.tokens = tokens
         self.prefill_tokens = prefill_tokens
         self.prefill_seconds = NO_LIMIT
-        """Negative if the first prompt of a step took more than was left. Then no other prompt is added."""
+        """Negative if the first prompt of a step took more than the rest. Then no other prompt is added."""
         self.sequences = sequences
 
     @property
@@ -33,6 +33,6 @@ class TokenBudget:
         self.sequences -= 1
 
     def give_back_decode(self) -> None:
-        """Undoes one decode of `take_decodes`: the sequence left the plan."""
+        """Undoes `take_decodes` for one sequence that was removed from the plan."""
         self.tokens += 1
         self.sequences += 1

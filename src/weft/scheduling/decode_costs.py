@@ -1,4 +1,5 @@
-"""Learns the fixed cost of a decode step, in rows. Speculation compares the cost of draft tokens with it."""
+"""Learns the fixed cost of a decode step, expressed as a number of rows. Speculation compares the cost of draft tokens
+with it."""
 
 from __future__ import annotations
 
@@ -7,31 +8,35 @@ MEAN_WEIGHT = 1 / 16
 
 INITIAL_EVIDENCE = 16.0
 MAX_EVIDENCE = 256.0
-"""Evidence is the sum of squared differences in rows. It starts at the first value and stops growing at the second."""
+"""Evidence is the sum of squared differences in the number of rows. It starts at the first value and stops growing at
+the second."""
 
 MAX_CORRECTION = 0.25
 MAX_STEP_RATIO = 3.0
-"""Limits for one step, since the machine may have stalled: its weight in the estimate, and its length over the mean."""
+"""Limits for the influence of one step, since the machine may have stalled: its weight in the estimate, and its length
+relative to the mean."""
 
 MAX_DEVIATION = 16.0
 """The estimate stays within this factor of the value that the backend states."""
 
 GAP_FACTOR = 3.0
-"""A step that is planned late costs more than the gap before it: threads wake up and caches are cold. Measured with
-one to eight decodes: 2 to 6 times as much."""
+"""If a step is planned only after the previous one has ended, it costs more than the gap between the two: threads must
+wake up, and caches are cold. Measured with one to eight decodes: 2 to 6 times as much."""
 
 MAX_GAP_COST = 0.25
-"""The largest cost of a gap, as a share of the mean step. A caller may run the engine at its own pace."""
+"""The largest cost of a gap, as a fraction of the mean step. A longer gap may come from a caller that runs the engine
+at its own pace."""
 
 
 class DecodeCosts:
     """Learns `fixed_rows` in: seconds of a step = (`fixed_rows` + rows) * seconds per row.
 
     The true cost is a staircase, since kernels compute rows in tiles. A straight line is off by up to 1/7, which
-    changes few decisions; a table by number of rows would need many times as many steps.
+    changes few decisions. A table by number of rows would need many times as many steps.
 
-    Only the ratio is kept, so a machine that slows down as a whole changes nothing. Each step is compared with the mean
-    of recent steps, so slowly growing contexts are not mistaken for rows, and equal steps leave the estimate unchanged.
+    Only the ratio is kept, so nothing changes if the whole machine becomes slower. Each step is compared with the mean
+    of recent steps. So slowly growing contexts do not look like more rows, and equal steps leave the estimate
+    unchanged.
     """
 
     def __init__(self, fixed_rows: float) -> None:
@@ -63,7 +68,7 @@ class DecodeCosts:
             per_row = self._mean_seconds / (self.fixed_rows + self._mean_rows)
             self._evidence = min(self._evidence + weight, MAX_EVIDENCE)
             per_row += min(weight / self._evidence, MAX_CORRECTION) * (more_seconds / more_rows - per_row)
-            # Bounds of `per_row`. Noise can make it negative: a step with more rows may have been faster.
+            # Limits `per_row`. Noise can make it negative: a step with more rows may have been faster.
             lowest, highest = (
                 self._mean_seconds / (fixed + self._mean_rows) for fixed in (self._max_fixed, self._min_fixed)
             )

@@ -24,7 +24,8 @@ MATCH_LENGTHS = (2, 4, 8)
 """How many of the last tokens must occur earlier. The longest match is used."""
 
 SEARCH_WINDOW = 2048
-"""Tokens that are searched after each token while there is no match: 1 to 6 us, more where token ids share bytes."""
+"""How many tokens are searched after each new token while there is no match. This takes 1 to 6 us, more if token ids
+share bytes."""
 
 INITIAL_ACCEPTANCE = 0.5
 LEARNING_RATE = 0.1
@@ -34,7 +35,7 @@ _TOKEN_BYTES = array("i").itemsize
 
 class DraftProposer:
     """Proposes draft tokens for one sequence. Every new token updates the acceptance rate, even if no step checked a
-    draft token for it."""
+    draft token at its position."""
 
     __slots__ = ("_bytes", "_next", "_tokens", "acceptance_rate")
 
@@ -44,7 +45,7 @@ class DraftProposer:
         # The same tokens as bytes: `rfind` is far faster than a loop over the list.
         self._bytes = bytearray(array("i", tokens).tobytes())
         self._next = self._find()
-        """Index of the token that is proposed next; -1: no match."""
+        """Index of the token that is proposed next. -1: there is no match."""
         self.acceptance_rate = INITIAL_ACCEPTANCE
         """Estimated probability that the next draft token is accepted."""
 
@@ -112,7 +113,7 @@ class Speculation:
         self._max_draft_tokens = config.max_draft_tokens if info.fixed_cost_rows else 0
         self.costs = DecodeCosts(info.fixed_cost_rows)
         self._idle_since: float | None = None
-        """When the last step ended. None if the next step was planned before that."""
+        """When the last step ended. None: the next step was planned before that."""
         self._block_size = info.block_size
         self._has_tiers = info.store_blocks > 0
 

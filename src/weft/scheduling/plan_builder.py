@@ -12,7 +12,7 @@ from weft.scheduling.sequence import Sequence
 
 
 class PlanBuilder:
-    """Lives while one step is planned. A preempted decode leaves it again; prefills are final once added."""
+    """Exists while one step is planned. A decode is removed again if it is preempted; prefills are final once added."""
 
     __slots__ = (
         "budget",
@@ -52,7 +52,7 @@ class PlanBuilder:
         return not (self.decodes or self.prefills or self.swap_out or self.swap_in)
 
     def note_tables(self, sequence: Sequence, first: int) -> None:
-        """Records the entries from index `first` on as new, if the backend has the row already."""
+        """Records the table entries from index `first` on as new, if the backend has the row already."""
         if sequence.row_sent:
             assert sequence.allocation is not None
             blocks = sequence.allocation.blocks
@@ -67,7 +67,7 @@ class PlanBuilder:
             self.moving.remove(sequence)
 
     def freeze(self, kv_cache: KvCacheManager) -> tuple[IterationPlan, list[Sequence]]:
-        """Returns the plan and the sequences of its entries. Advances these sequences as if the step had succeeded."""
+        """Returns the plan and the sequences of its entries. Updates these sequences as if the step had succeeded."""
         step, decodes, prefills, drafts = self.step, self.decodes, self.prefills, self.draft_tokens
         if drafts:
             decodes = [s for s in decodes if s not in drafts]
@@ -75,7 +75,7 @@ class PlanBuilder:
         row_starts = [_row_start(s) for s in sequences if not s.row_sent]
         moves = (
             self._move(kv_cache) if self.moving else ()
-        )  # after the row starts: they list blocks before moves
+        )  # after the row starts, because they list the blocks as they were before the moves
         tables = self._sent_tables() if self.tables else ()
         starts = []
         counts = [1] * len(decodes)
@@ -112,7 +112,7 @@ class PlanBuilder:
             samples=tuple(samples),
             drafts=tuple(drafts.values()),
             row_starts=tuple(row_starts),
-            # Usually there are none, and this code runs for every step.
+            # A short cut: usually there are none, and this code runs for every step.
             table_rows=tuple([row for row, _, _ in tables]) if tables else (),
             table_indices=tuple([index for _, index, _ in tables]) if tables else (),
             table_blocks=tuple([block for _, _, block in tables]) if tables else (),

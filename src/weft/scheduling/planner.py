@@ -18,7 +18,8 @@ from weft.scheduling.sequence import Phase, Sequence
 from weft.scheduling.sequence_table import SequenceTable
 
 MAX_SKIPPED = 16
-"""How many waiting sequences that cannot start yet one plan may skip. Keeps planning time independent of the queue."""
+"""The maximum number of waiting sequences that one plan skips because they cannot start yet. It keeps planning time
+independent of the queue."""
 
 ONE_BLOCK = BlockCounts(1)
 
@@ -69,18 +70,18 @@ class Planner:
     # ------------------------------------------------------------------ the shape of a step
 
     def _plan_mixed(self, builder: PlanBuilder, sequences: list[Sequence], may_admit: bool) -> None:
-        """Decodes first, then prompts: those in progress and new ones."""
+        """Adds decodes first, then prompts: those in progress and new ones."""
         may_admit = may_admit and bool(self._sequences.queue) and self._admission_is_open()
         places = builder.budget.sequences
         is_full = len(sequences) >= places
         if may_admit and is_full and (self._sequences.kv_cache.free_rows or self._first_may_preempt()):
-            # Keep one place for arrivals: running sequences would block them forever.
+            # Keeps one place in the step for new sequences: otherwise running sequences would block them forever.
             places = places - 1 if places > 1 else builder.step % 2
         decodes, prefills, others = self._split(sequences, places)
         self._take_decodes(builder, decodes)
         if prefills or others or may_admit:
             self._plan_prompts(builder, prefills, may_admit)
-        # Give the unused places to the remaining sequences, in rotation order.
+        # Gives the unused places to the remaining sequences, in rotation order.
         for sequence in others:
             if not builder.budget.sequences or not builder.budget.tokens:
                 break
@@ -92,7 +93,7 @@ class Planner:
                 self._continue_prefill(builder, sequence)
 
     def _plan_pure(self, builder: PlanBuilder) -> None:
-        """Either prompts or decodes: one step of prompts each time all running sequences have decoded."""
+        """A step has either prompts or decodes: one step of prompts each time all running sequences have decoded."""
         decodes, prefills, _ = self._split(self._sequences.running, len(self._sequences.running))
         may_admit = bool(self._sequences.queue) and self._admission_is_open()
         all_decoded = all(
@@ -122,11 +123,12 @@ class Planner:
                 sort_key, sequence = in_progress.pop()
                 producer = self._continue_prefill(builder, sequence)
                 if producer is not None:
-                    _inherit_place(sort_key, producer, in_progress)
+                    _inherit_rank(sort_key, producer, in_progress)
             elif first is None:
                 break
             elif self._sequences.is_in_flight(first) or first.request_id in builder.preempted:
-                # Preempted by this plan, or still in a step in flight. Only a higher priority may overtake it.
+                # This plan preempted it, or it is still in a step in flight. Only a sequence of higher priority may
+                # overtake it.
                 skipped_priority = max(skipped_priority, first.priority)
                 skipped.append(queue.set_aside())
             elif first.allocation is not None:
@@ -136,14 +138,15 @@ class Planner:
                 may_admit = started is not False
                 if isinstance(started, Sequence):
                     skipped.append(queue.set_aside())
-                    _inherit_place(self._prefill_sort_key(first), started, in_progress)
+                    _inherit_rank(self._prefill_sort_key(first), started, in_progress)
         for item in skipped:
             queue.put_back(item)
 
     def _split(
         self, sequences: list[Sequence], places: int
     ) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
-        """Splits into decodes, prefills and others, in rotation order. The first two get `places` sequences in all."""
+        """Splits the running sequences into decodes, prefills and others, in rotation order. The first two get `places`
+        sequences in all."""
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         others: list[Sequence] = []
@@ -165,7 +168,7 @@ class Planner:
     # ------------------------------------------------------------------ decodes
 
     def _take_decodes(self, builder: PlanBuilder, decodes: list[Sequence]) -> None:
-        """Adds decodes to the step, and allocates a block for each one whose last block is full."""
+        """Adds decodes to the step. Allocates a block for each one whose last block is complete."""
         block_size = self._info.block_size
         builder.budget.take_decodes(len(decodes))
         builder.decodes += decodes
@@ -221,18 +224,19 @@ class Planner:
         return blocks_are_coming and self._is_on_time(builder.step, sequence)
 
     def _is_on_time(self, step: int, sequence: Sequence) -> bool:
-        """Whether it ran or was admitted at most one rotation ago: the steps in which all running sequences run once."""
+        """Whether the sequence ran or was admitted at most one rotation ago. A rotation is as many steps as all running
+        sequences need to run once."""
         rotation = -(-len(self._sequences.running) // self._config.sequences_per_step)
         is_prompt_in_tiers = self._info.store_blocks and not _is_decode(sequence)
         if is_prompt_in_tiers and all(s.priority >= sequence.priority for s in self._sequences.running):
-            # Prompts share the full blocks that the tails leave free, which may be few, so one prompt may have to wait
-            # for all others. A prompt that outranks a running sequence preempts it instead.
+            # Prompts divide the full blocks that the tails leave free. These may be few, so one prompt may have to wait
+            # for all others. But a prompt that outranks a running sequence preempts it.
             rotation = max(rotation, len(self._sequences.running))
         return step - max(sequence.last_step, sequence.admitted_step - 1) <= rotation
 
     def should_wait_for_tokens(self) -> bool:
-        """Whether the next step should wait for the tokens of the step in flight, so that it can have draft tokens. Not
-        if prompts come next, or if it has no room for draft tokens."""
+        """Whether the next step should wait for the tokens of the step in flight, so that it can have draft tokens.
+        False if prompts come next, or if the step has no room for draft tokens."""
         queue, running = self._sequences.queue, self._sequences.running
         if queue and self._sequences.kv_cache.free_rows:
             return False
@@ -260,7 +264,8 @@ class Planner:
         count = self._size.chunk(builder, start, sequence.target - start)
         if not count:
             return None
-        # A smaller chunk is better than a preemption: preempt only if not even one position has a block.
+        # A smaller chunk is better than a preemption. So the planner preempts only if there is no block for even one
+        # position.
         kv_cache = self._sequences.kv_cache
         room = kv_cache.affordable(len(allocation.blocks), allocation.stored, start, kv_cache.available)
         count = min(count, room or block_size - start % block_size)
@@ -297,7 +302,7 @@ class Planner:
     # ------------------------------------------------------------------ admission
 
     def _admission_is_open(self) -> bool:
-        """Dynamic batching off: a batch closes when its first sequence generates, and opens when all have ended."""
+        """Without dynamic batching: a batch closes when its first sequence generates, and opens when all have ended."""
         if self._config.dynamic_batching:
             return True
         if not self._sequences.running and not self._sequences.resuming:
@@ -315,7 +320,7 @@ class Planner:
         return any(s.priority < first.priority for s in self._sequences.running)
 
     def _first_to_admit(self, skipped_priority: int) -> Sequence | None:
-        """The first waiting sequence, if it may join. It must outrank every sequence that was skipped before it."""
+        """The first waiting sequence, if it may be admitted. It must outrank every sequence that was skipped before it."""
         first = self._sequences.queue.peek()
         if first is None or first.priority <= skipped_priority:
             return None
@@ -328,7 +333,8 @@ class Planner:
         next_key, _ = in_progress[-1]
         if self._prefill_sort_key(first) < next_key:
             return self._config.max_tokens_per_step
-        # It delays later prompts: only a prompt that has started can be overtaken. So it starts with one block.
+        # A prompt can be overtaken only once it has started. So it starts with one block, and does not delay later
+        # prompts.
         delays_others = self._config.chunked_prefill and any(
             self._prefill_sort_key(sequence) < next_key
             for sequence in self._sequences.queue.near_front(MAX_SKIPPED)
@@ -339,7 +345,8 @@ class Planner:
         """Sort key of a prompt, by the target of its first token. The smallest goes first."""
         cached = sequence.cached_tokens
         if cached is None:
-            # It waits. With two tiers the lookup is too slow to be done for every sequence near the front.
+            # The sequence is waiting, so its prefix hits are not known. With two tiers the lookup is too slow to be
+            # done for every sequence near the front.
             hits = [] if self._info.store_blocks else self._sequences.prefixes.hits(sequence)
             cached = len(hits) * self._info.block_size
         return self._order.sort_key(sequence, cached)
@@ -361,7 +368,9 @@ class Planner:
         count = min(max_tokens, self._size.chunk(builder, start, sequence.target - start))
         if not count:
             return False
-        kv_cache.share(hits)  # held first: else a preemption would count them as free
+        kv_cache.share(
+            hits
+        )  # the hits get a reference first: otherwise a preemption would count them as free
         stored = kv_cache.num_stored(hits)
         if self._info.store_blocks:
             # Every token of a prompt first needs a full block. If few are free, the chunk is smaller.
@@ -388,7 +397,7 @@ class Planner:
         return True
 
     def _resume(self, builder: PlanBuilder, sequence: Sequence) -> bool:
-        """Starts the swap-in of a sequence. It runs once the copy is finished."""
+        """Starts the swap-in of a sequence. The sequence runs once the copy is finished."""
         allocation = sequence.allocation
         assert allocation is not None
         needed = allocation.size
@@ -409,8 +418,8 @@ class Planner:
         self, builder: PlanBuilder, sequence: Sequence, needed: BlockCounts, needed_soon: BlockCounts
     ) -> bool:
         """Whether a row and the `needed` blocks are free for a waiting sequence. May preempt others for it. Without
-        preemption, `needed_soon` must be free as well, on top of what prompts in progress still need: a sequence that
-        is preempted right after its start only costs time."""
+        preemption, `needed_soon` blocks must be free as well, in addition to those that prompts in progress still
+        need. Otherwise the sequence could be preempted right after its start, which only costs time."""
         kv_cache = self._sequences.kv_cache
         available, has_row = kv_cache.available, kv_cache.free_rows > 0
         is_alone = not (self._sequences.running or self._sequences.resuming)
@@ -431,7 +440,8 @@ class Planner:
             self._preempt(builder, victim)
         if kv_cache.free_rows:
             return True
-        # The victim's row is still in a step in flight. Promote this sequence, or the victim would be admitted first.
+        # The victim's row is still in a step in flight, so this sequence must wait. It is promoted, or the victim would
+        # be admitted before it.
         self._sequences.queue.promote(sequence)
         return False
 
@@ -457,7 +467,8 @@ class Planner:
                 self._sequences.kv_cache.truncate(allocation, num_kept)
 
     def _victims(self, builder: PlanBuilder) -> list[Sequence]:
-        """Sequences that may be preempted: no prefills of this plan, and none that just started or is finishing."""
+        """Sequences that may be preempted. Not among them: prefills of this plan, and sequences that just started or
+        are finishing."""
         running = self._sequences.running
         return [s for s in running if s.admitted_step <= s.last_step < builder.step and not s.is_finishing]
 
@@ -470,7 +481,8 @@ class Planner:
         builder.preempted.append(sequence.request_id)
 
     def _release_adopted(self, builder: PlanBuilder, sequence: Sequence) -> None:
-        """Releases blocks adopted in this plan: the step fills them, but a swap-out copies before the step."""
+        """Releases blocks adopted in this plan. The step of this plan fills them, but a swap-out would copy them before
+        that step."""
         allocation = sequence.allocation
         assert allocation is not None
         filled = {block for block, _ in builder.registered}
@@ -481,11 +493,11 @@ class Planner:
                 return
 
 
-def _inherit_place(sort_key: SortKey, producer: Sequence, in_progress: _Prompts) -> None:
-    """Priority inheritance: the producer takes the place of the sequence that waits for it."""
-    for place, (_, sequence) in enumerate(in_progress):
+def _inherit_rank(sort_key: SortKey, producer: Sequence, in_progress: _Prompts) -> None:
+    """Priority inheritance: the producer gets the rank of the sequence that waits for it."""
+    for index, (_, sequence) in enumerate(in_progress):
         if sequence is producer:
-            del in_progress[place]
+            del in_progress[index]
             in_progress.append((sort_key, producer))
             return
 

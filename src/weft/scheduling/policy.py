@@ -1,7 +1,9 @@
-"""Orders admission, and learns what a step costs. That cost orders prompts, and sizes their chunks under ADAPTIVE.
+"""Decides the order of admission, and learns what a step costs. Under ADAPTIVE, that cost orders prompts and sizes their
+chunks.
 
-A policy is a sort key per sequence that never changes while the sequence waits, so the queue is a plain heap. Ageing
-fits too: base + rate * (now - arrival) grows equally fast for all, so the order is that of rate * arrival - base.
+A policy is a sort key per sequence that never changes while the sequence waits, so the queue is a plain heap. This
+includes ageing: base + rate * (now - arrival) grows equally fast for all, so the order is that of rate * arrival -
+base.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from weft.scheduling.sequence import Sequence
 SortKey = tuple[float, ...]
 
 DEFAULT_TTFT_TARGET = 30.0
-"""Seconds to the first token, for a request without a target of its own."""
+"""Target in seconds from arrival to the first token, for a request without a target of its own."""
 
 
 def _first_come(sequence: Sequence, config: SchedulerConfig) -> SortKey:
@@ -33,7 +35,7 @@ def _aged_priority(sequence: Sequence, config: SchedulerConfig) -> SortKey:
 
 
 def _aged_urgency(sequence: Sequence, config: SchedulerConfig) -> SortKey:
-    """Priority with ageing, counted from the target of the first token. A preempted sequence ages from its arrival."""
+    """Priority with ageing. Age counts from the target of the first token; for a preempted sequence, from its arrival."""
     since = sequence.arrival
     if sequence.state is not RequestState.PREEMPTED:
         target = sequence.request.ttft_target
@@ -42,7 +44,7 @@ def _aged_urgency(sequence: Sequence, config: SchedulerConfig) -> SortKey:
 
 
 def _aged(sequence: Sequence, config: SchedulerConfig, since: float) -> SortKey:
-    # CRITICAL is always first: age must never overtake it.
+    # CRITICAL is always first: no age may overtake it.
     if sequence.priority == Priority.CRITICAL:
         return (0, sequence.order)
     if config.ageing_rate == 0:
@@ -77,7 +79,7 @@ class AdmissionPolicy:
         return _aged(sequence, self._config, target_time) if self.preempts else (target_time, sequence.order)
 
     def promoted_sort_key(self, sequence: Sequence) -> SortKey:
-        """Before all others. Under policies with priorities, CRITICAL sequences still come first."""
+        """A key before all others. Under policies with priorities, CRITICAL sequences still come first."""
         return (0.5,) if self.preempts and sequence.priority != Priority.CRITICAL else (-1.0,)
 
 
@@ -98,7 +100,7 @@ class StepCostModel:
     step during which a laptop slept does little harm. If the machine has become slower, predictions follow within some
     dozens of steps."""
     SCALES = (1.0, 256.0, 4096.0, 262_144.0)
-    """Features are divided by these, for numerical accuracy."""
+    """Features are divided by these numbers, for numerical accuracy."""
 
     def __init__(self) -> None:
         size = len(self.SCALES)
@@ -164,7 +166,7 @@ class StepCostModel:
         each = per_token + per_context + per_pair * (start + 0.5)
         if each <= 0:
             return 1 << 30
-        # The root of each * n + per_pair / 2 * n**2 = spare, in the form that allows per_pair = 0.
+        # Solves `each * n + per_pair / 2 * n**2 = spare` for n, in a form that also works for per_pair = 0.
         return int(2 * spare / (each + (each**2 + 2 * per_pair * spare) ** 0.5))
 
     def _solve_above_zero(self) -> list[float]:

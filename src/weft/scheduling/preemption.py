@@ -29,9 +29,10 @@ def choose_victims(
 ) -> list[Sequence] | None:
     """The sequences to preempt so that `shortage` blocks become free. None: preempting all candidates is not enough.
 
-    Lowest priority first. Within a priority below the beneficiary's, least lost work first, and no victim is preempted
-    needlessly. Within the beneficiary's own priority, newest first. A sequence without blocks in a tier that is short
-    is never a victim.
+    The beneficiary is the sequence that needs the blocks. The lowest priority is preempted first. Within a priority
+    below the beneficiary's, the least lost work is first, and no sequence is preempted needlessly. Within the
+    beneficiary's own priority, the newest is first. A sequence without blocks in a tier that is short is never a
+    victim.
     """
     order = sorted(
         candidates,
@@ -74,7 +75,7 @@ def swap_seconds(sequence: Sequence, info: BackendInfo) -> float:
 def prefers_swap(
     sequence: Sequence, mode: PreemptionMode, kv_cache: KvCacheManager, info: BackendInfo
 ) -> bool:
-    """Whether to swap this victim out. False, so recompute, if the swap slots do not suffice."""
+    """Whether to swap this victim out. False means recompute, also if the swap slots do not suffice."""
     if mode is PreemptionMode.RECOMPUTE or sequence.allocation is None or sequence.scheduled == 0:
         return False
     if not kv_cache.can_swap_out(sequence.allocation):
@@ -83,13 +84,14 @@ def prefers_swap(
 
 
 def _holds_some(sequence: Sequence, shortage: BlockCounts) -> bool:
-    """Whether it holds blocks in a tier that is short. Every running sequence holds full blocks."""
+    """Whether the sequence holds blocks in a tier that is short. Every running sequence holds full blocks."""
     assert sequence.allocation is not None
     return shortage.full > 0 or (shortage.store > 0 and sequence.allocation.stored > 0)
 
 
 def _freed_by(victim: Sequence, released: Counter[int], kv_cache: KvCacheManager) -> BlockCounts:
-    """Blocks with no reference left after `victim` is preempted. `released`: references dropped so far, by block."""
+    """The blocks that have no reference left after `victim` is preempted. `released`: references dropped so far, by
+    block."""
     allocation = victim.allocation
     assert allocation is not None
     held = (*allocation.blocks, *allocation.leaving.values())
@@ -101,7 +103,7 @@ def _freed_by(victim: Sequence, released: Counter[int], kv_cache: KvCacheManager
 def _without_unneeded(
     victims: list[Sequence], beneficiary: Sequence, shortage: BlockCounts, kv_cache: KvCacheManager
 ) -> list[Sequence]:
-    """Removes victims of the last victim's priority that later victims made unnecessary."""
+    """Removes victims of the last victim's priority that are no longer needed, because later victims free enough."""
     if not victims or victims[-1].priority == beneficiary.priority:
         return victims
     kept = list(victims)

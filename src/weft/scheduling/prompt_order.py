@@ -10,7 +10,7 @@ from weft.scheduling.policy import AdmissionPolicy, SortKey, StepCostModel
 from weft.scheduling.sequence import Sequence
 
 TTFT_FACTOR = 4.0
-"""A prompt's target for its first token: this many times the seconds of its prefill alone. Earliest target first.
+"""A prompt's target for its first token: this many times the seconds of its prefill alone. The earliest target goes first.
 
 0 is the order of arrival: short prompts wait for long ones. A large factor is shortest first: long prompts wait for all
 later short ones. Bursts of 64 prompts of 16 to 512 tokens (cost model, twelve seeds):
@@ -21,8 +21,8 @@ later short ones. Bursts of 64 prompts of 16 to 512 tokens (cost model, twelve s
 """
 
 SHARE_OF_TARGET = 0.875
-"""ADAPTIVE plans a step for this share of its time target. Nearly all steps must meet the target, not only the mean: on
-a shared machine one step in a hundred takes 1/8 longer than predicted."""
+"""ADAPTIVE plans a step for this fraction of its time target. Nearly all steps must meet the target, not only the mean:
+on a shared machine one step in a hundred takes 1/8 longer than predicted."""
 
 
 class StepSize:
@@ -42,7 +42,7 @@ class StepSize:
         if self._cost_model.is_ready:
             budget.prefill_seconds = max(0.0, self._spare_seconds(builder.decodes))
         else:
-            # Vary the size: the cost model learns nothing about size from equal steps.
+            # Varies the size: from steps of equal size the cost model learns nothing about the effect of size.
             affordable = self._block_size * (1 + 2 * (builder.step % 3))
             budget.prefill_tokens = min(budget.prefill_tokens, affordable)
 

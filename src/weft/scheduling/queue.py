@@ -18,7 +18,7 @@ class _QueueItem(NamedTuple):
     order: int
     sequence: Sequence
     num_tokens: int
-    """Counted at `push`: the last token of a preempted sequence may still arrive while it waits."""
+    """Counted at `push`: while a preempted sequence waits, a step in flight may still add its last token."""
     is_preempted: bool
 
 
@@ -40,7 +40,7 @@ class RequestQueue:
         return self._length
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In no particular order."""
+        """All waiting sequences, in no particular order."""
         return (item.sequence for item in self._heap if item.sequence.queue_item is item)
 
     def check_room(self, num_tokens: int, num_requests: int = 1) -> None:
@@ -91,7 +91,7 @@ class RequestQueue:
             heapq.heapify(self._heap)
 
     def set_aside(self) -> object:
-        """Removes the first item while a plan is made. `put_back` returns it to its place."""
+        """Removes the first item while a plan is made. `put_back` returns it to the same rank."""
         if self.peek() is None:
             raise ValueError("the queue is empty")
         item = heapq.heappop(self._heap)

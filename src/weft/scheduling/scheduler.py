@@ -14,6 +14,7 @@ from operator import eq
 from weft.clock import Clock
 from weft.config import PriorityPolicy, SchedulerConfig
 from weft.errors import InvalidRequestError
+from weft.metrics import SchedulerStats
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import (
     Failure,
@@ -37,7 +38,6 @@ from weft.scheduling.policy import AdmissionPolicy, StepCostModel
 from weft.scheduling.queue import RequestQueue
 from weft.scheduling.sequence import Phase, Sequence
 from weft.scheduling.sequence_table import SequenceTable
-from weft.scheduling.stats import SchedulerStats
 from weft.tiers import longest_sequence
 
 _END_STATES: dict[FailureKind | None, tuple[RequestState, FinishReason]] = {
@@ -70,7 +70,7 @@ class ContinuousBatchScheduler:
         self._outputs: list[TokenOutput] = []
         self._results: list[GenerationResult] = []
         self._unsent_tables: list[tuple[Sequence, int, int]] = []
-        """New block-table entries from planning that gave no plan. The next plan sends them."""
+        """New block-table entries of a planning round that returned no plan. The next plan sends them."""
         self.keeps_logprobs = True
         """Whether results include logprobs. Outputs always do."""
         self._should_wait_for_tokens = False
@@ -175,7 +175,8 @@ class ContinuousBatchScheduler:
         return self._end_early(request_id, Failure(FailureKind.CANCELLED, reason or ""))
 
     def finish(self, request_id: RequestId, num_tokens: int) -> bool:
-        """Ends a request after `num_tokens` generated tokens: a stop string was found. False: it has ended already."""
+        """Ends a request after `num_tokens` generated tokens, because a stop string was found. False: it has ended
+        already."""
         sequence = self.sequences.get(request_id)
         if sequence is None:
             return False
@@ -261,7 +262,8 @@ class ContinuousBatchScheduler:
         self.stats.preemptions_by_swap += len(builder.swap_out)
         self.stats.preemptions_by_recompute += len(builder.preempted) - len(builder.swap_out)
         if builder.is_empty and (self._in_flight or not sequence_table.resuming):
-            # NOTE: a sequence may have shared new blocks all the same. The next plan sends them to the backend.
+            # NOTE: although there is no plan, a sequence may have shared new blocks. The next plan sends them to the
+            # backend.
             self._unsent_tables = builder.tables
             return None
         self._unsent_tables = []
@@ -341,7 +343,8 @@ class ContinuousBatchScheduler:
         self._count_gaps(now - last_token_at, num_equal_gaps)
 
     def _commit_drafts(self, pending: PendingPlan, result: StepResult, now: float) -> None:
-        """Commits the accepted draft tokens, and the token sampled after them. The rest counts as not computed."""
+        """Commits the accepted draft tokens, and the token sampled after them. The other draft tokens count as not
+        computed."""
         plan, sampled = pending.plan, pending.plan.num_decodes
         for entry, drafts in enumerate(plan.drafts, plan.num_decodes):
             sequence, start = pending.sequences[entry], plan.starts[entry]
@@ -394,7 +397,8 @@ class ContinuousBatchScheduler:
     ) -> None:
         """Appends and reports a sampled token, and ends the request if it is the last one.
 
-        `gap`: its share of the time since the previous token, if one step gave several tokens."""
+        `gap`: the time since the previous token. If one step gave several tokens, the time is divided among them.
+        """
         if sequence.finish_reason is not None:
             return  # it ended while the step was in flight: discard the token
         sequence.tokens.append(token)

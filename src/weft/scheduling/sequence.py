@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from weft.scheduling.draft_tokens import DraftProposer
 
 NEVER = 1 << 62
-"""`admitted_step` of a sequence that holds no row: later than every step."""
+"""`admitted_step` of a sequence without a row. It is later than every step."""
 
 
 class Phase(IntEnum):
@@ -143,7 +143,7 @@ class Sequence:
         self.preemptions = 0
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}
-        """By position: a prompt that is recomputed writes the same values again."""
+        """Logprobs by position: a prompt that is recomputed writes the same values again."""
 
     def sibling(self, request: InferenceRequest, seed: int) -> Sequence:
         """Another answer to the same prompt, for a sequence that is prepared but not queued. Copies the block hashes
@@ -181,7 +181,7 @@ class Sequence:
         return self.target >= self.limit
 
     def extend_block_hashes(self, block_size: int) -> None:
-        """Computes the hashes of all full blocks of the known tokens."""
+        """Computes the hashes of all complete blocks of the known tokens."""
         extend_block_hashes(self.block_hashes, self.root_hash, self.tokens, block_size)
 
     def update_proposer(self) -> None:

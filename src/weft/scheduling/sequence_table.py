@@ -1,4 +1,4 @@
-"""Owns the place of every sequence: waiting, running, being swapped in, or ended but still in a step in flight."""
+"""Owns the list that every sequence is in: waiting, running, being swapped in, or ended but still in a step in flight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.scheduling.sequence import NEVER, Phase, Sequence
 
 
 class SequenceTable:
-    """Moves sequences between these places, together with their memory. The planner and the scheduler share it."""
+    """Moves sequences between these lists, together with their memory. The planner and the scheduler share it."""
 
     def __init__(self, config: SchedulerConfig, info: BackendInfo, policy: AdmissionPolicy) -> None:
         self._config = config
@@ -44,15 +44,15 @@ class SequenceTable:
         )
         self.queue = RequestQueue(config, policy)
         self.sequences: dict[RequestId, Sequence] = {}
-        """All that have not ended."""
+        """All sequences that have not ended."""
         self.running: list[Sequence] = []
-        """In rotation order: least recently scheduled first."""
+        """Running sequences in rotation order: least recently scheduled first."""
         self.resuming: dict[int, Sequence] = {}
         """Swap-ins in flight, by swap id. The sequence holds a row and blocks, and runs once the copy is finished."""
         self.applied_step = -1
         """The last step whose result was applied. Rows and blocks of later steps must not be reused."""
         self._draining: list[Sequence] = []
-        """Ended, but in a step in flight. Their memory is freed after that step."""
+        """Sequences that ended, but are in a step in flight. Their memory is freed after that step."""
         self._held_rows: list[tuple[int, int]] = []
         """(step, row) of preempted sequences that are in a step in flight."""
 
@@ -119,13 +119,13 @@ class SequenceTable:
         return task
 
     def reset_progress(self, sequence: Sequence) -> None:
-        """Its K and V are gone: it computes all its tokens again."""
+        """Its K and V are lost, so it computes all its tokens again."""
         sequence.allocation = sequence.swap_id = None
         sequence.computed = sequence.scheduled = 0
         sequence.admitted_step = NEVER
 
     def remove(self, sequence: Sequence) -> None:
-        """Removes a sequence that ended, from any place, and frees its memory."""
+        """Removes a sequence that ended, from any list, and frees its memory."""
         if sequence.queue_item is not None:
             self.queue.remove(sequence)
         elif sequence.state is RequestState.RUNNING:
@@ -159,15 +159,16 @@ class SequenceTable:
                     self._held_rows.append((step, row))
 
     def finish_swap(self, swap_id: int, failed: bool, step: int, now: float) -> bool:
-        """Ends a swap. A sequence that was swapped in runs from `step` on; a failed swap costs a recompute, nothing
-        else. Returns False if the swap had ended before."""
+        """Ends a swap. A sequence that was swapped in runs from `step` on. After a failed swap its sequence is
+        recomputed. Returns False if the swap had ended before."""
         if not self.kv_cache.finish_swap(swap_id):
             return False
         sequence = self.resuming.pop(swap_id, None)
         if sequence is not None:
             sequence.swap_id = None
             if failed:
-                # NOTE: an earlier swap may still read these blocks. Allocating them again adds that dependency.
+                # NOTE: an earlier swap may still read these blocks. If they are allocated again, the new owner depends
+                # on that swap.
                 assert sequence.allocation is not None
                 self.kv_cache.truncate(sequence.allocation, 0)
                 sequence.computed = sequence.scheduled = 0
@@ -190,12 +191,13 @@ class SequenceTable:
     def roll_back(
         self, in_steps: Iterable[Sequence], registered: Iterable[tuple[int, BlockHash]], last_step: int
     ) -> None:
-        """Discards the steps in flight, up to `last_step`, and returns to what was committed.
+        """Discards the steps in flight, up to `last_step`, and returns to the committed state.
 
         `in_steps` are the sequences of these steps, `registered` the blocks that they were to fill. All rows are sent
-        again: the state of the backend is unknown."""
+        again: the state of the backend is unknown.
+        """
         touched = {s.request_id: s for s in in_steps}
-        # Other sequences too: they may share blocks that a failed step was to fill.
+        # Includes sequences outside the failed steps: they may share blocks that a failed step was to fill.
         touched.update((rid, self.sequences[rid]) for rid in self.kv_cache.holders if rid in self.sequences)
         for block, block_hash in registered:
             self.kv_cache.pool_of(block).unregister(block, block_hash)

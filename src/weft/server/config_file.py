@@ -1,7 +1,6 @@
 """Reads settings from flags, the environment and a TOML file, in this order of precedence.
 
-Keys are derived from the fields of `ServerSettings` and of the engine configuration inside it. A new field is at once
-a new TOML key and a new environment variable.
+Every key of `settings.KEYS` is a key of the file and an environment variable.
 """
 
 from __future__ import annotations
@@ -12,54 +11,24 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
-from msgspec import Meta, inspect
 
 from weft.errors import InvalidRequestError
-from weft.server.settings import ServerSettings
+from weft.server.settings import FLAGS, KEYS, ServerSettings, is_list, is_size
 
 ENVIRONMENT = "WEFT_SERVE_"
 CONFIG_VARIABLE = ENVIRONMENT + "CONFIG"
 _OTHER_VARIABLES = {"api_keys": "WEFT_API_KEY"}
 """Environment variables without the prefix. Other commands use them too."""
-_FLAGS = {
-    "model": "MODEL",
-    "api_keys": "--api-key",
-    "names": "--name",
-    "backend": "--device",
-    "engine.cache.kv_cache": "--kv-cache",
-    "engine.cache.tail_length": "--tail-length",
-    "engine.cache.store_bits": "--store-bits",
-    "engine.scheduler.max_draft_tokens": "--drafts",
-}
-"""Flags whose name differs from their key."""
 _UNITS = ("", "k", "m", "g", "t")
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _Command:
-    """Keys that `weft serve` handles itself. It derives fields of `ServerSettings` from them."""
-
-    model: str = "default"
-    """'default' (SmolLM2-135M-Instruct), 'hf:owner/name', or a path to a GGUF file or a folder with safetensors."""
-    context: Annotated[int, Meta(ge=2)] | None = None
-    """Longest context in tokens. Not set: the model's own."""
-    memory: Annotated[int, Meta(ge=1)] | None = None
-    """Bytes for the KV cache. Not set: most of the free GPU memory; on a CPU 2 GiB or one whole context, at most half of the free memory."""
-    threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
-    """Threads of the CPU backend. Not set: one for each physical core."""
-    quantize: Literal["int8", "int4"] | None = None
-    """Quantise weights that are stored as floats."""
-    api_keys: tuple[str, ...] = ()
-    """API keys that requests must send. None at all: no key is needed."""
-    api_key_file: str | None = None
-    """A file with API keys: one key a line, or TOML with limits for each key."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +46,11 @@ class Gathered:
         self.given = given
 
     def value(self, key: str) -> Any:
-        """The value of a key of `_Command`, or its default."""
-        return self.given[key].value if key in self.given else getattr(_Command(), key)
+        """The value of a key of the top level, or its default."""
+        return self.given[key].value if key in self.given else getattr(ServerSettings(), key)
 
     def applied_to(self, settings: ServerSettings) -> ServerSettings:
-        """`settings` with the given values, without the keys of `_Command`. Raises if values contradict each other."""
+        """`settings` with the given values, but for API keys. Raises if values contradict each other."""
         return self._override(settings, "")
 
     def _override(self, part: T, prefix: str) -> T:
@@ -90,7 +59,7 @@ class Gathered:
             key, value = prefix + name, getattr(part, name)
             if dataclasses.is_dataclass(value):
                 changes[name] = self._override(value, f"{key}.")
-            elif key in self.given and key not in _COMMAND_KEYS:
+            elif key in self.given and not _is_secret(key):
                 changes[name] = self.given[key].value
         try:
             return dataclasses.replace(part, **changes)  # type: ignore[type-var]
@@ -108,9 +77,10 @@ def gather(file: Path | None, environment: Mapping[str, str], flags: Mapping[str
     given = dict(_from_file(file)) if file is not None else {}
     given |= _from_environment(environment)
     for key, value in flags.items():
+        if is_list(key):
+            value = [value] if value and isinstance(value, str) else value or None
         if value is not None:
-            flag = _FLAGS.get(key, "--" + key.replace("_", "-"))
-            given[key] = Given(_read(key, value, flag), flag)
+            given[key] = Given(_read(key, value, FLAGS[key].name), FLAGS[key].name)
     return Gathered(given)
 
 
@@ -124,19 +94,14 @@ def as_toml(settings: ServerSettings, gathered: Gathered) -> str:
     tables: dict[str, list[str]] = {}
     for key in KEYS:
         table, _, name = key.rpartition(".")
-        value: Any = settings
-        if key in _COMMAND_KEYS:
-            value = gathered.value(key)
-        else:
-            for part in key.split("."):
-                value = getattr(value, part)
+        value = gathered.value(key) if _is_secret(key) else attrgetter(key)(settings)
         remark = f"  # {gathered.given[key].source}" if key in gathered.given else ""
         if _is_secret(key):
             line = f"# {name}: {len(value) if value else 'none'}{' given, not shown' if value else ''}"
         elif value is None:
-            line = f"# {name} is not set; {_allowed(key)}"
+            line = f"# {name} is not set; {allowed_words(key)}"
         else:
-            line = f"{name} = {_toml(value)}"
+            line = f"{name} = {toml_value(value)}"
         tables.setdefault(table, []).append(line + remark)
     head = "# The settings of this server. A comment after a value names its source; values without one are defaults.\n"
     return head + "\n\n".join(
@@ -153,42 +118,13 @@ def parse_size(text: str) -> int | None:
     return int(float(found[1]) * step ** _UNITS.index((found[2] or "").lower()))
 
 
-# --- the keys ---------------------------------------------------------------------------------------------------------
+# --- reading ----------------------------------------------------------------------------------------------------------
 
-
-def _leaves(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    hints = get_type_hints(kind, include_extras=True)
-    for field in dataclasses.fields(kind):
-        hint = hints[field.name]
-        if dataclasses.is_dataclass(hint):
-            yield from _leaves(hint, f"{prefix}{field.name}.")  # type: ignore[arg-type]
-        else:
-            yield prefix + field.name, hint
-
-
-_COMMAND_KEYS = frozenset(field.name for field in dataclasses.fields(_Command))
-KEYS: Mapping[str, Any] = {
-    key: kind
-    # Keys of `_Command` come first in the order, and their types replace those of fields with the same name.
-    for key, kind in (
-        dict(_leaves(_Command)) | dict(_leaves(ServerSettings)) | dict(_leaves(_Command))
-    ).items()
-    # The first has the short key `memory`. The second has no effect here: a server keeps no results.
-    if key not in ("engine.cache.memory", "engine.max_kept_results")
-}
-"""Every key with its type."""
 _TABLES = frozenset(key.rpartition(".")[0] for key in KEYS) - {""}
 
 
 def _is_secret(key: str) -> bool:
     return key.endswith("keys")
-
-
-def _is_size(key: str) -> bool:
-    return key == "memory" or key.endswith("_bytes")
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def _from_file(path: Path) -> Iterator[tuple[str, Given]]:
@@ -249,61 +185,61 @@ def _suggestion(name: str, known: Mapping[str, Any]) -> str:
 
 
 def _read(key: str, value: Any, source: str, is_text: bool = False) -> Any:
-    kind = KEYS[key]
+    setting = KEYS[key]
     given = value
     if isinstance(value, str):
-        if _is_size(key):
+        if is_size(key):
             size = parse_size(value)
             value = value if size is None else size
-        elif is_text and isinstance(inspect.type_info(kind), inspect.VarTupleType):
+        elif is_text and is_list(key):
             parts = [part.strip() for part in value.split(",")]
             # Empty API keys stay in the list, so that `plain_keys` refuses them: without keys the server is open.
             value = parts if _is_secret(key) else [part for part in parts if part]
     try:
-        return msgspec.convert(value, kind, strict=not is_text or _is_size(key))
+        kind = setting.type | None if setting.is_optional else setting.type
+        value = msgspec.convert(value, kind, strict=not is_text or is_size(key))
+        # The engine's configuration checks its own ranges: some depend on other settings.
+        if value is None or setting.range is None or key.startswith("engine.") or value in setting.range:
+            return value
     except msgspec.ValidationError:
-        shown = "invalid" if _is_secret(key) else f"{given!r:.80}"
-        raise InvalidRequestError(
-            f"{source}: {key} is {shown}; allowed: {_allowed(key)}",
-            field=key,
-        ) from None
+        pass
+    shown = "invalid" if _is_secret(key) else f"{given!r:.80}"
+    raise InvalidRequestError(f"{source}: {key} is {shown}; allowed: {allowed_words(key)}", field=key)
 
 
-def _allowed(key: str) -> str:
+def allowed_words(key: str) -> str:
     """Describes the values that a setting accepts."""
-    return "a size such as 4GiB" if _is_size(key) else _type_words(inspect.type_info(KEYS[key]))
+    if is_size(key):
+        return "a size such as 4GiB"
+    kind, limits = KEYS[key].type, KEYS[key].range
+    words = "a table"
+    if is_list(key):
+        words = "a list: each a text"
+    elif get_origin(kind) is Literal:
+        words = ", ".join(sorted(get_args(kind)))
+    elif issubclass(kind, Enum):
+        words = ", ".join(str(one.value) for one in kind)
+    elif kind in _TYPE_WORDS:
+        words = _TYPE_WORDS[kind]
+    if limits is not None:
+        words += f" from {limits.low:,}" + (f" to {limits.high:,}" if limits.high is not None else "")
+    return words
 
 
-def _type_words(info: inspect.Type) -> str:
-    if isinstance(info, inspect.UnionType):
-        return " or ".join(_type_words(one) for one in info.types if not isinstance(one, inspect.NoneType))
-    if isinstance(info, inspect.Metadata):
-        return _type_words(info.type)
-    if isinstance(info, inspect.LiteralType):
-        return ", ".join(map(str, info.values))
-    if isinstance(info, inspect.EnumType):
-        return ", ".join(str(one.value) for one in info.cls)
-    if isinstance(info, inspect.BoolType):
-        return "true or false"
-    if isinstance(info, inspect.IntType | inspect.FloatType):
-        noun = "a whole number" if isinstance(info, inspect.IntType) else "a number"
-        low = f" from {info.ge:,}" if info.ge is not None else ""
-        high = f" to {info.le:,}" if info.le is not None else ""
-        return noun + low + high
-    if isinstance(info, inspect.StrType):
-        return "a text"
-    if isinstance(info, inspect.VarTupleType | inspect.ListType):
-        return f"a list: each {_type_words(info.item_type)}"
-    return "a table"
+_TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_toml(str(name))} = {_toml(one)}" for name, one in value.items()) + "}"
-    return _toml(value.value) if hasattr(value, "value") else repr(value)
+        return (
+            "{"
+            + ", ".join(f"{toml_value(str(name))} = {toml_value(one)}" for name, one in value.items())
+            + "}"
+        )
+    return toml_value(value.value) if hasattr(value, "value") else repr(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
@@ -13,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from weft.engine.ipc.client import EngineClient
 from weft.errors import WeftError
-from weft.metrics import TwoTierKvCache
+from weft.metrics import ENGINE_SERIES
 from weft.request import GenerationResult
 from weft.server.admission.keys import ApiKey
 
@@ -77,22 +78,25 @@ class ServerMetrics:
         def counter(name: str, help: str) -> Counter:
             return Counter(f"weft:{name}", help, labels, registry=registry).labels(**labels)
 
+        def mirrored(name: str, help: str) -> _MirroredCounter:
+            return _MirroredCounter(counter(name, help))
+
         def histogram(name: str, help: str, buckets: Sequence[float] = _REQUEST_SECONDS) -> Histogram:
             return Histogram(f"weft:{name}", help, labels, registry=registry, buckets=buckets).labels(
                 **labels
             )
 
-        self._running = gauge("num_requests_running", "Sequences that take part in steps.")
+        self._of_engine = [
+            (one, (gauge if one.kind == "gauge" else mirrored)(one.name, one.help))
+            for one in ENGINE_SERIES
+            if is_two_tier or not one.is_two_tier
+        ]
         self._waiting = gauge(
             "num_requests_waiting", "Answers that wait to be admitted, preempted and held ones included."
         )
-        self._cache_usage = gauge("kv_cache_usage_perc", "Fraction of KV blocks in use, 0 to 1.")
         self._engine_up = gauge("engine_up", "1 while the engine process is ready and responds, else 0.")
-        self._restarts = _MirroredCounter(counter("engine_restarts", "Restarts of the engine process."))
-        self._stalls = _MirroredCounter(
-            counter("engine_stalls", "Restarts of the engine process because it was stuck.")
-        )
-        self._preemptions = _MirroredCounter(counter("num_preemptions", "Preemptions of running sequences."))
+        self._restarts = mirrored("engine_restarts", "Restarts of the engine process.")
+        self._stalls = mirrored("engine_stalls", "Restarts of the engine process because it was stuck.")
         self.open_requests = gauge("http_requests_open", "HTTP requests that are not yet ended.")
         self._held = gauge("num_requests_held", "Answers held back in the server for fairness between keys.")
         self.count_held: Callable[[], int] = lambda: 0
@@ -101,12 +105,6 @@ class ServerMetrics:
             "prefix_cache_hits", "Prompt tokens of completed requests that were prefix hits."
         )
         self._generated_tokens = counter("generation_tokens", "Generated tokens.")
-        self._drafted = _MirroredCounter(
-            counter("spec_decode_num_draft_tokens", "Draft tokens that were checked.")
-        )
-        self._accepted = _MirroredCounter(
-            counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
-        )
         self._first_token = histogram(
             "time_to_first_token_seconds",
             "Seconds from the complete request to its first token.",
@@ -152,7 +150,6 @@ class ServerMetrics:
         self._used: dict[str, tuple[int, int]] = {}
         """Requests and tokens by key name. Only configured keys get an entry, so a client cannot add entries."""
         self._labels = labels
-        self._tiers = _TierMetrics(gauge, counter) if is_two_tier else None
 
     def first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
@@ -190,28 +187,24 @@ class ServerMetrics:
 
     async def text(self, engine: EngineClient, key: ApiKey | None = None) -> bytes:
         """The exposition for `key`. Only a key with admin = true sees the usage of other keys."""
-        self._restarts.follow(engine.restarts)
-        self._stalls.follow(engine.stalls)
+        self._restarts.set(engine.restarts)
+        self._stalls.set(engine.stalls)
         num_held = self.count_held()
         self._held.set(num_held)
         try:
             figures = await engine.metrics()
         except WeftError:
-            for each in (self._engine_up, self._running, self._cache_usage):
-                each.set(0)
-            if self._tiers is not None:
-                self._tiers.clear()
+            self._engine_up.set(0)
             self._waiting.set(num_held)
+            for series, shown in self._of_engine:
+                if series.kind == "gauge":
+                    shown.set(series.without_engine)
         else:
             self._engine_up.set(1)
-            self._running.set(figures.requests_running)
             self._waiting.set(figures.requests_pending + figures.requests_preempted + num_held)
-            self._cache_usage.set(figures.cache_utilisation)
-            self._preemptions.follow(figures.preemptions)
-            self._drafted.follow(figures.drafted_tokens)
-            self._accepted.follow(figures.accepted_drafts)
-            if self._tiers is not None and figures.two_tier is not None:
-                self._tiers.show(figures.two_tier)
+            for series, shown in self._of_engine:
+                if not series.is_two_tier or figures.two_tier is not None:
+                    shown.set(attrgetter(series.figure)(figures))
         is_operator = key is not None and key.admin
         used = {name: one for name, one in self._used.items() if is_operator or (key and name == key.name)}
         return generate_latest(self._registry) + generate_latest(_KeyUsage(self._labels, used))
@@ -240,44 +233,8 @@ class _MirroredCounter:
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
-        self._seen = 0
+        self._seen = 0.0
 
-    def follow(self, total: int) -> None:
+    def set(self, total: float) -> None:
         self._counter.inc(total - self._seen if total >= self._seen else total)
         self._seen = total
-
-
-class _TierMetrics:
-    """Exports the metrics of a two-tier KV cache."""
-
-    def __init__(self, gauge: Callable[[str, str], Gauge], counter: Callable[[str, str], Counter]) -> None:
-        self._gauges = {
-            "tail_tokens": gauge(
-                "kv_cache_tail_tokens", "Token capacity of the full-precision KV blocks in use."
-            ),
-            "store_tokens": gauge("kv_cache_store_tokens", "Tokens in the quantised KV blocks in use."),
-            "tail_bytes": gauge("kv_cache_tail_bytes", "Bytes of the full-precision KV blocks in use."),
-            "store_bytes": gauge("kv_cache_store_bytes", "Bytes of the quantised KV blocks in use."),
-            "compression_ratio": gauge(
-                "kv_cache_compression_ratio",
-                "Bytes of a full-precision cache for the same tokens, divided by the bytes in use.",
-            ),
-        }
-        self._migrations = _MirroredCounter(counter("kv_cache_migrations", "KV blocks moved to the store."))
-        self._shared = _MirroredCounter(
-            counter(
-                "kv_cache_migrations_shared",
-                "KV blocks moved without a copy: the store already had their content.",
-            )
-        )
-
-    def clear(self) -> None:
-        """Shows an empty cache while the engine is down. The counters keep their values."""
-        for name, gauge in self._gauges.items():
-            gauge.set(1.0 if name == "compression_ratio" else 0)
-
-    def show(self, figures: TwoTierKvCache) -> None:
-        for name, gauge in self._gauges.items():
-            gauge.set(getattr(figures, name))
-        self._migrations.follow(figures.migrations)
-        self._shared.follow(figures.migrations_shared)

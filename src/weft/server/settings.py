@@ -1,21 +1,30 @@
-"""The settings of a server.
+"""The settings of a server: one field declares each, as in `weft.config`. `KEYS` has them all, the engine's included.
 
-`config_file` derives TOML keys and environment variables from these fields, and checks values by the field types.
+`config_file` reads their values from flags, the environment and a file. `cli` makes the flags.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
-from msgspec import Meta
+from weft.config import (
+    Flag,
+    PriorityPolicy,
+    Range,
+    SchedulerConfig,
+    ServingEngineConfig,
+    Setting,
+    declared_settings,
+)
 
-from weft.config import PriorityPolicy, SchedulerConfig, ServingEngineConfig
-from weft.server.admission.keys import ApiKey, KeyRing
+if TYPE_CHECKING:
+    from weft.server.admission.keys import ApiKey
+else:
+    ApiKey = Any  # `weft --help` imports the declarations alone
 
-Seconds = Annotated[float, Meta(ge=0, le=1_000_000)]
-AtLeastOne = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Range(0, 1_000_000)]
+AtLeastOne = Annotated[int, Range(1)]
 LogFormat = Literal["auto", "text", "json", "off"]
 
 
@@ -26,33 +35,66 @@ def _engine_config() -> ServingEngineConfig:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """One server. `model` is a path: a GGUF file, or a folder with safetensors."""
+    """One server. `weft serve` replaces `model` by a path: a GGUF file, or a folder with safetensors. It passes
+    `context`, `memory`, `threads` and `quantize` on to the engine and its backend."""
 
-    model: str
-    names: tuple[str, ...]
+    model: Annotated[str, Flag("MODEL", "MODEL", "")] = "default"
+    """'default' (SmolLM2-135M-Instruct), 'hf:owner/name', or a path to a GGUF file or a folder with safetensors."""
+    names: Annotated[
+        tuple[str, ...], Flag("--name", "NAME", "Model name in the API; default: the file name.")
+    ] = ()
     """Names of the model that requests may use. Responses carry the first one."""
-    host: str = "127.0.0.1"
+    host: Annotated[str, Flag("--host", "ADDRESS", "Default: 127.0.0.1; 0.0.0.0: all interfaces.")] = (
+        "127.0.0.1"
+    )
     """The address to listen on. "0.0.0.0" accepts other machines: set API keys then."""
-    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    port: Annotated[int, Range(0, 65535), Flag("--port", "N", "Default: 8000; 0: any.")] = 8000
     """0: any free port."""
-    api_keys: tuple[ApiKey, ...] = ()
-    """Made by `keys.all_keys`. Empty: no key is needed."""
-    allowed_origins: tuple[str, ...] = ()
-    """Origins of web pages that may call the server from a browser; "*" for all."""
-    chat_template: str | None = None
+    api_keys: Annotated[
+        tuple[ApiKey, ...], Flag("--api-key", "KEY", "Require this key; may be repeated.", repeats=True)
+    ] = ()
+    """API keys that requests must send. None at all: no key is needed."""
+    api_key_file: Annotated[
+        str | None, Flag("--api-key-file", "PATH", "A file with one key per line, or TOML.")
+    ] = None
+    """A file with API keys: one key a line, or TOML with limits for each key."""
+    context: Annotated[
+        int | None, Range(2), Flag("--context", "N", "Maximum context in tokens; default: the model's.")
+    ] = None
+    """Longest context in tokens. Not set: the model's own."""
+    memory: Annotated[
+        int | None, Range(1), Flag("--memory", "SIZE", "KV cache, such as 4GiB; default: at least 2GiB.")
+    ] = None
+    """Bytes for the KV cache. Not set: most of the free GPU memory; on a CPU 2 GiB or one whole context, at most half of the free memory."""
+    backend: Annotated[
+        str, Flag("--device", "auto|cpu|cuda", "Where to compute; default: a GPU if there is one.")
+    ] = "auto"
+    """One of "cpu", "cuda", and "auto": a GPU if there is one, else the CPU."""
+    threads: Annotated[
+        int | None, Range(1, 1024), Flag("--threads", "N", "CPU threads that compute; default: one per core.")
+    ] = None
+    """Threads of the CPU backend. Not set: one for each physical core."""
+    quantize: Annotated[
+        Literal["int8", "int4"] | None,
+        Flag("--quantize", "int8|int4", "Quantise weights that are stored as floats."),
+    ] = None
+    """Quantise weights that are stored as floats."""
+    chat_template: Annotated[
+        str | None, Flag("--chat-template", "PATH", "A Jinja file that replaces the model's.")
+    ] = None
     """Path of a Jinja template that replaces the template of the model."""
     tool_format: str | None = None
     """How the model writes tool calls, one of `weft.text.model_text.TOOL_FORMATS`. None: detected from its template."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call the server from a browser; "*" for all."""
     log_format: LogFormat = "auto"
     """"auto": text if standard error is a terminal, else JSON."""
-    backend: str = "auto"
-    """One of "cpu", "cuda", and "auto": a GPU if there is one, else the CPU."""
     backend_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the backend, for developers of backends."""
     engine: ServingEngineConfig = field(default_factory=_engine_config)
     drain_seconds: Seconds = 30.0
     """After a SIGTERM, active requests may run this long."""
-    stall_seconds: Annotated[float, Meta(ge=1, le=1_000_000)] = 120.0
+    stall_seconds: Annotated[float, Range(1, 1_000_000)] = 120.0
     """An engine process without progress for this long is restarted. Its requests get an error."""
     max_body_bytes: AtLeastOne = 16 << 20
     """Largest body of one request."""
@@ -76,4 +118,38 @@ class ServerSettings:
     """Limit for active requests, waiting ones included."""
 
     def __post_init__(self) -> None:
+        from weft.server.admission.keys import KeyRing
+
         KeyRing(self.api_keys)  # raises for duplicate keys
+
+
+def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Setting]]:
+    for name, setting in declared_settings(config).items():
+        if dataclasses.is_dataclass(setting.type):
+            yield from _leaves(setting.type, f"{prefix}{name}.")
+        else:
+            yield prefix + name, setting
+
+
+_SETTINGS = dict(_leaves(ServerSettings))
+# The first has the short key `memory`. The second has no effect here: a server keeps no results.
+del _SETTINGS["engine.cache.memory"], _SETTINGS["engine.max_kept_results"]
+# Given as texts. `keys.all_keys` makes keys of them.
+_SETTINGS["api_keys"] = _SETTINGS["api_keys"]._replace(type=tuple[str, ...])
+KEYS: Mapping[str, Setting] = _SETTINGS
+"""Every setting by its key: `port`, `engine.scheduler.max_running`."""
+FLAGS: Mapping[str, Flag] = {key: one.flag for key, one in KEYS.items() if one.flag is not None}
+
+
+def is_size(key: str) -> bool:
+    """Whether the value is a number of bytes, which may be written as 4GiB."""
+    return key == "memory" or key.endswith("_bytes")
+
+
+def is_list(key: str) -> bool:
+    return get_origin(KEYS[key].type) is tuple
+
+
+def flag_type(key: str) -> type:
+    """The type of a flag's value on the command line."""
+    return int if KEYS[key].type is int and not is_size(key) else str

@@ -100,7 +100,7 @@ class PlanChecker:
             require(sequence.request.params.grammar is None, f"{name} has draft tokens and a grammar")
 
     def _check_rotation(self, plan: IterationPlan) -> None:
-        """At most 2 x ceil(running / sequences per step) steps between a running sequence's tokens."""
+        """At most 2 x ceil(running / sequences per step) steps are between two tokens of a running sequence."""
         scheduler, step = self._scheduler, plan.step
         running = scheduler.running
         self._running_counts += [len(running)] * (step + 1 - len(self._running_counts))
@@ -124,7 +124,7 @@ class PlanChecker:
         self._last_token_step = token_steps
 
     def _check_victims(self, plan: IterationPlan) -> None:
-        """No request is preempted while one of lower priority could be, and none needlessly."""
+        """No request is preempted while a request of lower priority could be preempted instead, and none needlessly."""
         scheduler = self._scheduler
         require(not set(plan.preempted) & set(plan.request_ids), "a preempted request is still in the plan")
         victims = [scheduler.sequences[rid] for rid in plan.preempted if rid in scheduler.sequences]
@@ -153,8 +153,8 @@ class PlanChecker:
         has_run = self._last_ran.get(sequence.request_id, -1) >= sequence.admitted_step
         was_finishing = sequence.is_finishing and sequence.last_step < plan.step
         is_final = sequence.request_id in plan.request_ids[plan.first_prefill :]
-        # Blocks that the sequence held before this plan and did not share: their content is not cached. With two tiers,
-        # either tier may have been short. Only a sequence with blocks in both would certainly have helped.
+        # Blocks that the sequence held alone before this plan and whose content is not cached. With two tiers, either
+        # tier may have been short. Only a sequence with blocks in both tiers would certainly have helped.
         kv_cache, allocation = self._scheduler.kv_cache, sequence.allocation
         blocks = allocation.blocks if allocation is not None else []
         new = {*plan.table_blocks, *plan.moved_to}
@@ -165,7 +165,7 @@ class PlanChecker:
         return has_run and holds_memory and not was_finishing and not is_final
 
     def _check_order(self, plan: IterationPlan) -> None:
-        """No other request starts in a step while a CRITICAL one waits that could have started."""
+        """While a CRITICAL request waits that could have started, no other request starts in a step."""
         scheduler = self._scheduler
         ranks = scheduler.config.policy in (PriorityPolicy.PRIORITY, PriorityPolicy.ADAPTIVE)
         if not ranks or scheduler.config.prefix_caching or not scheduler.config.dynamic_batching:
@@ -205,7 +205,7 @@ class PlanChecker:
             )
 
     def _check_batch_is_closed(self, plan: IterationPlan) -> None:
-        """Dynamic batching off: no new request joins once a request of the batch generates."""
+        """Without dynamic batching: no new request joins once a request of the batch generates."""
         if not any(s.preemptions == 0 for s in self._started(plan)):
             return
         decoding = set(plan.request_ids[: plan.first_prefill])
@@ -217,7 +217,8 @@ class PlanChecker:
             )
 
     def _started(self, plan: IterationPlan) -> list[Sequence]:
-        """Sequences that left the queue in this plan and compute in it. Not those that are swapped in."""
+        """Sequences that this plan admitted from the queue and that compute in it. Sequences that are swapped in are
+        not among them."""
         return [
             s
             for s in self._scheduler.running

@@ -102,12 +102,11 @@ class Simulation:
         if log_path is not None:
             config = dataclasses.replace(config, log_path=log_path)
         self.engine = ServingEngine(
-            # Many random faults in a row are no sign of a broken backend.
             self.backend,
             config,
             clock=self.clock,
             seed=scenario.seed,
-            max_failed_steps=None,
+            max_failed_steps=None,  # many random faults in a row do not mean that the backend is broken
         )
         self.backend.plan_checker = PlanChecker(self.engine.scheduler)
         self.output_checkers: dict[RequestId, OutputChecker] = {}

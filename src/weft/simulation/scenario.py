@@ -98,7 +98,8 @@ def _draw_plain(seed: int) -> Scenario:
 
 
 def _draw_tiers(rng: random.Random, cache: KvCachePoolConfig) -> KvCachePoolConfig:
-    """The same cache, or one with two tiers: short tails, and often full blocks for little more than one tail."""
+    """Returns the same cache, or one with two tiers. That one has short tails, and often so few full blocks that
+    they hold little more than one tail."""
     if rng.random() < 0.6:
         return cache
     assert cache.num_blocks is not None
@@ -185,7 +186,7 @@ def _draw_arrivals(rng: random.Random, scheduler: SchedulerConfig, capacity: int
 
 
 def _draw_later(rng: random.Random, arrivals: tuple[Arrival, ...]) -> tuple[Arrival, ...]:
-    """The same arrivals, some with sessions, logprobs, or no token limit."""
+    """Returns the same arrivals, with changes: some have sessions, logprobs, or no token limit."""
     has_sessions = rng.random() < 0.4
     drawn = []
     for arrival in arrivals:
@@ -202,7 +203,7 @@ def _draw_later(rng: random.Random, arrivals: tuple[Arrival, ...]) -> tuple[Arri
 
 
 def _draw_grammars(rng: random.Random, arrivals: tuple[Arrival, ...]) -> tuple[Arrival, ...]:
-    """The same arrivals, some or all with a grammar in half of the scenarios."""
+    """Returns the same arrivals. In half of the scenarios, some or all get a grammar."""
     share = rng.choice((0.0, 0.0, 0.4, 1.0))
     drawn = []
     for arrival in arrivals:
@@ -217,8 +218,8 @@ def _draw_grammars(rng: random.Random, arrivals: tuple[Arrival, ...]) -> tuple[A
 
 
 def _draw_drafts(rng: random.Random, scenario: Scenario) -> Scenario:
-    """The same scenario, or one with draft tokens. Its vocabulary is tiny, so that many draft tokens are accepted and
-    many rejected."""
+    """Returns the same scenario, or one with draft tokens. Its vocabulary is tiny, so that many draft tokens are
+    accepted and many rejected."""
     if rng.random() < 0.6:
         return scenario
     vocabulary_size = rng.choice((2, 3, 5))
@@ -241,7 +242,7 @@ def _with_few_tokens(arrival: Arrival, vocabulary_size: int) -> Arrival:
 
 
 class DrawnFaults:
-    """Faults at the scenario's rates. Records the requests they hit: only these may fail."""
+    """Draws faults at the scenario's rates. Records the requests that have a fault: only these may fail."""
 
     def __init__(self, scenario: Scenario, rng: random.Random) -> None:
         self._submit, self._step, self._request, self._swap = scenario.fault_rates

@@ -1,4 +1,4 @@
-"""The parts of an answer: content, reasoning and tool calls; and the deltas that a stream reports them with."""
+"""The parts of an answer (content, reasoning and tool calls), and the deltas in which a stream reports them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """A piece of the arguments (JSON) of the tool call `index`."""
+    """Some new text of the arguments (JSON) of the tool call `index`."""
 
     index: int
     text: str
@@ -109,7 +109,8 @@ class StreamTrimmer:
         return held
 
     def interrupt(self) -> None:
-        """A tool call interrupts the text. The white space held back is returned only between two pieces of text."""
+        """A tool call interrupts the text. White space that was held back is returned only if there is text
+        before and after the call."""
         self._is_started = False
         if self._is_empty:
             self._held = ""

@@ -32,7 +32,7 @@ class AnswerSyntax:
 
 
 class AnswerReader:
-    """Parses one answer piece by piece."""
+    """Parses one answer while it is generated."""
 
     def __init__(self, syntax: AnswerSyntax) -> None:
         self._reasoning: ReasoningParser | None = None

@@ -27,7 +27,7 @@ _LONGEST_SOURCE = 1 << 20
 # Unicode never assigns these characters. The tokenizer is fastest with the first one.
 _NONCHARACTERS = [MARK, *(chr(code) for code in range(0xFDD3, 0xFDF0))]
 _PROBE = "probe"
-# As in the OpenAI API, and also in the older form, where the tool itself has the fields of the function.
+# A tool is given as in the OpenAI API, or in the older form, where the tool itself has the fields of the function.
 _PROBE_FUNCTION = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object", "properties": {}}}
 _PROBE_TOOL = {"type": "function", "function": _PROBE_FUNCTION, **_PROBE_FUNCTION}
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})

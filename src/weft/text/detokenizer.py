@@ -9,7 +9,7 @@ from weft.text.tokenizer import Tokenizer
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 _INCOMPLETE = "\ufffd"
-# For tokenizers that decode a token together with its neighbours (`_Window`):
+# Limits of `_Window`, for tokenizers that decode a token together with its neighbours.
 _CONTEXT = 8  # tokens kept before the new ones
 _MOST_HELD = 16  # byte tokens, or replacement characters, held back at the end
 _MOST_TOKENS = 64  # tokens in the window, which bounds the cost of one token

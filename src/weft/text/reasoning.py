@@ -61,7 +61,7 @@ class ReasoningParser:
                 return "", ""
             self._may_open = False
             if is_open:
-                # Some models repeat the opening marker, although it is in the prompt already.
+                # Some models write the opening marker again, although the prompt already ends with it.
                 self._is_inside = True
                 text = stripped[len(opening) :]
             elif not self._is_inside:

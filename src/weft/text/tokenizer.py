@@ -215,7 +215,8 @@ def _match_control_tokens_unnormalised(backend: tokenizers.Tokenizer) -> tokeniz
 
 
 def _alphabet(backend: tokenizers.Tokenizer) -> Literal["bytes", "pieces", "other"]:
-    """How tokens encode text: in GPT-2's byte alphabet, as SentencePiece pieces, or by other rules of the decoder."""
+    """How the vocabulary represents text: in GPT-2's byte alphabet, in SentencePiece's form, or by other rules of the
+    decoder."""
     decoder = backend.decoder
     state: dict[str, Any] = {"type": None} if decoder is None else json.loads(decoder.__getstate__())
     parts: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]

@@ -1,7 +1,7 @@
 """Parses tool calls in a streamed answer.
 
 The parser is a generator over the whole answer, which yields when it needs more text. So the result does not depend on
-how the text was split into pieces. Every character is read once.
+where the stream splits the text. Every character is read once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.text.answer_parts import (
 from weft.text.tool_formats import ToolFormat
 
 _LONGEST_HELD = 1 << 14
-"""The maximum number of characters held back before the arguments of a call. Until then they may be content."""
+"""The text of a call before its arguments may turn out to be content. So it is held back, at most this many characters."""
 _SPACE = re.compile(r"\s*")
 _STRING_END = re.compile(r'["\\]')
 _BRACKET_OR_STRING = re.compile(r'["{}\[\]]')
@@ -293,7 +293,7 @@ class ToolParser:
         return _decoded("".join(pieces))
 
     def _value(self, emit: Callable[[str], object]) -> Parser:
-        """Consumes one JSON value, and passes it to `emit` piece by piece."""
+        """Consumes one JSON value, and passes its text to `emit` as it arrives."""
         scanner = _ValueScanner()
         while not scanner.is_over:
             if scanner.is_broken or not (yield from self._peek()):
@@ -352,7 +352,7 @@ class _ValueScanner:
         self._is_escaped = False
 
     def scan(self, text: str, position: int) -> int:
-        """The end of the value in this piece, or the end of the piece."""
+        """The end of the value in this text, or the end of the text."""
         if not self._is_started:
             self._is_started = True
             if text[position] not in '"{[':

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from weft.backends.host_memory import HostMemory
 from weft.errors import OutOfMemoryError
 
-# The default cache size. A constant, not a share of the machine, so that a model behaves the same everywhere.
+# The default cache size. It is a constant and not a fraction of the machine's memory, so that a model behaves the same
+# everywhere.
 _DEFAULT_CACHE_BYTES = 2 << 30
 # Reserved for activations, and for the other processes of a server.
 _OTHER_BYTES = 256 << 20
@@ -20,11 +21,11 @@ _LEAST_TOKENS = 512
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Raises an error for sizes beyond the limit of the cgroup: there the kernel would kill the process. Without a
+    """Raises an error for sizes above the cgroup limit: with more memory the kernel would kill the process. Without a
     limit, requested sizes are not checked here."""
 
     memory: HostMemory
-    """Measured before the weights are loaded."""
+    """The free memory before the weights are loaded."""
     weight_bytes: int
 
     @contextmanager
@@ -46,7 +47,8 @@ class MemoryBudget:
         return min(default, most)
 
     def default_swap_blocks(self, num_blocks: int, cache_bytes: int) -> int:
-        """Half as many as the cache has blocks, but no more than fit into the cgroup limit."""
+        """The default number of swap slots: half as many as the cache has blocks, but no more than fit into the cgroup
+        limit."""
         half = num_blocks // 2
         if self.memory.limit is None:
             return half

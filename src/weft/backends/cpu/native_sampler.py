@@ -9,7 +9,7 @@ import numpy as np
 from weft._kernels import Pool, Sampler
 from weft.backends.grammar import NO_MASKS, Masks
 from weft.backends.step_arrays import Rows, SampledEntries
-from weft.request import SamplingParams, TokenLogprobs
+from weft.request import SamplingParams, TokenLogprobs, sampler_words
 from weft.sampling.reference import FORBIDDEN, NOT_A_NUMBER, OVERFLOW, Sampled
 
 _REASONS = {
@@ -20,12 +20,12 @@ _REASONS = {
 
 
 class NativeSampler:
-    """`sample` and `score` of the numpy sampler, on a thread pool. Only one thread may call it."""
+    """Has the functions `sample` and `score` of the numpy sampler, on a thread pool. Only one thread may call it."""
 
     def __init__(self, pool: Pool) -> None:
         self._kernel = Sampler(pool)
         self._kernel_params: dict[int, SamplingParams] = {}
-        """Row -> the parameters that the kernel has for it."""
+        """Row -> its parameters, as they were last passed to the kernel."""
         self._eos_token_ids: Collection[int] = ()
         self._no_logprobs = _LogprobArrays(0, 0)
 
@@ -91,7 +91,8 @@ class NativeSampler:
         return [arrays.read(entry, top_count) for entry in range(count)]
 
     def _set_rows(self, entries: SampledEntries, rows: Rows, eos_token_ids: Collection[int]) -> None:
-        """Passes the parameters of rows to the kernel, if they changed. They are frozen, so identity is enough."""
+        """Passes the parameters of rows to the kernel, if they changed. Parameters are frozen, so comparing identities
+        is enough."""
         if eos_token_ids != self._eos_token_ids:
             self._eos_token_ids = eos_token_ids
             self._kernel_params.clear()
@@ -106,14 +107,7 @@ class NativeSampler:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
         self._kernel.set_row(
             row,
-            params.top_k,
-            params.top_p,
-            params.min_p > 0.0,
-            float(np.log(params.min_p)) if params.min_p > 0.0 else 0.0,
-            params.typical_p,
-            params.repetition_penalty,
-            params.frequency_penalty,
-            params.presence_penalty,
+            sampler_words(params),
             list(params.logit_bias),
             list(params.logit_bias.values()),
             params.min_tokens,
@@ -123,7 +117,7 @@ class NativeSampler:
 
 
 class _LogprobArrays:
-    """Buffers for the logprobs that the kernel writes: per entry, of its token and of up to `width` top tokens."""
+    """Buffers into which the kernel writes logprobs: for each entry its token, and up to `width` top tokens."""
 
     def __init__(self, count: int, width: int) -> None:
         self.logprobs = np.empty(count, np.float64)

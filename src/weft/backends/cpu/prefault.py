@@ -1,9 +1,9 @@
 """Prefaults KV cache memory before a step needs it: while idle, in parallel with a step, or right before one.
 
-The first write to a page makes the kernel find and clear memory, in the thread that writes: 4 to 5 ms for a large page
-in a virtual machine. While the engine is idle, this delays no request. Under load, one thread of the pool prefaults
-what the next steps will probably need while the others compute. A step that still lacks pages prefaults them first,
-with all threads.
+At the first write to a page, the operating system finds and clears memory, in the thread that writes: 4 to 5 ms for a
+large page in a virtual machine. While the engine is idle, this delays no request. Under load, one thread of the pool
+prefaults what the next steps will probably need, while the other threads compute. A step that still lacks pages
+prefaults them first, with all threads.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class OneThread:
         pages |= 0  # a write that keeps the content
 
     def offer_pages(self, bytes: np.ndarray) -> None:
-        """No other thread could prefault them."""
+        """Without a pool there is no other thread that could prefault them."""
 
     def withdraw_pages(self) -> bool:
         return True
 
 
 class Prefaulter:
-    """Prefaults an array whose rows are used in ascending order. Called only by the thread that uses the rows.
+    """Prefaults an array whose rows are used in ascending order. Only the thread that uses the rows may call it.
 
     0 ........ _used ........ _prefaulted ........ _offered        bytes from the start of the array
     """

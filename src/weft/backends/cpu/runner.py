@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from weft._kernels import Pool
     from weft.ops.cpu.weights import Quantize
 
-# A block takes memory at its first use. Up to this size, the scheduler uses fresh blocks rather than evict cached
-# content. Beyond it, fresh blocks are used only under load, so that resident memory follows the load.
+# Bytes. A block takes memory at its first use. Up to this size, the scheduler uses fresh blocks rather than evict
+# cached content. Above it, fresh blocks are used only under load, so that resident memory follows the load.
 _EAGER_CACHE_BYTES = 256 << 20
 # How much cache memory is prefaulted after the used blocks.
 _CACHE_BYTES_AHEAD = 128 << 20
@@ -188,10 +188,11 @@ class CpuBackend:
             recompute_seconds_per_token=2 * config.multiplications_per_token / _OPERATIONS_PER_SECOND,
             swap_seconds_per_block=block_bytes / _COPIED_BYTES_PER_SECOND,
             weight_bytes=self._decoder.weight_bytes,
-            # The scheduler applies the same share to the blocks of the store.
+            # The scheduler applies the same fraction to the blocks of the store.
             eager_blocks=min(num_blocks, _EAGER_CACHE_BYTES * num_blocks // cache_bytes),
             grammars_may_overlap=True,
-            # No draft tokens with numpy: there the logits of a row depend on the other rows, so drafts change answers.
+            # No draft tokens with numpy: there the logits of a row depend on the other rows, so draft tokens would
+            # change answers.
             fixed_cost_rows=0.0 if self._pool is None else _FIXED_COST_ROWS,
         )
 

@@ -54,7 +54,7 @@ class QueuedStep:
         self._start_lock.acquire(timeout=_START_SECONDS)
 
     def run(self) -> None:
-        """Called in the thread."""
+        """Stores the result. Called in the thread."""
         assert self._run is not None, "a step runs once"
         self._run(self)
         self._run = None  # a handle that is kept must not keep the inputs of the step alive
@@ -81,7 +81,7 @@ class StepThread:
         self._running: QueuedStep | None = None
         self._unreported: tuple[QueuedStep, StepResult | BaseException] | None = None
         thread = threading.Thread(target=_work, args=(self._steps,), name=name, daemon=True)
-        # Ends the thread also without `close`: on garbage collection, and before the interpreter exits during a step.
+        # Ends the thread if `close` was not called: at garbage collection, or when the interpreter exits during a step.
         self._end = weakref.finalize(self, _end, self._steps, thread)
         thread.start()
 
@@ -122,7 +122,7 @@ class StepThread:
             outcome = run()
         except BaseException as error:
             outcome = error
-        self.report()  # no effect unless `run` ended before it computed anything
+        self.report()  # has no effect, unless `run` ended before it computed anything
         self._running = None
         self._unreported = step, outcome
         if self._steps.empty() or not self._end.alive:  # after `close`, the next item may be the end marker

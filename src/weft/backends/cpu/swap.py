@@ -12,7 +12,8 @@ import numpy as np
 
 from weft.plan import IterationPlan, SwapTask
 
-# Outcomes kept for later swaps that depend on them. The scheduler names only swaps that were not reported to it.
+# How many outcomes are kept for later swaps that depend on them. The scheduler names only swaps whose outcome was not
+# yet reported to it.
 _MOST_OUTCOMES = 65_536
 
 
@@ -71,7 +72,7 @@ class HostSwap:
                 self._run(*self._waiting.pop(swap_id))
 
     def check_ended(self, swap_ids: tuple[int, ...]) -> None:
-        """Rejects a step that would overwrite blocks before a swap has read them."""
+        """Raises an error if a step would overwrite blocks that a swap has not yet read."""
         if not self._waiting.keys().isdisjoint(swap_ids):
             raise RuntimeError(
                 f"the step depends on swaps {swap_ids}, and some of them wait for a later step"

@@ -11,7 +11,7 @@ _MOST_THREADS = 1024
 
 
 def thread_count(threads: int | None) -> int:
-    """`threads` if it is valid; the default for None."""
+    """Returns `threads` if it is valid, and the default for None."""
     if threads is None:
         return max(1, min(_physical_cores(), _quota()))
     if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= _MOST_THREADS:

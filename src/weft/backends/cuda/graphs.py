@@ -1,12 +1,13 @@
-"""CUDA graphs of decode steps: the size a step is padded to, the graphs captured so far, and when to capture one.
+"""CUDA graphs of decode steps: the size to which a step is padded, the graphs captured so far, and when to capture one.
 
-Graphs are captured on demand, so the start does not wait for them. The first step of a kind is launched kernel by
-kernel: this compiles Triton kernels and lets cuBLAS choose its kernels. The second step of the kind is captured;
-capturing costs the host little more than launching.
+Graphs are captured on demand, so the start does not wait for them. A kind is a padded batch size, a limit of the context and a sampling path
+(`Kind`). The first step of a kind is launched kernel by kernel: this compiles Triton kernels and lets cuBLAS choose its
+kernels. The second step of the kind is captured; capturing costs the host little more than launching.
 
-A kind without a graph first uses a larger graph for a few steps. A batch that drains passes through many sizes, and
-most are not worth a capture. But padding is not free: from about 100 rows on, the matrix products of a large model
-take longer with every row. If a capture fails, steps of the kind use a larger graph or are launched.
+A kind without a graph first uses a larger graph for a few steps. When requests end and the batch shrinks, it passes
+through many sizes, and most are not worth a capture. But padding is not free: from about 100 rows on, the matrix
+products of a large model take longer with every row. If a capture fails, steps of the kind use a larger graph or are
+launched.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ costs up to two in every step (8 billion weights, 128 rows in a graph of 256).""
 
 @dataclass(frozen=True)
 class Kind:
-    """What decode steps that run from the same graph have in common."""
+    """The properties that decode steps must share to run from the same graph."""
 
     size: int
     """Entries, padding included."""
@@ -52,7 +53,8 @@ class _CapturedGraph:
         def launch() -> None:
             logits[:] = [work(kind)]
 
-        # `launch` must not refer to `self`: the graph of the interpreter keeps the function, which would be a cycle.
+        # `launch` must not refer to `self`: the graph of the interpreter keeps the function, which would make a
+        # reference cycle.
         self._logits = logits
         self.graph = device.capture(launch, pool)
 
@@ -104,7 +106,8 @@ class DecodeGraphs:
         try:
             captured = _CapturedGraph(self.device, self.work, kind, self._pool)
         except Exception as error:
-            # No kernel has run. If the GPU itself has failed, the following launch raises the error.
+            # The capture failed, so no kernel has run. If the GPU itself has failed, the following launch raises the
+            # error.
             self._failed.add(kind)
             _log.warning("a decode step of %d entries could not be captured (%s)", kind.size, error)
             return None
@@ -112,7 +115,8 @@ class DecodeGraphs:
         return captured
 
     def _larger_graph(self, kind: Kind) -> _CapturedGraph | None:
-        """The smallest graph, up to `_MOST_PADDING` times the size, that can run this kind. None: capture one."""
+        """The smallest graph that can run this kind, at most `_MOST_PADDING` times as large as the step. None: capture
+        one."""
         steps = self._steps_in_larger.get(kind, 0)
         if steps >= _STEPS_IN_LARGER_GRAPH and kind not in self._failed:
             return None

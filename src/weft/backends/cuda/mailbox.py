@@ -1,4 +1,5 @@
-"""Slots of pinned memory through which host and GPU exchange the inputs and results of steps. One per step in flight.
+"""Mailbox slots: pinned memory through which host and GPU exchange the inputs and results of steps. One slot per step in
+flight.
 
 The host writes a slot before it launches a step; the GPU writes it at the end of the step. A slot is used again only
 after the result of its last step was read, so nothing is overwritten while it may still be read.
@@ -15,11 +16,12 @@ from weft.backends.cuda.prepare import HEADER, INBOX_COLUMNS, publish
 from weft.ops.triton.device import Device, power_of_two
 
 SLOTS = 4
-"""The engine has two steps in flight. A submit with more than this many waits for the oldest."""
+"""The number of slots. The engine has two steps in flight. If more are submitted than there are slots, `submit` waits
+for the oldest."""
 
 _LEAST_STAGING_WORDS = 1 << 14
 _ALIGNED = 4
-"""Words. Triton compiles a kernel again for a pointer that is not aligned to 16 bytes."""
+"""Alignment in words: Triton compiles a kernel again for a pointer that is not aligned to 16 bytes."""
 
 
 class MailboxStep(Protocol):
@@ -38,7 +40,7 @@ class Slot:
         self.inbox = inbox  # int32, as `prepare_decodes` reads it
         self.outbox = outbox  # int32 [2, rows]: tokens and errors
         self.event = device.event()
-        """The end of the last step of the slot."""
+        """Marks the end of the last step that used the slot."""
         self.step: MailboxStep | None = None
         """The step whose result was not read yet."""
         self._staging = device.pinned(staging_words, dtype=torch.int32)
@@ -76,7 +78,8 @@ class Mailbox:
         self.step_count = device.zeros(1, dtype=torch.int32)
         self._num_sent = 0
         inboxes, outboxes = self.inbox.numpy(), self.outbox.numpy()
-        # Enough for the prompts that start in a step and its row changes. Pinning more later takes milliseconds.
+        # Words for the prompts that start in a step and its row changes. It is large, because pinning more later takes
+        # milliseconds.
         words = max(_LEAST_STAGING_WORDS, 4 * max_tokens)
         self._slots = [Slot(device, inboxes[index], outboxes[index], words) for index in range(SLOTS)]
 
@@ -110,6 +113,7 @@ class Mailbox:
         self.step_count.fill_(self._num_sent)
 
     def close(self) -> None:
-        """Drops the steps whose results were not read. They and their slots form reference cycles."""
+        """Drops the steps whose results were not read. They and their slots are reference cycles, which would keep
+        memory."""
         for slot in self._slots:
             slot.step = None

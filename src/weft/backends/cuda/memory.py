@@ -31,7 +31,7 @@ _SPARE_BYTES = 1 << 30
 
 
 def free_bytes(device: Device) -> int:
-    """The GPU memory that KV blocks may take: what is free, less a reserve."""
+    """The GPU memory that KV blocks may take: the free memory minus a reserve."""
     free = device.free_memory()
     return max(0, free - _reserve(free))
 
@@ -111,8 +111,8 @@ class BlockMemory:
         return min(self.model_context, sizes.full * self.pool.block_size)
 
     def swap_slots(self, sizes: PoolSizes) -> PoolSizes:
-        """The numbers of swap slots, in the proportion of `sizes`. By default they use at most half of the available
-        host memory. Raises OutOfMemoryError if a requested number does not fit."""
+        """The numbers of swap slots of both tiers, in the proportion of `sizes`. By default they use at most half of
+        the available host memory. Raises OutOfMemoryError if a requested number does not fit."""
         each = self.block_bytes + self.store_block_bytes * sizes.store / sizes.full
         available, full = host_memory().available, self.pool.swap_blocks
         if full is None:
@@ -140,7 +140,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def drop_frames(error: BaseException | None) -> None:
-    """Clears the local variables in the traceback of an error. They would keep GPU memory while the error is kept."""
+    """Clears the local variables in the traceback of an error. Otherwise they keep GPU memory as long as the error
+    exists."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -2,8 +2,8 @@
 
 With an empty cache, the first step of every kind waits seconds for the compiler. So the engine starts a process while
 it loads the weights. That process forks workers. Each worker runs the common steps on a device without memory, where a
-launch only compiles the kernel, and compiles its share of the kernels. The engine never waits for this: it compiles
-itself what is missing. When all is compiled, a marker file is written to the cache, and later starts skip this.
+launch only compiles the kernel; each compiles a part of the kernels. The engine never waits for them: it compiles what
+is missing itself. When everything is compiled, a marker file is written to the cache, and later starts skip this.
 
 `python -m` of this module is that process. It reads an `Outline` and `Sizes` from its standard input, one line each.
 """
@@ -46,7 +46,7 @@ from weft.text.grammar import GrammarCompiler
 _MOST_PROCESSES = 12
 _NICENESS = 10
 _TIME_LIMIT_SECONDS = 300
-"""A process ends after this time in any case: the engine that would end it may be gone."""
+"""The process ends itself after this time, because the engine that would end it may be gone."""
 _PROMPT = 100
 _SMALL_PROMPTS = (20, 40)
 _DECODES = (2, 16, 32, 64, 128, 256)
@@ -103,7 +103,8 @@ class Sizes:
     max_tokens: int
 
     def kind(self, config: ModelConfig) -> str:
-        """What decides how kernels are compiled. The numbers of blocks matter only through the longest context."""
+        """The values that decide how kernels are compiled. The numbers of blocks matter only through the longest
+        context."""
         pool = {name: value for name, value in asdict(self.pool).items() if not name.endswith("_blocks")}
         pool_tokens = (self.pool.num_blocks or 0) * self.pool.block_size
         return repr((pool, self.num_rows, self.max_tokens, min(config.max_context, pool_tokens)))
@@ -130,12 +131,13 @@ class KernelPrecompiler:
     def __init__(self, outline: Outline) -> None:
         self._outline = outline
         self._process: subprocess.Popen[bytes] | None = None
-        # Started before the sizes are known, so that it imports torch early, unless this model was compiled before.
+        # Starts the process, unless this model was compiled before. The sizes follow later: until then the process
+        # imports torch.
         if next(_cache_folder().glob(_marker_name(outline) + "*"), None) is None:
             self._start()
 
     def begin(self, sizes: Sizes) -> None:
-        """Sends the sizes, with which the process begins to compile. Does nothing if all is compiled already."""
+        """Sends the sizes; the process then begins to compile. Does nothing if everything is compiled already."""
         if (_cache_folder() / _marker_name(self._outline, sizes)).exists():
             self.close()
             return
@@ -184,7 +186,8 @@ def _cache_folder() -> Path:
 
 
 def _marker_name(outline: Outline, sizes: Sizes | None = None) -> str:
-    """The name of the marker file for this model, GPU, source code and Triton. Without sizes, its prefix."""
+    """The name of the marker file for this model, GPU, source code and Triton version. Without sizes: the prefix of
+    that name."""
     digest = hashlib.sha256(repr((outline, triton.__version__, torch.__version__)).encode())
     package = Path(__file__).parents[2]
     for source in sorted((*package.glob("ops/triton/*.py"), *package.glob("backends/cuda/*.py"))):
@@ -199,7 +202,7 @@ def _marker_name(outline: Outline, sizes: Sizes | None = None) -> str:
 
 
 class CompileOnlyDriver:
-    """A driver without a GPU, for Triton's compiler."""
+    """A driver for Triton's compiler that works without a GPU."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -341,14 +344,15 @@ class _KernelShares:
         """The number of this process, and the number of processes. None: it compiles nothing."""
 
     def skips(self, *, key: Any, fn: Any, **rest: Any) -> bool:
-        """A hook of Triton: True keeps it from compiling the kernel."""
+        """A hook that Triton calls before it compiles a kernel. True keeps Triton from compiling it."""
         kernel = (fn.module, fn.name, str(key))
         self.launched[kernel] = None
         return self.share is None or zlib.crc32(repr(kernel).encode()) % self.share[1] != self.share[0]
 
 
 def prepare_to_compile(capability: int) -> _KernelShares:
-    """Patches Triton and torch so that launches in this process only compile. The process can do nothing else then."""
+    """Patches Triton and torch so that launches in this process only compile. The process can no longer compute
+    anything."""
     driver.set_active(CompileOnlyDriver(capability))
     shares = _KernelShares()
     triton.knobs.runtime.jit_cache_hook = shares.skips
@@ -364,7 +368,7 @@ def prepare_to_compile(capability: int) -> _KernelShares:
 
 
 def compile_all(outline: Outline, sizes: Sizes, processes: int) -> None:
-    """Forks `processes` workers. Each launches all kernels, but compiles only its share."""
+    """Forks `processes` workers. Each launches all kernels, but compiles only a part of them."""
     shares = prepare_to_compile(outline.capability)
     workers = []
     for number in range(processes):

@@ -1,6 +1,6 @@
 """Kernels that make the index arrays of a step from what the host wrote, and that write sampled tokens for the host.
 
-Kernels access pinned host memory directly, so a decode step needs no copy in either direction. Every slot has:
+Kernels access pinned host memory directly, so a decode step needs no copy in either direction. Every mailbox slot has:
 
     inbox   [ entries | updates | rows .. | starts .. | update rows .. | indices .. | blocks .. ]
     outbox  [ tokens .. | errors .. ]
@@ -19,7 +19,7 @@ HEADER = 2
 INBOX_COLUMNS = 5
 
 
-# Numbers of entries are not specialised, so that one compilation serves every step.
+# Triton must not specialise kernels for numbers of entries, so that one compilation serves every step.
 @triton.jit(do_not_specialize=["size"])
 def prepare_decodes(
     step_count,
@@ -46,7 +46,8 @@ def prepare_decodes(
     """Makes the index arrays of a step of decodes, padded to `size` entries. One program does all of it, because it
     reads block-table entries that it has just written."""
     slot = inbox + (tl.load(step_count) % SLOTS) * (2 + 5 * CAPACITY)
-    # Loads whole columns, also their unused part: loading the counts first would be a second round trip to host memory.
+    # Loads whole columns, including their unused part: loading the counts first would be a second round trip to host
+    # memory.
     entries = tl.load(slot)
     updates = tl.load(slot + 1)
     columns = slot + 2
@@ -100,7 +101,7 @@ def prepare_tokens(
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Makes the index arrays of any step, without padding. One program per entry and per WIDTH of its tokens.
+    """Makes the index arrays of any step, without padding. There is one program for every WIDTH tokens of an entry.
 
     staged  [ rows .. | starts .. | first token in the step .. | counts .. | number of the sample, or -1 .. ]
     """

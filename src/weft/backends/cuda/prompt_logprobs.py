@@ -1,4 +1,5 @@
-"""Prompts to score (`prompt_logprobs`): which rows have one, and which tokens of a step score which prompt tokens."""
+"""Prompts that must be scored (`prompt_logprobs`): which rows have one, and which tokens of a step score which prompt
+tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from weft.request import RequestId
 
 
 @dataclass(frozen=True)
-class PromptPiece:
+class ScoredChunk:
     """The prompt chunk that a step computes and scores. The logits of a token score the token after it."""
 
     request_id: RequestId
@@ -40,11 +41,11 @@ class ScoredPrompts:
             else:
                 self._prompts[start.row] = (start.tokens[: start.prompt_length], top_count)
 
-    def pieces(self, plan: IterationPlan) -> list[PromptPiece]:
+    def scored_chunks(self, plan: IterationPlan) -> list[ScoredChunk]:
         """The prompt chunks of a plan that must be scored."""
-        pieces: list[PromptPiece] = []
+        scored_chunks: list[ScoredChunk] = []
         if not self._prompts:
-            return pieces
+            return scored_chunks
         firsts = accumulate(plan.counts, initial=0)
         columns = zip(plan.request_ids, plan.rows, plan.starts, plan.counts, firsts, strict=False)
         for request_id, row, start, count, first in columns:
@@ -55,12 +56,12 @@ class ScoredPrompts:
             if start < end:
                 indices = range(first, first + end - start)
                 tokens = prompt[start + 1 : end + 1]
-                pieces.append(PromptPiece(request_id, start + 1, indices, tokens, top_count))
-        return pieces
+                scored_chunks.append(ScoredChunk(request_id, start + 1, indices, tokens, top_count))
+        return scored_chunks
 
 
-def indices_of(pieces: Sequence[PromptPiece]) -> np.ndarray | None:
+def indices_of(scored_chunks: Sequence[ScoredChunk]) -> np.ndarray | None:
     """The tokens of the step whose logits score prompts."""
-    if not pieces:
+    if not scored_chunks:
         return None
-    return np.concatenate([np.arange(piece.indices.start, piece.indices.stop) for piece in pieces])
+    return np.concatenate([np.arange(chunk.indices.start, chunk.indices.stop) for chunk in scored_chunks])

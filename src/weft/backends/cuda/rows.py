@@ -94,37 +94,37 @@ class DeviceRows:
             self._apply(plan, updates, slot)
 
     def _apply(self, plan: IterationPlan, updates: dict[tuple[int, int], int], slot: Slot) -> None:
-        pieces: list[tuple[int, int, int, Sequence[int]]] = [
+        segments: list[tuple[int, int, int, Sequence[int]]] = [
             (0, start.row, 0, start.tokens) for start in plan.row_starts
         ]
         for start in plan.row_starts:
-            pieces += [(1, start.row, first, blocks) for first, blocks in self._table_parts(start.blocks)]
-        lengths = [len(words) for *_, words in pieces]
-        words_before = 5 * len(pieces) + 3 * len(updates)
+            segments += [(1, start.row, first, blocks) for first, blocks in self._table_parts(start.blocks)]
+        lengths = [len(words) for *_, words in segments]
+        words_before = 5 * len(segments) + 3 * len(updates)
         staged = slot.pack(
             [
-                [part for part, *_ in pieces],
-                [row for _, row, *_ in pieces],
-                [first for _, _, first, _ in pieces],
+                [part for part, *_ in segments],
+                [row for _, row, *_ in segments],
+                [first for _, _, first, _ in segments],
                 lengths,
-                list(accumulate(lengths[:-1], initial=words_before)) if pieces else [],
+                list(accumulate(lengths[:-1], initial=words_before)) if segments else [],
                 [row for row, _ in updates],
                 [index for _, index in updates],
                 list(updates.values()),
-                *(words for *_, words in pieces),
+                *(words for *_, words in segments),
             ]
         )
         longest = max(lengths, default=1)
         self._device.launch(
             apply_changes,
-            (len(pieces) + -(-len(updates) // _WIDTH), -(-longest // _WIDTH), 1),
-            (staged, len(pieces), len(updates), self.tokens, self.tables),
+            (len(segments) + -(-len(updates) // _WIDTH), -(-longest // _WIDTH), 1),
+            (staged, len(segments), len(updates), self.tokens, self.tables),
             self._kind,
             lambda: {**self._sizes, "WIDTH": _WIDTH, "num_warps": 4},
         )
 
     def _table_parts(self, blocks: tuple[int, ...]) -> Iterator[tuple[int, Sequence[int]]]:
-        """Splits a block table into its contiguous parts in a row: the start index and the blocks of each."""
+        """Divides a block table into contiguous runs. Yields the first index and the blocks of each run."""
         if self._full_blocks is None:
             stored: list[int] = []
         else:
@@ -145,7 +145,8 @@ class DeviceRows:
         return updates
 
     def moves(self, plan: IterationPlan, slot: Slot) -> Moves | None:
-        """Copies the moves of a plan, pairs of full block and store block, to the GPU. None: the plan has no moves."""
+        """Copies the moves of a plan to the GPU: pairs of full-precision block and store block. None: the plan has no
+        moves."""
         pairs = [
             (source, target)
             for source, target in zip(plan.moved_from, plan.moved_to, strict=True)

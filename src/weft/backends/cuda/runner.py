@@ -1,6 +1,6 @@
 """The CUDA backend: launches the steps of plans on the GPU without waiting for them.
 
-`submit` runs in the engine's thread: it writes the changes of a plan into a slot of the mailbox, launches the step, and
+`submit` runs in the engine's thread: it writes the changes of a plan into a mailbox slot, launches the step, and
 returns. `result` waits for the end of one step and reads its slot. A step writes its sampled tokens into the rows on
 the GPU, where the next step reads them. So the engine plans and submits step N + 1 while step N runs.
 """
@@ -27,7 +27,7 @@ from weft.backends.cuda.memory import (
     shortage,
 )
 from weft.backends.cuda.precompile import KernelPrecompiler, Sizes, outline_of
-from weft.backends.cuda.prompt_logprobs import PromptPiece, ScoredPrompts, indices_of
+from weft.backends.cuda.prompt_logprobs import ScoredChunk, ScoredPrompts, indices_of
 from weft.backends.cuda.rows import DeviceRows, is_decode
 from weft.backends.cuda.sampler import DeviceSampler, SamplingPath
 from weft.backends.cuda.step import DeviceStep
@@ -86,7 +86,7 @@ class CudaBackend:
         self._invariant = invariant
         self._precompiler = precompiler
         self._stream = device.stream()
-        # The copies of the weights may still run.
+        # Waits for the copies of the weights, which may still run.
         self._stream.wait_stream(device.current_stream())
         self._last_step: Event | None = None
         self._cache: Tensor | TwoTierCache
@@ -180,7 +180,7 @@ class CudaBackend:
         step = DeviceStep(plan, slot, self._sampler, self._swaps, self._grammars)
         with self._device.using(self._stream):
             try:
-                # Launched first: swaps run and are reported even if the step fails.
+                # Swaps are launched first: they run and are reported even if the step fails.
                 self._swaps.launch(plan, self._last_step)
                 self._swaps.block_stream(self._stream, plan.after_swaps)
                 self._launch(plan, slot, step)
@@ -224,19 +224,19 @@ class CudaBackend:
         if is_decode(plan):
             moves = self._rows.moves(plan, slot)
             if moves is not None:
-                # These blocks were complete before the step, so all layers are moved in one launch before the graph.
+                # These blocks were complete before the step. So one launch before the graph moves all their layers.
                 assert isinstance(self._cache, TwoTierCache)
                 move_to_store(self._cache, moves, self._device)
             self._run_decodes(plan, slot, step, path)
             return
-        pieces = self._prompts.pieces(plan)
-        batch = self._rows.prepare_tokens(plan, slot, indices_of(pieces))
+        scored_chunks = self._prompts.scored_chunks(plan)
+        batch = self._rows.prepare_tokens(plan, slot, indices_of(scored_chunks))
         logits, others = self._program.run(batch, self._cache)
         if path is not None:
             self._sample(logits, step, path, slot)
         self._publish(len(rows))
-        self._score(pieces, others, slot)
-        step.pieces = pieces
+        self._score(scored_chunks, others, slot)
+        step.scored_chunks = scored_chunks
 
     def _run_decodes(
         self, plan: IterationPlan, slot: Slot, step: DeviceStep, path: SamplingPath | None
@@ -275,18 +275,18 @@ class CudaBackend:
         mask_of_entry[masks.entries] = np.arange(len(masks.entries))
         return self._copied(slot, bits.reshape(-1)).view(bits.shape), self._copied(slot, mask_of_entry)
 
-    def _score(self, pieces: Sequence[PromptPiece], rows: Tensor | None, slot: Slot) -> None:
+    def _score(self, scored_chunks: Sequence[ScoredChunk], rows: Tensor | None, slot: Slot) -> None:
         """Scores `_SCORED_AT_ONCE` tokens at a time, because the logits of a whole prompt would be large."""
         at_once = min(_SCORED_AT_ONCE, self._mailbox.capacity)
         start = 0
-        for piece in pieces:
+        for chunk in scored_chunks:
             assert rows is not None, "the step computes the rows that score prompts"
-            for first in range(0, len(piece.tokens), at_once):
-                tokens = piece.tokens[first : first + at_once]
+            for first in range(0, len(chunk.tokens), at_once):
+                tokens = chunk.tokens[first : first + at_once]
                 logits = self._program.logits(rows[start + first : start + first + len(tokens)])
                 copied = self._copied(slot, np.array(tokens, np.int32))
-                piece.scores.append(self._sampler.score(logits, copied, piece.top_count))
-            start += len(piece.tokens)
+                chunk.scores.append(self._sampler.score(logits, copied, chunk.top_count))
+            start += len(chunk.tokens)
 
     def _copied(self, slot: Slot, words: np.ndarray) -> Tensor:
         copy = self._device.empty(len(words), dtype=torch.int32)
@@ -306,8 +306,8 @@ def open_cuda_backend(
 ) -> CudaBackend:
     """Opens the backend for a model or for the path of a model. `max_context` shortens the model's own context.
 
-    With `invariant`, an answer does not depend on the rest of the batch, bit for bit, at some cost in speed. The device
-    "cpu" is Triton's interpreter, for tests.
+    With `invariant`, an answer has the same bits whatever else is in the batch; this costs some speed. The device "cpu"
+    is Triton's interpreter, for tests.
     """
     if isinstance(checkpoint, str):
         checkpoint = open_checkpoint(checkpoint)
@@ -361,4 +361,4 @@ def _weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
 
 def _too_large(checkpoint: Checkpoint, card: Device, dtype: torch.dtype) -> OutOfMemoryError:
     needed = f"the weights take {mib(_weight_bytes(checkpoint, dtype))}"
-    return shortage(card, needed, "take a smaller model, or end what else uses the card")
+    return shortage(card, needed, "take a smaller model, or end other programs that use the GPU")

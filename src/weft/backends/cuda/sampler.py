@@ -114,7 +114,7 @@ class DeviceSampler:
         self._counts = device.zeros(max_sampled, vocabulary_size, dtype=torch.int32)
         self._kept_ends = device.empty(max_sampled, MAX_ENDS, dtype=torch.float32)
         self._seen = device.zeros(max_sampled, dtype=torch.int32)
-        self._floors = device.zeros(3, max_sampled, dtype=torch.int32)
+        self._floors = device.zeros(kernels.NUM_FLOORS, max_sampled, dtype=torch.int32)
         self._best = device.zeros(max_sampled, dtype=torch.float32)
         self._mean = device.zeros(max_sampled, dtype=torch.float64)
         self._settled = device.zeros(max_sampled, dtype=torch.int32)
@@ -291,7 +291,7 @@ class DeviceSampler:
             lambda: {
                 "TOUCHED": path.is_touched,
                 "MASKED": path.is_masked,
-                "MASSES": path.has_top_p or path.has_typical_p,
+                "MASSES": path.needs_masses,
                 "GROUP": sizes.group,
                 "GROUPS": sizes.groups_of_piece,
                 "num_warps": 8,
@@ -337,9 +337,7 @@ class DeviceSampler:
                 "TOUCHED": path.is_touched,
                 "MASKED": path.is_masked,
                 "HALVES": entries.logits.dtype == torch.bfloat16,
-                "WITH_TOP_K": path.has_top_k,
-                "WITH_TOP_P": path.has_top_p,
-                "WITH_TYPICAL_P": path.has_typical_p,
+                "USED": path.compiled_filters,
                 "GROUP": sizes.group,
                 "NUM_GROUPS": _power_of_2(self._groups),
                 "PIECES": _power_of_2(self._survey_pieces),
@@ -354,7 +352,8 @@ class DeviceSampler:
     def _choose(self, entries: _Entries) -> None:
         path = entries.path
         tile = _DRAW_TILE if path.draws else _GREEDY_TILE
-        # With few entries, each is split into many pieces, so that every multiprocessor has work.
+        # With few entries, the vocabulary of each is divided among many programs, so that every multiprocessor has
+        # work.
         all_tiles = ceil_divide(self._vocabulary_size, tile)
         tiles = max(1, all_tiles * entries.count // (_PROGRAMS_PER_PROCESSOR * self._device.processors))
         num_pieces = ceil_divide(all_tiles, tiles)
@@ -397,7 +396,7 @@ class DeviceSampler:
                 "TOUCHED": path.is_touched,
                 "MASKED": path.is_masked,
                 "FILTERED": path.is_filtered,
-                "TYPICAL": path.has_typical_p,
+                "USED": path.compiled_filters,
                 "TILE": tile,
                 "HEAD": self._cut.head,
                 "PIECES": self._choice_pieces,

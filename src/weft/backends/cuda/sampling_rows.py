@@ -12,7 +12,7 @@ from weft.ops.triton import sampling as kernels
 from weft.ops.triton.device import Device, Event
 from weft.ops.triton.sampling_scores import start_rows_kernel
 from weft.plan import RowStart
-from weft.request import MAX_LOGIT_BIAS, Failure, FailureKind, SamplingParams
+from weft.request import MAX_LOGIT_BIAS, Failure, FailureKind, SamplingParams, sampler_flags, sampler_words
 from weft.sampling.noise import as_seed
 
 # How many end tokens (stop tokens and the model's own) a row can hold. The kernels need them for min_tokens only.
@@ -24,14 +24,12 @@ ROW_WORDS = _HEADER + 3 * MAX_LOGIT_BIAS + MAX_ENDS
 # More than the steps in flight, so that the GPU has nearly always read a staging buffer before it is written again.
 _STAGINGS = 4
 
-_TOP_K, _TOP_P = kernels.HAS_TOP_K.value, kernels.HAS_TOP_P.value
-_MIN_P, _TYPICAL_P = kernels.HAS_MIN_P.value, kernels.HAS_TYPICAL_P.value
+_DRAWS, _FILTERS, _TOP_K = kernels.DRAWS.value, kernels.FILTERS.value, kernels.HAS_TOP_K.value
 _REPETITION, _COUNTS, _LISTS = (
     kernels.HAS_REPETITION.value,
     kernels.HAS_COUNTS.value,
     kernels.HAS_LISTS.value,
 )
-_DRAWS = 128  # only on the host; kernels look at the temperature
 
 
 @dataclass(frozen=True)
@@ -74,24 +72,16 @@ class SamplingPath:
         return self.flags & _LISTS != 0
 
     @property
-    def has_top_k(self) -> bool:
-        return self.flags & _TOP_K != 0
-
-    @property
-    def has_top_p(self) -> bool:
-        return self.flags & _TOP_P != 0
-
-    @property
-    def has_typical_p(self) -> bool:
-        return self.flags & _TYPICAL_P != 0
-
-    @property
     def is_filtered(self) -> bool:
-        return self.flags & (_TOP_K | _TOP_P | _MIN_P | _TYPICAL_P) != 0
+        return self.flags & _FILTERS != 0
 
     @property
-    def needs_best(self) -> bool:
-        return self.flags & (_TOP_P | _MIN_P | _TYPICAL_P) != 0
+    def compiled_filters(self) -> int:
+        return self.flags & kernels.COMPILED_FILTERS.value
+
+    @property
+    def needs_masses(self) -> bool:
+        return self.flags & kernels.NEED_MASSES.value != 0
 
 
 class SamplingRows:
@@ -172,24 +162,14 @@ class SamplingRows:
         biases = params.logit_bias
         words = np.zeros(_HEADER + 3 * len(biases) + len(ends), np.int32)
         words[:2].view(np.uint64)[0] = as_seed(start.seed)
-        words[2:16].view(np.float64)[:] = (
-            params.temperature,
-            params.top_p,
-            np.log(params.min_p) if params.min_p > 0.0 else -np.inf,
-            params.typical_p,
-            params.repetition_penalty,
-            params.frequency_penalty,
-            params.presence_penalty,
-        )
-        top_k = params.top_k if flags & _TOP_K else 0
-        words[16:_HEADER] = (
+        words[2 : kernels.PROMPT_LENGTH.value].view(np.float64)[:] = sampler_words(params)
+        words[kernels.PROMPT_LENGTH.value : _HEADER - 1] = (
             start.prompt_length,
-            top_k,
             min(params.min_tokens, 2**31 - 1),
             len(biases),
             len(ends),
             params.grammar is not None,
-            flags & ~_DRAWS,
+            flags,
             top_count,
         )
         if biases:
@@ -208,14 +188,9 @@ class SamplingRows:
 
 
 def _flags_of(params: SamplingParams, vocabulary_size: int) -> int:
-    flags = 0
-    if params.temperature > 0.0:
-        flags |= _DRAWS
-        flags |= _TOP_K if 0 < params.top_k < vocabulary_size else 0
-        flags |= _TOP_P if params.top_p < 1.0 else 0
-        flags |= _MIN_P if params.min_p > 0.0 else 0
-        flags |= _TYPICAL_P if params.typical_p < 1.0 else 0
-    flags |= _REPETITION if params.repetition_penalty != 1.0 else 0
-    flags |= _COUNTS if params.frequency_penalty != 0.0 or params.presence_penalty != 0.0 else 0
-    flags |= _LISTS if params.logit_bias or params.min_tokens > 0 else 0
-    return flags
+    flags = sampler_flags(params)
+    if not flags & _DRAWS:
+        flags &= ~_FILTERS
+    if params.top_k >= vocabulary_size:
+        flags &= ~_TOP_K
+    return flags | _LISTS if params.logit_bias or params.min_tokens > 0 else flags

@@ -8,7 +8,7 @@ from itertools import compress
 import numpy as np
 
 from weft.backends.cuda.mailbox import Slot
-from weft.backends.cuda.prompt_logprobs import PromptPiece
+from weft.backends.cuda.prompt_logprobs import ScoredChunk
 from weft.backends.cuda.sampler import DeviceSampler, PendingLogprobs
 from weft.backends.cuda.swap import CardSwap
 from weft.backends.grammar import NO_MASKS, Masks, RowGrammars
@@ -18,8 +18,8 @@ from weft.sampling.reference import NOT_A_NUMBER
 
 
 class DeviceStep:
-    """The handle of a step. The GPU writes its result into `slot`. `collect` reads it once: for `result`, or before the
-    slot is used again."""
+    """The handle of a step. The GPU writes its result into `slot`. `collect` reads it once: when `result` is called, or
+    before the slot is used again."""
 
     __slots__ = (
         "_grammars",
@@ -30,8 +30,8 @@ class DeviceStep:
         "_swaps",
         "logprobs",
         "masks",
-        "pieces",
         "sampled_rows",
+        "scored_chunks",
     )
 
     def __init__(
@@ -53,7 +53,7 @@ class DeviceStep:
         )
         self.masks: Masks = NO_MASKS
         self.logprobs: PendingLogprobs | None = None
-        self.pieces: list[PromptPiece] = []
+        self.scored_chunks: list[ScoredChunk] = []
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
@@ -78,7 +78,7 @@ class DeviceStep:
         )
 
     def fail(self, error: str) -> None:
-        """Sets the result of a step whose launch failed. `collect` then does not wait for its end."""
+        """Sets the result of a step whose launch failed. `collect` then does not wait for the GPU."""
         self._result = StepResult(error=error)
 
     def collect(self) -> None:
@@ -114,10 +114,10 @@ class DeviceStep:
         """Logprobs of prompts, and an error for each request with a logprob that is not finite."""
         scores: dict[RequestId, tuple[int, list[TokenLogprobs]]] = {}
         errors: dict[RequestId, Failure] = {}
-        for piece in self.pieces:
-            logprobs = (value for pending in piece.scores for value in pending.read())
+        for chunk in self.scored_chunks:
+            logprobs = (value for pending in chunk.scores for value in pending.read())
             values = [value for value in logprobs if value is not None]
             if not all(math.isfinite(value.logprob) for value in values):
-                errors[piece.request_id] = NOT_A_NUMBER
-            scores[piece.request_id] = (piece.first, values)
+                errors[chunk.request_id] = NOT_A_NUMBER
+            scores[chunk.request_id] = (chunk.first, values)
         return scores, errors

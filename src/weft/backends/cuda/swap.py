@@ -17,9 +17,10 @@ from weft.plan import IterationPlan, SwapTask
 
 _log = logging.getLogger(__name__)
 
-# Memory is pinned in pieces at their first use: pinning all of it would delay the start by seconds.
-_PIECE_BYTES = 256 << 20
-# Outcomes kept for later swaps that depend on them. The scheduler names only swaps that were not reported to it.
+# Slots are pinned in regions, each at its first use: pinning all of them would delay the start by seconds.
+_REGION_BYTES = 256 << 20
+# How many outcomes are kept for later swaps that depend on them. The scheduler names only swaps whose outcome was not
+# yet reported to it.
 _MOST_OUTCOMES = 65_536
 
 
@@ -33,14 +34,14 @@ class _Tier:
         self._cache = cache
         self.first_block, self.first_slot = first_block, first_slot
         block_bytes = cache[0].numel() * cache.element_size()
-        self._piece_slots = max(1, min(slots, _PIECE_BYTES // block_bytes))
-        self.pieces: list[Tensor | None] = [None] * -(-slots // self._piece_slots)
+        self._region_slots = max(1, min(slots, _REGION_BYTES // block_bytes))
+        self.regions: list[Tensor | None] = [None] * -(-slots // self._region_slots)
 
     def copy(self, pairs: Iterable[tuple[int, int]], is_out: bool) -> None:
         """Launches the copies of (block, slot) pairs."""
         for block, slot, count in self.runs(pairs):
-            piece, first = divmod(slot, self._piece_slots)
-            host = self._piece(piece)[first : first + count]
+            region, first = divmod(slot, self._region_slots)
+            host = self._region(region)[first : first + count]
             device = self._cache[block : block + count]
             if is_out:
                 host.copy_(device, non_blocking=True)
@@ -48,7 +49,7 @@ class _Tier:
                 device.copy_(host, non_blocking=True)
 
     def runs(self, pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-        """Joins pairs that are contiguous in the cache and in a piece. Yields first block, first slot and count."""
+        """Joins pairs that are contiguous in the cache and in one region. Yields first block, first slot and count."""
         first = None
         count = 0
         for pair in pairs:
@@ -56,7 +57,7 @@ class _Tier:
             if (
                 first is not None
                 and (block, slot) == (first[0] + count, first[1] + count)
-                and slot % self._piece_slots
+                and slot % self._region_slots
             ):
                 count += 1
                 continue
@@ -66,12 +67,12 @@ class _Tier:
         if first is not None:
             yield *first, count
 
-    def _piece(self, index: int) -> Tensor:
-        piece = self.pieces[index]
-        if piece is None:
-            piece = self._device.pinned(self._piece_slots, *self._cache.shape[1:], dtype=self._cache.dtype)
-            self.pieces[index] = piece
-        return piece
+    def _region(self, index: int) -> Tensor:
+        region = self.regions[index]
+        if region is None:
+            region = self._device.pinned(self._region_slots, *self._cache.shape[1:], dtype=self._cache.dtype)
+            self.regions[index] = region
+        return region
 
 
 class CardSwap:
@@ -93,7 +94,7 @@ class CardSwap:
         """Launches the swaps of a plan. They run after `last_step`."""
         if not plan.swap_out and not plan.swap_in:
             return
-        # Also for a swap in: the last step may still use its target blocks for another sequence.
+        # A swap in waits for the last step too: that step may still use its target blocks for another sequence.
         if last_step is not None:
             self._stream.wait_event(last_step)
         with self._device.using(self._stream):
@@ -134,7 +135,7 @@ class CardSwap:
     def _launch(self, task: SwapTask, is_out: bool) -> None:
         error = self._copy(task, is_out)
         self._outcomes[task.swap_id] = error
-        # Also for a failed swap: some of its copies may be launched, and it ends after them.
+        # A failed swap gets an event too: some of its copies may be launched, and it ends after them.
         event = self._device.event()
         event.record(self._stream)
         self._in_flight[task.swap_id] = event

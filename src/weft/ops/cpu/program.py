@@ -42,7 +42,7 @@ def assemble(
         [(rope.frequencies, rope.interleaved, rope.scale) for rope in ropes],
         [(ropes.index(pattern.rope), pattern.window or 0) for pattern in recording.patterns],
     )
-    # Fused separately, because `NativeForward.logits` runs the second part alone, on other rows.
+    # The two parts are fused separately, because `NativeForward.logits` runs the second part alone, on other rows.
     instructions = fused(recording.operations[:logits_from], {rows})
     first_of_logits = len(instructions)
     instructions += fused(recording.operations[logits_from:], {logits})
@@ -103,7 +103,9 @@ def _append_product(program: _kernels.Program, instruction: FusedProduct, slots:
     before = instruction.before
     kind = "nothing" if before is None else "rms_norm" if isinstance(before, Norm) else before.kind
     column = 0
-    prepared_quantised: bool | None = None  # whether the previous part quantised the input; `again` reuses it
+    prepared_quantised: bool | None = (
+        None  # whether the previous part has quantised the same input, so that this part reuses it (`again`)
+    )
     for part in instruction.product.layer.parts:
         program.linear(
             slots[instruction.input],

@@ -44,7 +44,7 @@ class CpuOps(RecordingOps):
         return weight.nbytes
 
     def new_cache(self, blocks: int, layers: int, block_size: int, shape: AttentionShape) -> np.ndarray:
-        """Unlike in numpy, the K and V of one KV head in a block are contiguous, as integers with scales
+        """Unlike in the numpy cache, K and V of one KV head in a block are contiguous. They are integers with scales
         (`CachedHead` in csrc/kernels/kernels.h)."""
         words = _kernels.cache_room(block_size, shape.head_size)
         return _in_large_pages((blocks, layers, shape.kv_heads, block_size, words), np.uint16)
@@ -52,15 +52,16 @@ class CpuOps(RecordingOps):
     def new_store(
         self, blocks: int, layers: int, block_size: int, shape: AttentionShape, bits: int
     ) -> np.ndarray:
-        """One KV head of a block is contiguous here too (`StoredHead` in csrc/kernels.h)."""
+        """One KV head of a block is contiguous here too (`StoredHead` in csrc/kernels/kernels.h)."""
         head_bytes = 2 * block_size * store_vector_bytes(shape.head_size, bits)
         return _in_large_pages((blocks, layers, shape.kv_heads, head_bytes), np.uint8)
 
 
 def _in_large_pages(shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """Zeros, in large pages if the system has them: the blocks of a sequence are scattered, so TLB misses matter."""
+    """Returns zeros, in large pages if the system has them: the blocks of a sequence are scattered, so small pages
+    would cause many TLB misses."""
     count = math.prod(shape)
-    # Private: Linux uses large pages for shared memory (the default of mmap) only if an administrator allows it.
+    # MAP_PRIVATE: Linux uses large pages for shared memory (the default of mmap) only if an administrator allows it.
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
     try:
         memory = mmap.mmap(-1, max(1, count * np.dtype(dtype).itemsize), **private)

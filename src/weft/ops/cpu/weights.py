@@ -1,7 +1,7 @@
 """Packs the tensors of model files into the layouts of the C++ kernels, and chooses the layout for each format.
 
-While a decoder is built, `Packing` only collects tensors. Then all packed bytes are read from a packed file, or made,
-at once.
+While a decoder is built, `Packing` only collects tensors. Then all packed bytes are made at once, or read from a packed
+file.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from weft import _kernels
 from weft.ops.base import LinearRole, WeightSource
 
 PACKING_VERSION = 5
-"""Increase it when packed bytes or packed files change."""
+"""Increase it when the format of packed bytes or of packed files changes."""
 
 Quantize = Literal["int8", "int4"]
 
 
 class Layout(IntEnum):
-    """The numbers in csrc/kernels/kernels.h."""
+    """Must equal the numbers in csrc/kernels/kernels.h."""
 
     W4 = 0
     W8 = 1
@@ -103,7 +103,7 @@ class Part:
 
     @property
     def description(self) -> str:
-        """For one model file, equal descriptions mean equal bytes."""
+        """Describes the packed bytes: for one model file, equal descriptions mean equal bytes."""
         stored = "+".join(f"{tensor.name}:{tensor.format_name}:{tensor.outputs}" for tensor in self.tensors)
         return f"{stored}x{self.inputs} {self.layout.name}"
 
@@ -151,7 +151,7 @@ class Experts:
 Sizes = Mapping[str, int]
 Fill = Callable[[str, np.ndarray], None]
 Keep = Callable[[Sizes, Fill], Mapping[str, np.ndarray]]
-"""Takes the size of each piece by name, and a function that fills a piece. Returns the pieces."""
+"""Takes the size of each array by name, and a function that fills an array. Returns the arrays."""
 
 
 def in_memory(sizes: Sizes, fill: Fill) -> dict[str, np.ndarray]:

@@ -1,8 +1,8 @@
 """Attention over the paged cache: chooses the kernel and the tile sizes for each request of a step, and owns the
 workspace.
 
-In the invariant mode the result of a token has the same bits alone, in a batch, in a chunk, and in decode: every
-context is cut at the same positions, both kernels use the same tiles, and splits are joined in order.
+In the batch-invariant mode the result of a token has the same bits alone, in a batch, in a chunk, and in decode. For
+that, every context is cut at the same positions, both kernels use the same tiles, and splits are joined in order.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from weft.ops.triton.rope import RopeTables, rope_and_write
 from weft.ops.triton.store import move_to_store
 from weft.tiers import stored_blocks
 
-# The fewest rows that tensor cores multiply.
+# The smallest number of rows that tensor cores multiply.
 _LEAST_ROWS = 16
 
-# Programs of decode attention that run on one multiprocessor at the same time, limited by registers. Small programs,
-# which read a store for few requests, need fewer registers, so more of them run.
+# Programs (thread blocks) of decode attention that run on one multiprocessor at the same time, limited by registers. A
+# program that reads the store for few requests is small: it needs fewer registers, so more of them run.
 _PROGRAMS_AT_ONCE = 4
 _SMALL_PROGRAMS_AT_ONCE = 8
 _MOST_SPLITS = 16
 _LEAST_LONG_SPLIT = 512
 _LEAST_SHARED_SPLIT = 256
 
-# In the invariant mode the context length alone decides the number of splits. The limit bounds the workspace.
+# In the invariant mode the context length alone decides the number of splits. The maximum keeps the workspace small.
 _LEAST_FIXED_SPLIT, _MOST_FIXED_SPLITS = 512, 32
 
 
 class Tiles(NamedTuple):
-    """Tile sizes of a kernel: query rows and context positions; and its warps and pipeline stages."""
+    """Tile sizes of a kernel (query rows and context positions), its warps and its pipeline stages."""
 
     rows: int
     positions: int
@@ -54,7 +54,7 @@ class StoreTiles(NamedTuple):
     positions: int
     stages: int
     registers: int | None = None
-    """Most registers of a thread: a limit lets more programs run at the same time."""
+    """Maximum registers of a thread: a lower one lets more programs run at the same time."""
 
 
 _NO_STORE = StoreTiles(0, 0)
@@ -63,17 +63,18 @@ _NO_STORE = StoreTiles(0, 0)
 class Splits(NamedTuple):
     """How the contexts of decoding requests are split."""
 
-    most: int  # splits of a request; with `shared`: programs of a KV head
+    most: int  # maximum splits of a request; with `shared`: maximum programs of a KV head
     smallest: int
     shared: bool = False
-    """All requests share `most` programs. A context of up to `smallest` positions is not split."""
+    """All requests are divided among `most` programs. A context of up to `smallest` positions is not split."""
     leeway: int = 3
-    """No context is split if the busiest program then reads at most this many tiles more than its equal share.
-    Reading a request in two parts and joining them costs about as much as two or three tiles."""
+    """How much imbalance is allowed, in tiles. Contexts stay unsplit if then no program reads more than this many tiles
+    above the mean. Reading a request in two parts and joining them costs about as much as two or three tiles."""
 
 
 class _Tiers(NamedTuple):
-    """The cache tensors that kernels get. Without a store, `bits` is 0."""
+    """The cache tensors that kernels get. `full` has full precision; `codes` and `words` are the store. Without a
+    store, `bits` is 0."""
 
     full: Tensor
     codes: Tensor
@@ -95,7 +96,7 @@ def _tiers_of(cache: Tensor | TwoTierCache) -> _Tiers:
 
 
 class Attention:
-    """Attention of one shape and window, for all layers with them; runs one step at a time."""
+    """Attention of all layers with one shape and window. It runs one step at a time."""
 
     def __init__(
         self,
@@ -114,8 +115,8 @@ class Attention:
         self.joined_rows = power_of_two(group)
         rows = max(_LEAST_ROWS, self.joined_rows)
         self.decode_tiles = Tiles(rows, 64, 2, 3) if self.width <= 128 else Tiles(rows, 32, 4, 3)
-        # Against the store, rows are the columns of products, and eight are enough. The invariant mode uses the rows
-        # of chunks.
+        # For the store, query rows are the columns of a product, which needs only eight. The invariant mode uses as
+        # many rows as prefill does.
         self.store_rows = rows if invariant else max(8, self.joined_rows)
         self.fixed_split = 0
         if invariant:
@@ -146,7 +147,8 @@ class Attention:
         """True if the GPU has tensor memory copies (Hopper or newer) and the head size is a power of two."""
         self._described_rows: tuple[int, int, Tiles] | None = None
         self.by_cudnn = not invariant and supports_dense_attention(shape, device)
-        # One at a time in the invariant mode: the order of a sum over several depends on the index of the first.
+        # One split at a time in the invariant mode: the summation order over several splits depends on the index of the
+        # first.
         self.joined_at_once = 1 if invariant else max(1, min(8, 4096 // (self.joined_rows * self.width)))
         cuts = [
             (requests, self.splits(requests, max_context, tiered))
@@ -198,7 +200,8 @@ class Attention:
         if isinstance(cache, TwoTierCache):
             rope_and_write(batch, qkv, cache.full, layer, tables, self.shape, norm)
             if batch.moves is not None:
-                # Blocks move after all tokens are written: a block may be filled and leave the tail in the same step.
+                # Blocks move to the store after all tokens are written: a block may become full and leave the tail in
+                # the same step.
                 move_to_store(cache, batch.moves, self.device, layer)
             last, block_size = batch.longest_context - 1, cache.full.shape[4]
             is_read_in_full = stored_blocks(last, block_size, cache.tail_blocks) == 0
@@ -324,7 +327,7 @@ class Attention:
         )
 
     def _width(self, tiers: _Tiers) -> int:
-        """The padded head size. With 4 bits a product covers half a head, which must be at least 16 wide."""
+        """The padded head size. With 4 bits a product covers half a head, and that half must be at least 16 wide."""
         return max(32, self.width) if tiers.bits == 4 else self.width
 
     def _descriptor_of(self, rows: Tensor, tiles: Tiles) -> TensorDescriptor:

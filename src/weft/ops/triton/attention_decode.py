@@ -1,14 +1,14 @@
 """Attention of requests with one token each. Contexts are split; the last split of a request to finish joins them.
 
-A program works on splits of one KV head, with all query heads that read it. For few requests each program has one
-split, and each context is cut into equal splits, as many as there are programs for.
+A program (thread block) works on splits of one KV head, with all query heads that read it. For few requests each
+program has one split: each context is cut into equal splits, as many as there are programs for.
 
-In a batch that fills the GPU there are as many programs as run at the same time. All tiles of the batch are
-divided equally among them, across request borders, so that no program takes longest:
+In a batch that fills the GPU there are as many programs as run at the same time. All tiles of the batch are divided
+equally among them, across request borders. So all programs take about equally long:
   requests  |--A--|------B------|-C-|--D--|
   programs  |---0---|---1---|---2---|---3-|
-If the contexts are about equal, each request has its own program instead. Then nothing is joined, and the GPU's
-scheduler keeps all multiprocessors busy.
+The part of a program is called its share. If the contexts are about equal, each request has its own program instead.
+Then nothing is joined, and the GPU's scheduler keeps all multiprocessors busy.
 """
 
 from __future__ import annotations
@@ -69,19 +69,22 @@ def decode_attention(
     DEPENDENT: tl.constexpr,
 ):
     """Attention of `requests` requests with one token each: queries [tokens, QUERY_STRIDE] over the paged cache, to
-    output [tokens, heads * head size]. The module says how splits are divided among programs. Partial results go to
+    output [tokens, heads * head size]. The module's docstring describes splits and programs. Partial results go to
     the workspace split_mixed, split_peaks and split_totals; `arrivals` counts the finished splits of each request."""
     kv_head = tl.program_id(0)
     # The step's indices were written before the previous kernel began, so the kernel need not wait for them.
     if SHARED:
-        # Programs without work have the highest share numbers and start first: they end before the others begin.
+        # Programs with the lowest id start first. Shares are numbered from the last program, so that programs without a
+        # share start first and end at once.
         share = tl.num_programs(1) - 1 - tl.program_id(1)
         each = tl.arange(0, MOST_REQUESTS)
         contexts = tl.load(context_lengths + each, mask=each < requests, other=0)
         counts = tl.where(each < requests, _work_of(contexts, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS), 0)
         all_tiles = tl.sum(counts, 0)
         longest = tl.max(counts, 0)
-        # If each request had its own program: upper bound of the tiles read one after another, times `programs`.
+        # How uneven the work is if each request has its own program, and `programs` of these run at a time. `most_read`
+        # is an upper bound of the tiles that are read one after another, times `programs`. It equals `all_tiles` if
+        # the work is even.
         most_read = tl.minimum(
             tl.cdiv(requests, programs) * longest * programs, all_tiles + longest * programs
         )
@@ -105,7 +108,7 @@ def decode_attention(
             let_next_begin(DEPENDENT)
             for index in range(0, end_request - first_request):
                 request, context, row = first_request + index, next_context, next_row
-                # Loaded now, so that the next request does not wait for its own indices.
+                # Loads the indices of the next request now, so that it does not wait for them later.
                 next_request = tl.minimum(request + 1, requests - 1)
                 next_context, next_row = tl.load(context_lengths + next_request), tl.load(rows + next_request)
                 work = _work_of(context, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS)
@@ -126,7 +129,7 @@ def decode_attention(
                     tl.minimum(end_tile * TILE, context),
                     tl.where(is_whole, 0, share - first_share),
                     tl.where(is_whole, 1, splits),
-                    # Request and share numbers both increase, so no two splits use the same entry.
+                    # Request and share numbers both increase, so no two splits use the same entry of the workspace.
                     kv_head * (requests + programs) + request + first_share,
                     queries,
                     output,
@@ -174,7 +177,7 @@ def decode_attention(
         first_position = first_seen // TILE * TILE
         if BITS > 0 and FIXED_SPLIT == 0:
             work = _work_of(context, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS)
-            # Whole tiles of the store.
+            # First the tiles that have only stored positions.
             STEP: tl.constexpr = STORE_TILE // TILE if STORE_TILE > TILE else 1
             split_work = tl.maximum(smallest_split // TILE, tl.cdiv(work, most_splits))
             split_work = tl.cdiv(split_work, STEP) * STEP
@@ -254,8 +257,8 @@ def _work_of(
     BLOCK_SIZE: tl.constexpr,
     TAIL_BLOCKS: tl.constexpr,
 ):
-    """The work of a request, in units: one per visible tile. With a store, one per stored tile and 16 / BITS per full
-    tile, because work is proportional to the bytes read. A padded request counts as one tile."""
+    """The work of a request, in units. Without a store: one per visible tile. With a store, work is proportional to the
+    bytes read: one per stored tile, 16 / BITS per full-precision tile. A padded request counts as one tile."""
     tiles = tl.cdiv(context, TILE)
     if WINDOW > 0:
         tiles -= tl.maximum(context - WINDOW, 0) // TILE
@@ -276,7 +279,7 @@ def _tile_at(
     BLOCK_SIZE: tl.constexpr,
     TAIL_BLOCKS: tl.constexpr,
 ):
-    """The tile that a program has reached after `work` units of a request."""
+    """The index of the tile that comes after the first `work` units of a request."""
     if BITS > 0:
         stored = _stored_tiles(context, WINDOW, TILE, BLOCK_SIZE, TAIL_BLOCKS)
         work = tl.where(work < stored, work, stored + (work - stored) // (16 // BITS))
@@ -300,8 +303,8 @@ def _stored_tiles(
 
 @triton.jit
 def _cut(share, shares, all_tiles, begins, ends, longest_whole):
-    """The tile at which a share begins. A request of up to `longest_whole` tiles is not cut: it goes to the share
-    that would have most of it."""
+    """The tile at which a share begins. A request of up to `longest_whole` tiles is not cut: the whole request goes to
+    the share that would get most of it."""
     tile = tl.minimum(share * all_tiles // shares, all_tiles)
     begin = tl.max(tl.where(begins <= tile, begins, 0), 0)
     end = tl.min(tl.where(ends > tile, ends, tl.max(ends, 0)), 0)

@@ -1,7 +1,7 @@
 """Attention of a step with only new prompts of equal length, by cuDNN: on Hopper it is faster than the kernels here.
 
-cuDNN builds a plan for each new shape, which takes as long as some hundred layers of attention. So it gets only
-long prompts with round lengths, which repeat: prompts in chunks, and not every prompt length.
+cuDNN builds a plan for each new shape, which takes as long as some hundred layers of attention. So cuDNN is used only
+for long prompts with round lengths. Such lengths repeat, because long prompts are cut into chunks of one size.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ def dense_attention(batch: DeviceBatch, qkv: Tensor, shape: AttentionShape) -> T
     length = batch.longest_query
     rows = qkv.view(batch.requests, length, shape.heads + 2 * shape.kv_heads, shape.head_size).transpose(1, 2)
     queries, keys, values = rows.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-    # Calls the operation directly: the public function selects a backend at each call, and warns if it would not take
-    # cuDNN.
+    # Calls the internal operation: the public function selects a backend at each call, and warns if that is not cuDNN.
     attended = torch.ops.aten._scaled_dot_product_cudnn_attention(
         queries,
         keys,
@@ -58,5 +57,5 @@ def dense_attention(batch: DeviceBatch, qkv: Tensor, shape: AttentionShape) -> T
         return_debug_mask=False,
         scale=shape.scale,
     )[0]
-    # cuDNN returns the layout of the queries, token by token, so nothing is copied here.
+    # cuDNN's result has the memory layout of the queries, token by token, so nothing is copied here.
     return attended.transpose(1, 2).reshape(batch.tokens, shape.heads * shape.head_size)

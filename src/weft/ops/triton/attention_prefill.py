@@ -1,7 +1,7 @@
-"""Attention of requests with several tokens each, over the cached context and the tokens themselves.
+"""Attention of requests with several tokens each, over the cached context and the tokens of the step.
 
-A program computes some tokens of one request, for one KV head with all query heads that read it. Its rows are
-(token, head) pairs, so that all of them share a tile of K and V.
+A program (thread block) computes some tokens of one request, for one KV head with all query heads that read it. Its
+rows are (token, head) pairs, so that all of them share a tile of K and V.
 """
 
 from __future__ import annotations
@@ -59,13 +59,14 @@ def prefill_attention(
     DEPENDENT: tl.constexpr,
 ):
     """Attention of the requests from `first_request` on, with several tokens each: queries [tokens, QUERY_STRIDE] over
-    the paged cache, to output [tokens, heads * head size]. Grid (KV heads, requests, pieces of TOKENS tokens)."""
+    the paged cache, to output [tokens, heads * head size]. Grid (KV heads, requests, groups of TOKENS tokens)."""
     if first_request == 0:
         wait_for_previous(DEPENDENT)
         let_next_begin(DEPENDENT)
     kv_head = tl.program_id(0)
     request = first_request + tl.program_id(1)
-    # The last tokens have the longest context: they start first, so that they do not finish last.
+    # The last tokens have the longest context, so their programs start first: otherwise they would finish long after
+    # the others.
     piece = tl.num_programs(2) - 1 - tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -96,8 +97,8 @@ def prefill_attention(
 
     full_from, full_begin, store_end = positions, 0, 0
     if BITS > 0:
-        # Between the borders of the first and the last token, some rows read a block from the cache, others from the
-        # store.
+        # The tail begins at a different block for the first and the last token. Between these borders, some rows read a
+        # block from the store, others in full precision.
         full_from = full_begin_of(positions, BLOCK_SIZE, TAIL_BLOCKS)
         full_begin = full_begin_of(first_position, BLOCK_SIZE, TAIL_BLOCKS)
         store_end = full_begin_of(end - 1, BLOCK_SIZE, TAIL_BLOCKS)
@@ -167,8 +168,8 @@ def prefill_attention(
             )
             peak, total, mixed = joined(peak, total, mixed, some_peak, some_total, some_mixed)
     else:
-        # Three sections: 0 at the window's edge, 1 in the middle, 2 around the tokens themselves. Only 0 and 2 need
-        # masks.
+        # The context has three sections: 0 is at the window's edge, 1 in the middle, 2 around the program's own tokens.
+        # Only 0 and 2 need masks.
         all_see_until = (first_position + 1) // TILE * TILE
         all_see_from = begin
         if WINDOW > 0:
@@ -201,7 +202,7 @@ def prefill_attention(
             all_see_from = tl.maximum(all_see_from, tl.cdiv(store_end, TILE) * TILE)
             all_see_from = tl.maximum(tl.minimum(all_see_from, all_see_until), begin)
             all_see_until = tl.maximum(all_see_until, all_see_from)
-        # The last tokens of a new prompt may read the store too.
+        # Even a new prompt may be long enough that its last tokens read its first blocks from the store.
         if (context == count) & (store_end == 0) if FROM_ROWS else False:
             for section in tl.static_range(0 if WINDOW > 0 else 1, 3):
                 peak, total, mixed = attend_to_rows(

@@ -1,5 +1,5 @@
-"""The end of a split of decode attention: stores its partial result; the last split of a request to finish joins
-them."""
+"""How a program of decode attention ends: it stores the partial result of its split. The last split of a request to
+finish joins all."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def finish_split(
         tl.store(split_mixed + entry[:, None] * HEAD_SIZE + column[None, :], mixed, mask=there)
         tl.store(split_peaks + entry, peak, mask=row < GROUP)
         tl.store(split_totals + entry, total, mask=row < GROUP)
-        # All threads must have stored before one of them signals the other programs.
+        # All threads of this program must have stored their part before one of them signals the other programs.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals, 1, sem="acq_rel")
         if arrived == splits - 1:
@@ -79,7 +79,7 @@ def _joined_splits(
     JOINED_ROWS: tl.constexpr,
     JOINED_AT_ONCE: tl.constexpr,
 ):
-    """The softmax over all splits of a request and KV head, JOINED_AT_ONCE splits at a time."""
+    """Joins all splits of a request and KV head into one softmax, JOINED_AT_ONCE splits at a time."""
     row = tl.arange(0, JOINED_ROWS)
     column = tl.arange(0, WIDTH)
     peak, total, mixed = empty_softmax(JOINED_ROWS, WIDTH)

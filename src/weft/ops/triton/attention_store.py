@@ -1,9 +1,10 @@
 """Attention to the quantised blocks of a two-tier cache, tile by tile, without writing out dequantised values.
 
-value = scale * (code - offset). Codes are small integers, exact in any data type. The product of a query with a
-key is scale * (query x codes - offset * sum of the query). If keys are rotated, queries are rotated too. Weights
-are multiplied by the scales of values before they meet the codes; the offsets of values reduce to one number for
-each row.
+value = scale * (code - offset). Codes are small integers, exact in any data type. The product of a query with a key is
+scale * (query x codes - offset * sum of the query). If keys are rotated, queries are rotated too.
+
+For values, each attention weight is first multiplied by the scale of its value, then by the codes. The offsets of all
+values add up to one number per row, which is subtracted from each of its features.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from weft.ops.triton.store import rotated, scale_of
 
 @triton.jit
 def load_queries(rows, there, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
-    """Loads query rows [ROWS] in the layout of the codes: features down, rows across. Returns them in one tensor, or
-    with 4 bits in two (even features, odd features), rotated like keys; and their sums."""
+    """Loads query rows [ROWS] in the layout of the codes: one column per row, one line per feature. Returns one tensor,
+    or two with 4 bits (even features, odd features), rotated like keys. Also returns the sum of each row."""
     NEIGHBOURS: tl.constexpr = 8 // BITS
     feature = tl.arange(0, WIDTH // NEIGHBOURS)[:, None] * NEIGHBOURS
     is_feature = there[None, :] & (feature < HEAD_SIZE)
@@ -30,7 +31,7 @@ def load_queries(rows, there, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS
         TYPE: tl.constexpr = query.dtype
         query, other_query = rotated(query.to(tl.float32), other_query.to(tl.float32), HEAD_SIZE)
         query, other_query = query.to(TYPE), other_query.to(TYPE)
-    # Summed by a product, because its order is the same in every kernel.
+    # The sum is computed as a matrix product, because its summation order is the same in every kernel.
     ones = tl.full((16, WIDTH // NEIGHBOURS), 1.0, tl.float32).to(query.dtype)
     sums = dot(ones, query, tl.zeros((16, query.shape[1]), tl.float32))
     if BITS == 4:
@@ -44,10 +45,10 @@ def attend_to_store(
     other_query,  # 4 bits: the odd features
     query_sum,  # [ROWS]
     positions,  # [ROWS]
-    full_from,  # [ROWS]: first position that a row reads from full blocks
+    full_from,  # [ROWS]: first position that a row reads in full precision
     begin,  # a multiple of 16
     end,  # end of a block; no row reads later positions from the store
-    codes,  # address of the part of the layer and head in block 0
+    codes,  # address of this layer and head in block 0 of the store
     words,
     table,  # store table of the request
     scale,
@@ -64,13 +65,14 @@ def attend_to_store(
 ):
     """Returns the softmax over the positions begin to end that each row sees in the store.
 
-    Codes are the left operand of all products, because tensor cores take a left operand directly from registers.
-    So positions are rows of a tile, and query rows are its columns.
+    Codes are the left operand of all products, because tensor cores take a left operand directly from registers. So the
+    rows of a tile are positions, and its columns are query rows.
     """
     ROWS: tl.constexpr = query.shape[1]
     COLUMNS: tl.constexpr = WIDTH * BITS // 8
     peak = tl.full((ROWS,), LOWEST, tl.float32)
-    # Summed over tiles first, and over positions once at the end: a reduction takes longer than the rest of a tile.
+    # Sums are kept per position of a tile, and added over positions once, after the last tile: a reduction takes longer
+    # than the rest of a tile.
     totals = tl.zeros((TILE, ROWS), tl.float32)
     offset_sums = tl.zeros((TILE, ROWS), tl.float32)
     mixed = tl.zeros((COLUMNS, ROWS), tl.float32)
@@ -100,7 +102,7 @@ def attend_to_store(
         peak = highest
 
         scaled = (weights * scale_of((word >> 16) & 255)[:, None]).to(query.dtype)
-        # Uses the rounded weights, so that the offsets subtract exactly what they added to the codes.
+        # The same rounded weights multiply codes and offsets, so that the offsets cancel exactly.
         value_offset = _offset(word >> 24, query.dtype, BITS)
         totals = totals * shrink[None, :] + weights
         offset_sums = offset_sums * shrink[None, :] + scaled.to(tl.float32) * value_offset[:, None]
@@ -141,8 +143,8 @@ def attend_to_store_by_rows(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The same for many rows, with query rows as rows of a tile. Then one thread holds all scores of a row: reducing
-    a row across threads would take longer than the products."""
+    """Like the function above, for many query rows, which are rows of a tile here. Then one thread holds all scores of
+    a row. Reducing a row across threads would take longer than the products."""
     query, other_query = tl.trans(query), tl.trans(other_query)
     ROWS: tl.constexpr = query.shape[0]
     COLUMNS: tl.constexpr = WIDTH * BITS // 8
@@ -203,10 +205,12 @@ def _load_tile(
     BLOCK_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Loads a tile: positions, codes of K [TILE, COLUMNS] and of V [COLUMNS, TILE], and scale words."""
+    """Loads a tile: its positions, codes of K [TILE, COLUMNS] and of V [COLUMNS, TILE], and its words (scales and
+    offsets)."""
     CODE_BYTES: tl.constexpr = HEAD_SIZE * BITS // 8
     VALUES: tl.constexpr = BLOCK_SIZE * CODE_BYTES
-    # This many consecutive tokens are in one block. The compiler must know it, to load them together.
+    # At least this many consecutive tokens are in one block. The compiler must know it, to load them with one
+    # instruction.
     TOGETHER: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else (8 if BLOCK_SIZE % 8 == 0 else 1)
     start = start // TOGETHER * TOGETHER
     end = end // TOGETHER * TOGETHER
@@ -219,7 +223,7 @@ def _load_tile(
     word_place = words + block * (BLOCK_STRIDE // 4) + VALUES // 2 + place % BLOCK_SIZE
     word = tl.load(word_place, mask=place < end, other=0)
 
-    # The same positions as columns: codes of V are stored feature by feature.
+    # The positions again, as columns: codes of V are stored feature by feature.
     across = start + tl.arange(0, TILE)[None, :]
     block_across = tl.load(table + across // BLOCK_SIZE, mask=across < end, other=0).to(tl.int64)
     block_across = tl.max_constancy(block_across, [1, TOGETHER])
@@ -231,7 +235,7 @@ def _load_tile(
 
 @triton.jit
 def widened(peak, total, mixed, ROWS: tl.constexpr):
-    """Pads the softmax of the store with rows that have seen nothing, up to ROWS."""
+    """Adds empty rows to the softmax of the store, up to ROWS rows."""
     if peak.shape[0] != ROWS:
         tl.static_assert(2 * peak.shape[0] == ROWS)
         peak = tl.reshape(tl.trans(tl.join(peak, tl.full(peak.shape, LOWEST, tl.float32))), (ROWS,))
@@ -243,7 +247,8 @@ def widened(peak, total, mixed, ROWS: tl.constexpr):
 
 @triton.jit
 def _offset(offset, TYPE: tl.constexpr, BITS: tl.constexpr):
-    """The offset as a float, from its byte. It includes what `_numbers_of_pairs` adds to the codes."""
+    """Converts an offset byte to a float. `_numbers_of_pairs` returns codes that are too large by a constant; the
+    offset includes that constant."""
     offset = offset.to(tl.float32)
     if BITS == 4:
         offset = offset * 0.0625 + 8.0
@@ -256,8 +261,8 @@ def _offset(offset, TYPE: tl.constexpr, BITS: tl.constexpr):
 def _numbers(codes, TYPE: tl.constexpr):
     """Converts signed bytes to TYPE for a product."""
     if tl.bfloat16 == TYPE and not INTERPRETED:
-        # With the high byte 0x43, a bfloat16 is 128 + the low seven bits; the top bit alone gives 128 or 256. Their
-        # difference is the two's complement value. Four instructions for two numbers.
+        # A bfloat16 with the high byte 0x43 is 128 + the low seven bits; the top bit alone gives 128 or 256. The
+        # difference of the two is the signed value. This takes four instructions for two numbers.
         return tl.inline_asm_elementwise(
             """
             {

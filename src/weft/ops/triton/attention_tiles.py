@@ -1,4 +1,5 @@
-"""Shared by the attention kernels: an online softmax over tiles of the paged cache, and the merge of two such.
+"""Functions that the attention kernels share: an online softmax over tiles of the paged cache, and the merge of two of
+them.
 
 The state of a softmax, for each row (one head of one query), in base 2:
 
@@ -6,7 +7,8 @@ The state of a softmax, for each row (one head of one query), in base 2:
     total  the sum of 2^(score - peak)
     mixed  the sum of 2^(score - peak) * value
 
-A hidden score is minus infinity. LOWEST is finite, so a row that has seen nothing stays unchanged.
+The score of a position that the row does not see is minus infinity. LOWEST is finite, so the state of a row that has
+seen nothing stays free of NaN.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def empty_softmax(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The state of a softmax that has seen nothing."""
+    """The initial state of a softmax: no position was added."""
     peak = tl.full((ROWS,), LOWEST, tl.float32)
     return peak, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
 
 
 @triton.jit
 def full_begin_of(position, BLOCK_SIZE: tl.constexpr, TAIL_BLOCKS: tl.constexpr):
-    """Two-tier cache: a query at `position` reads the positions before the returned one from the store."""
+    """With a two-tier cache: a query at `position` reads all positions before the returned one from the store."""
     return tl.maximum((position + 1) // BLOCK_SIZE - TAIL_BLOCKS, 0) * BLOCK_SIZE
 
 
@@ -42,7 +44,7 @@ def attend(
     mixed,
     begin,  # a multiple of TILE
     end,
-    full_from,  # TIERED: [ROWS], first position that each row reads from full blocks
+    full_from,  # TIERED: [ROWS], first position that each row reads in full precision
     full_begin,  # TIERED: the lowest of `full_from`
     keys,  # address of K of the layer and head in block 0
     table,  # block table of the request
@@ -65,7 +67,7 @@ def attend(
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         place = start + tl.arange(0, TILE)
         if MASKED:
-            # Past the end, the table names no block of this request, and a block may hold NaN there.
+            # Past the end, the block table has no valid entries, and a block may hold NaN.
             is_there = place < end
             if TIERED:
                 is_there = is_there & (place >= full_begin)
@@ -176,7 +178,7 @@ def _attend_to_tile(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """Adds one tile to the softmax."""
+    """Adds one tile of keys and values to the softmax."""
     scores = dot(query, tl.trans(key), tl.zeros((query.shape[0], key.shape[0]), tl.float32))
     scores, factor = exponents(scores, scale, score_cap, CAPPED)
     if MASKED:
@@ -196,8 +198,8 @@ def _attend_to_tile(
 
 @triton.jit
 def exponents(scores, scale, score_cap, CAPPED: tl.constexpr):
-    """Turns products of queries and keys into scores. Returns the scores and the factor that makes them exponents of
-    2."""
+    """Turns products of queries and keys into scores. Returns the scores, and the factor by which they must be
+    multiplied to be exponents of 2."""
     if CAPPED:
         # tanh(x) = 1 - 2 / (e^2x + 1)
         power = tl.exp2(scores * (scale / score_cap * (2.0 * _LOG2_E)))
@@ -210,8 +212,8 @@ def exponents(scores, scale, score_cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def joined(peak, total, mixed, other_peak, other_total, other_mixed):
-    """Merges two softmax states. The code fixes which product is rounded first, and does not leave it to the
-    compiler: the invariant mode needs the same rounding in every kernel."""
+    """Merges two softmax states. The explicit fma calls fix which product is rounded: the invariant mode needs the same
+    rounding in every kernel, and the compiler would choose differently."""
     highest = tl.maximum(peak, other_peak)
     shrink = tl.exp2(peak - highest)
     other_shrink = tl.exp2(other_peak - highest)

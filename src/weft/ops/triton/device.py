@@ -1,8 +1,8 @@
-"""The GPU that kernels run on, or Triton's interpreter in its place: memory, streams, events, graphs, launches.
+"""The GPU that kernels run on, or Triton's interpreter instead: memory, streams, events, graphs, launches.
 
-With TRITON_INTERPRET=1 and the device "cpu" every kernel computes the same on host tensors, so a machine without a
-GPU can test all of it. There all work is done when a call returns: streams and events have nothing to order, and a
-graph repeats the work itself.
+With TRITON_INTERPRET=1 and the device "cpu", every kernel computes the same on host tensors, so a machine without a GPU
+can test all of it. There all work is done when a call returns. So streams and events have nothing to order, and
+replaying a graph runs the work again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def ceil_divide(whole: int, piece: int) -> int:
-    """`whole` / `piece`, rounded up. Triton's own functions for this take two microseconds a call."""
+    """`whole` divided by `piece`, rounded up. Triton's own function for this takes two microseconds a call."""
     return -(-whole // piece)
 
 
@@ -35,7 +35,7 @@ def power_of_two(least: int) -> int:
 
 
 class Event(Protocol):
-    """A point in the work of a stream."""
+    """Marks a point in the work of a stream."""
 
     def record(self, stream: Any = None) -> None: ...
 
@@ -81,7 +81,7 @@ class _InterpreterEvent:
 
 
 class _InterpreterStream:
-    """A stream of the interpreter: all work is done already."""
+    """A stream of the interpreter: its work is always done already."""
 
     def wait_event(self, event: Any) -> None:
         pass
@@ -97,7 +97,7 @@ class _InterpreterStream:
 
 
 class _InterpreterGraph:
-    """A graph of the interpreter: it repeats the work."""
+    """A graph of the interpreter: a replay runs the work again."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work
@@ -107,8 +107,8 @@ class _InterpreterGraph:
 
 
 _idle_streams: dict[int, list[torch.cuda.Stream]] = defaultdict(list)
-"""Unused streams by GPU. cuBLAS keeps tens of megabytes for every stream that it used, so the next device reuses the
-streams."""
+"""Unused streams of each GPU, for the next `Device`. cuBLAS keeps tens of megabytes for every stream that it has used,
+so new streams would leak memory."""
 
 _Launch = tuple[Callable[..., None], int, Any, Callable[[int], int], tuple[Any, ...]]
 """A compiled kernel: launch function, address, packed metadata, function for the current stream, and constants."""
@@ -131,7 +131,7 @@ class Device:
         self._launches: dict[Any, _Launch] = {}
         self.remembers_launches = self.is_card
         self.description = "Triton's interpreter"
-        """A name for people."""
+        """The name of the device for messages."""
         self.processors = 4
         """The number of multiprocessors."""
         self.dependent_launches = False
@@ -179,8 +179,8 @@ class Device:
         return torch.cuda.get_device_properties(self.torch_device).total_memory
 
     def release(self) -> None:
-        """Ends all work here. Frees the memory of deleted tensors and graphs, on the GPU and page-locked, for other
-        processes; torch would otherwise keep it for its next allocations."""
+        """Waits for all work here. Then gives the memory of deleted tensors and graphs back to the system, on the GPU
+        and page-locked; torch would otherwise keep it for its next allocations."""
         gc.collect()
         if self.is_card:
             _idle_streams[self.index] += reversed(self._streams)
@@ -219,12 +219,12 @@ class Device:
             torch.cuda.synchronize(self.torch_device)
 
     def capture(self, work: Callable[[], object], pool: Any = None) -> Graph:
-        """Captures the launches of `work` as a graph. `work` has run before, so that its kernels are compiled. Graphs
-        that never run at the same time may share a `pool` (of `graph_pool`) for their allocations."""
+        """Captures the launches of `work` as a graph. `work` must have run before, so that its kernels are compiled.
+        Graphs that never run at the same time may share a `pool` (from `graph_pool`) for their allocations."""
         if not self.is_card:
             return _InterpreterGraph(work)
-        # Not `torch.cuda.graph`, which waits for the GPU and empties the caches: a capture happens between two steps.
-        # Other threads may allocate and copy meanwhile.
+        # Not `torch.cuda.graph`: it waits for the GPU and empties torch's memory caches, and a capture happens between
+        # two steps. Other threads may allocate and copy meanwhile.
         graph = torch.cuda.CUDAGraph()
         stream = self._stream_for_captures()
         stream.wait_stream(torch.cuda.current_stream(self.torch_device))
@@ -237,8 +237,8 @@ class Device:
         return cast(Graph, graph)
 
     def _stream_for_captures(self) -> torch.cuda.Stream:
-        """One stream for all captures: cuBLAS takes tens of megabytes for every stream, and cannot allocate during a
-        capture."""
+        """All captures use one stream: cuBLAS takes tens of megabytes for every stream, and cannot allocate them during
+        a capture."""
         if self._capture_stream is None:
             self._capture_stream = self._card_stream()
             with torch.cuda.stream(self._capture_stream):
@@ -299,20 +299,21 @@ class Device:
 
 @triton.jit
 def wait_for_previous(DEPENDENT: tl.constexpr):
-    """Every program of a dependent kernel calls this before it first reads or writes memory that another kernel uses;
-    weights may be read earlier. If a kernel omits it, later kernels could overtake the kernel before it."""
+    """Waits until the previous kernel has ended. Every program of a dependent kernel calls this before it reads or
+    writes memory that another kernel uses; weights may be read earlier. If a kernel omitted it, later kernels could
+    overtake the kernel before it."""
     if DEPENDENT:
         gdc_wait()
 
 
 @triton.jit
 def let_next_begin(DEPENDENT: tl.constexpr):
-    """Once every program has called this, the next kernel may start; it still waits before it reads results of this
-    one.
+    """Once every program has called this, the next kernel may start. The next kernel still waits before it reads results
+    of this one.
 
-    Call it after `wait_for_previous`. Then a kernel that has started knows that the kernel two before it is done,
-    and may read its results before it waits. Only a norm calls it earlier: the kernel after a norm reads only
-    weights before it waits.
+    Call it after `wait_for_previous`. Then, when a kernel has started, the kernel two before it has ended, and its
+    results may be read before waiting. Only a norm calls it earlier: the kernel after a norm reads only weights before
+    it waits.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -320,7 +321,8 @@ def let_next_begin(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def let_next_begin_if(now, DEPENDENT: tl.constexpr):
-    """`let_next_begin` once `now` is true, for pipelined loops: a branch would break the pipelining."""
+    """Calls `let_next_begin` once `now` is true. For pipelined loops: an `if` around the call would break the
+    pipelining."""
     if DEPENDENT:
         tl.inline_asm_elementwise(
             """

@@ -1,4 +1,4 @@
-"""One step as the kernels see it: index arrays on the device, and launch sizes, which the host knows."""
+"""One step in the form that kernels need: index arrays on the device, and the launch sizes, which the host knows."""
 
 from __future__ import annotations
 
@@ -17,20 +17,18 @@ class DeviceBatch:
     tokens: int
     requests: int
     sampled: int
-    longest_query: int  # most tokens of one request; 1: token i belongs to request i
-    longest_context: int  # upper bound of all context lengths; bounds the grid of attention
+    longest_query: int  # the maximum tokens of one request; 1: token i belongs to request i
+    longest_context: int  # upper bound of all context lengths; decides the grid size of attention
     token_ids: Tensor  # int32 [tokens]
     positions: Tensor  # int32 [tokens]
     cells: Tensor  # int64 [tokens]: block id * block size + offset, or -1
     rows: Tensor  # int32 [requests]: row of `tables` of each request
     query_starts: Tensor  # int32 [requests + 1]
     context_lengths: Tensor  # int32 [requests], including the tokens of this step
-    tables: (
-        Tensor  # int32 [rows of the backend, blocks of a context]; two tiers: full blocks, then store blocks
-    )
+    tables: Tensor  # int32 [rows of the backend, blocks of a context]; two tiers: full precision, then store
     logit_indices: Tensor  # int32 [selected], token indices; sampled tokens come first
     decodes: int = 0
     """The first `decodes` requests have one token each: token i belongs to request i. If `longest_query` is 1, this
     holds for all requests."""
     moves: Moves | None = None
-    """Blocks that each layer quantises after it writes K and V and before it reads them."""
+    """Blocks that each layer quantises into the store, after it writes K and V and before attention reads them."""

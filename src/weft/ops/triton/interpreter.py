@@ -1,14 +1,16 @@
-"""Patches of Triton's interpreter, so that tests can run these kernels, and in seconds."""
+"""Patches of Triton's interpreter: with them the tests can run these kernels, and finish in seconds."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from triton.language import core
 from triton.runtime import interpreter
 
-# The number of partial sums of a product.
+# The number of partial sums in which a product is computed.
 _PARTIAL_SUMS = 8
 
 
@@ -40,14 +42,55 @@ def patch() -> None:
         interpreter._patch_lang_tensor = patch_tensor
         interpreter._patch_lang = patch_language
         interpreter.InterpreterBuilder.create_dot = create_dot
+        # Triton would compute whether an integer overflows, and then drop the assertion, because `debug` is off.
+        builder = interpreter.interpreter_builder
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+        _remember_types()
         interpreter.is_patched = True
 
 
-def product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """left [m, k] @ right [k, n], with a summation order that depends on k alone, as on a GPU.
+def _remember_types() -> None:
+    """Triton describes type and shape of every result anew, which takes longer than most operations. Here each
+    description is made once."""
+    make_block_type, make_tensor = core.block_type.__init__, core.tensor.__init__
+    find_numpy_type = interpreter._get_np_dtype
+    block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
+    shapes: dict[str | None, tuple[Any, Any]] = {}
+    numpy_types: dict[str, np.dtype] = {}
 
-    The order of numpy's own product depends on the processor, the shape and the position of an element. A test
-    that two kernels give the same bits would then test numpy. Here every operation is elementwise, so nothing is
+    def init_block_type(block_type: Any, element_type: Any, shape: Any) -> None:
+        key = (element_type.name, *shape)
+        if key in block_types:
+            vars(block_type).update(block_types[key])
+        else:
+            make_block_type(block_type, element_type, shape)
+            block_types[key] = dict(vars(block_type))
+
+    def init_tensor(tensor: Any, handle: Any, tensor_type: Any) -> None:
+        name = tensor_type.name if tensor_type.is_block() else None
+        if name in shapes:
+            tensor.handle, tensor.type, tensor.dtype = handle, tensor_type, tensor_type.scalar
+            tensor.numel, tensor.shape = shapes[name]
+        else:
+            make_tensor(tensor, handle, tensor_type)
+            shapes[name] = tensor.numel, tensor.shape
+
+    def numpy_type(some_type: Any) -> np.dtype:
+        name = some_type.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = find_numpy_type(some_type)
+        return numpy_types[name]
+
+    core.block_type.__init__ = init_block_type
+    core.tensor.__init__ = init_tensor
+    interpreter._get_np_dtype = numpy_type
+
+
+def product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Computes left [m, k] @ right [k, n] with a summation order that depends on k alone, as on a GPU.
+
+    The order of numpy's own product depends on the processor, the shape and the position of an element. So a test that
+    compares the bits of two kernels would only test numpy. Here every operation is elementwise, so nothing is
     reordered.
     """
     length = left.shape[1]

@@ -1,15 +1,15 @@
 """Products of rows with weights, fused with the operations around them: norm, bias, gate, add.
 
-one row        `_gemv`: each program reads a few rows of the weight and sums in float32; small weights: up to four
-rows a few rows     `_tile`: a tile of the weight times all rows, on tensor cores; weights are read once more
-cuBLAS, with norm and gate as separate kernels; for some shapes with few rows too: see `linear_tiles`
+    one row      `_gemv`: each program reads a few rows of the weight and sums in float32. Small weights: up to four rows
+    a few rows   `_tile`: a tile of the weight times all rows, on tensor cores. Weights are read once
+    more rows    cuBLAS, with norm and gate as separate kernels. For some shapes with few rows too: see `linear_tiles`
 
-In the batch-invariant mode it is `_tile` for any number of rows, with the norm as a separate kernel, so that no
-summation order depends on the number of rows.
+In the batch-invariant mode `_tile` computes any number of rows, and the norm is a separate kernel. So no summation
+order depends on the number of rows.
 
-Both kernels are limited by the speed of reading weights. So they request the first weights before the previous
-kernel has ended. And the norm does not wait for its sum of squares: (input * factors) @ weight is scaled by it at
-the end.
+Both kernels are limited by the speed of reading weights. So they request the first weights before the previous kernel
+has ended. A fused norm does not wait for its sum of squares either: the kernel computes (input * norm weights) @ weight
+first, and scales the result at the end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from weft.ops.triton.weights import Linear
 
 @triton.jit
 def _load(places, mask, EVEN: tl.constexpr):
-    """Loads weights. They are read once in a step, so they are evicted from the cache first."""
+    """Loads weights. They are read once in a step, so they should be the first data that the L2 cache evicts."""
     if EVEN:
         return tl.load(places, eviction_policy="evict_first")
     else:
@@ -66,7 +66,7 @@ def _prefetch_weights(
 
 @triton.jit
 def _empty():
-    """An empty tuple: values of a few tokens are kept in a tuple, which grows by one value per token."""
+    """An empty tuple. The values of a few tokens are kept in a tuple that grows by one value per token."""
     return ()
 
 
@@ -82,13 +82,14 @@ def _products(
     TOKENS: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """For each token, weights [outputs, inputs] times its inputs at `place`; with a norm also the squares of the
-    inputs."""
+    """For each token: weights [outputs, inputs] times its inputs at the indices `place`. With a norm, also the squares
+    of these inputs."""
     products, squares = _empty(), _empty()
     if NORM:
         factors = tl.load(norm_weight + place, mask=place < INPUTS, other=0.0).to(tl.float32)
     elif TOKENS > 1:
-        # Each thread reads the inputs that it multiplies: distributing the inputs of several tokens takes longer.
+        # Each thread loads the inputs that it multiplies: exchanging the inputs of several tokens between threads takes
+        # longer.
         place = tl.broadcast_to(place[None, :], weights.shape)
     for token in tl.static_range(TOKENS):
         source = input if token == 0 else input + tl.minimum(token, last_token) * input_stride
@@ -186,7 +187,7 @@ def _gemv(
 
 @triton.jit
 def _factored(values, squares, norm_weight, place, NORM: tl.constexpr, INPUTS: tl.constexpr):
-    """Multiplies a tile [inputs, tokens] by the norm's factors, and adds the squares of the tile to `squares`."""
+    """Multiplies a tile [inputs, tokens] by the norm's weights, and adds the squares of the tile to `squares`."""
     if NORM:
         wide = values.to(tl.float32)
         factors = tl.load(norm_weight + place, mask=place < INPUTS, other=0.0).to(tl.float32)
@@ -225,8 +226,8 @@ def _tile(
     DEPENDENT: tl.constexpr,
 ):
     """output [tokens, outputs] = input [tokens, INPUTS] @ weight [outputs, INPUTS]^T, with norm, bias, gate and add, on
-    tensor cores. A program computes ROWS outputs of TOKENS tokens. Tokens are the columns of the product,
-    because tensor cores allow as few as eight columns."""
+    tensor cores. A program computes ROWS outputs of TOKENS tokens. Tokens are the columns of the product, because
+    tensor cores allow as few as eight columns."""
     program = tl.program_id(0)
     token_program = tl.program_id(1)
     if TOGETHER > 1:
@@ -244,7 +245,8 @@ def _tile(
     squares = tl.zeros((TOKENS,), tl.float32)
     FIRST: tl.constexpr = STEP if EARLY else 0
     if EARLY:
-        # Loaded before the wait and used after the loop, so that the loop's own pipeline fills at once.
+        # The first weights are loaded before the wait but used after the loop, so that they do not delay the loop's own
+        # pipeline.
         early = _load(places, is_row & (column[None, :] < INPUTS), EVEN)
     _prefetch_weights(weight, program * ROWS, outputs, INPUTS, ROWS, FIRST, AHEAD, DEPENDENT)
     wait_for_previous(DEPENDENT)
@@ -287,24 +289,25 @@ def _tile(
 
 
 Places = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Input and output of a product; the buffer for the normed input, and the buffer for the ungated output."""
+"""The buffers of a product: input, output, normed input, ungated output."""
 
 
 def padded_rows(rows: int) -> int:
-    """The padded number of rows for cuBLAS. For each new size cuBLAS selects a kernel and may load it while the host
-    waits, and every step with prompts would have a new size. cuBLAS computes in tiles, so padding costs almost
-    nothing."""
+    """The number of rows, padded for cuBLAS. For each new size cuBLAS selects a kernel and may load it while the host
+    waits. Without padding, nearly every step with prompts would have a new size. cuBLAS computes in tiles, so
+    padding costs almost nothing."""
     step = next(step for most, step in _PADDED_TO if rows <= most)
     return ceil_divide(rows, step) * step
 
 
-# (most rows, padded to a multiple of)
+# (up to this many rows, padded to a multiple of this)
 _PADDED_TO = ((16, 8), (64, 16), (256, 32), (1024, 64), (4096, 128), (1 << 31, 256))
 
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """gate(norm(input) @ weight + bias), stored, or multiplied by `scale` and added to the output."""
+    """Computes gate(norm(input) @ weight + bias). The result is stored, or multiplied by `scale` and added to the
+    output."""
 
     layer: Linear
     device: Device

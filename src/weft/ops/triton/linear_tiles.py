@@ -1,7 +1,7 @@
 """Tile sizes of products, by number of tokens and size of the weight.
 
-Measured on an H200, with the shapes of models with 0.6 and 8 billion weights, in chains of dependent launches as
-in a forward pass: a kernel alone may prefer another tile than between its neighbours.
+They were measured on an H200, with the shapes of models with 0.6 and 8 billion weights, in chains of dependent launches
+as in a forward pass. A kernel that is measured alone may be fastest with another tile.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from weft.ops.triton.device import INTERPRETED, ceil_divide, power_of_two
 
 MOST_SKINNY = 64
-"""More tokens are multiplied by cuBLAS."""
+"""With more tokens than this, cuBLAS multiplies."""
 _MANY_OUTPUTS = 32768
 _SMALL_WEIGHT = 4 << 20
 _LARGE_WEIGHT = 64 << 20
 _MANY_TILES = 200
-"""More than the number of multiprocessors."""
+"""More programs than any GPU has multiprocessors."""
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,24 @@ class Tile:
     early: bool = True
     """True: the first weights are loaded before the previous kernel has ended."""
     ahead: int = 0
-    """Inputs per output, after those first weights, that are prefetched into the L2 cache at that time."""
+    """Inputs per output that are prefetched into the L2 cache before the previous kernel has ended. They follow the
+    first weights."""
     release: int = -1
-    """When the next kernel may begin: this many loop iterations before the end; -1: at once. A late start moves the
-    prefetches of the next kernel to the end of this one, when memory is idle."""
+    """How many loop iterations before its end this kernel lets the next one begin; -1: at once. With a late start, the
+    next kernel prefetches while this one ends, when memory is idle."""
     together: int = 1
-    """Token tiles that use a weight tile one after the other while it is in the cache."""
+    """Number of token tiles that use a weight tile one after the other while it is in the L2 cache."""
     norm_inside: bool = True
     """True: every program computes the norm itself; False: a separate kernel computes it once."""
 
 
 @cache
 def gemv_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile | None:
-    """The tile for one token; for up to four if the weight is so small that the overhead of tensor cores takes
+    """The tile for one token. Small weights use it for up to four tokens, because there the overhead of tensor cores takes
     longer.
 
-    8 KiB of weights are in flight for each program, or whole rows if there are many. With a norm there is more
-    work per piece of a row, and programs with few rows hide it better.
+    Each program has 8 KiB of weights in flight, or whole rows if there are many rows. With a norm, more work is done
+    per loaded value; programs with few rows hide that better.
     """
     if tokens > 1:
         return _few_tokens_tile(tokens, outputs, inputs, has_norm)
@@ -88,8 +89,8 @@ def _few_tokens_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> 
 
 @cache
 def skinny_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile | None:
-    """The tile for a few tokens, or None if cuBLAS is faster, including norm and gate as separate kernels. Measured
-    with 2, 4, 8, 16, 32 and 64 tokens."""
+    """The tile for a few tokens. None: cuBLAS is faster, even with norm and gate as separate kernels. Measured with 2,
+    4, 8, 16, 32 and 64 tokens."""
     is_large = outputs * inputs > _LARGE_WEIGHT
     if tokens <= 16:
         few = 8 if tokens <= 8 else 16
@@ -123,8 +124,8 @@ def skinny_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile 
 
 @cache
 def small_tile(tokens: int, inputs: int) -> Tile:
-    """Tile sizes of outputs and inputs do not depend on the number of tokens. Nor does the sum of one token: tokens
-    are separate columns of an instruction."""
+    """A tile whose sizes of outputs and inputs do not depend on the number of tokens. Then the sum of one token does
+    not depend on it either: tokens are separate columns of an instruction."""
     token_tile = max(16, min(128, power_of_two(tokens)))
     return _fitted(Tile(token_tile, 64, 64, 4, 4, early=False, norm_inside=False), inputs)
 
@@ -134,7 +135,7 @@ def invariant_tile(tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -
     """The tile for the batch-invariant mode. In bfloat16 on a GPU the sums of a token are the same with all of these
     tiles: they are added in input order, 16 at a time, by one kind of instruction."""
     if INTERPRETED.value or dtype == torch.float32:
-        # Here the summation order depends on the tile sizes.
+        # In float32 and in the interpreter, the summation order depends on the tile sizes, so there is only one tile.
         return small_tile(tokens, inputs)
     if tokens <= 16:
         tile = Tile(16, 64, 256 if inputs > 8192 or outputs <= 2048 else 128, 4, 4)
@@ -152,7 +153,8 @@ def invariant_tile(tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -
 
 
 def _fitted(tile: Tile, inputs: int, least: int = 64) -> Tile:
-    """Reduces `inputs` to a divisor of the row, which needs no masks, if that is at least `least`."""
+    """Reduces the tile's `inputs` to a power of two that divides the row length, so that no masks are needed. If that
+    would be below `least`, the tile has masks instead."""
     step = min(tile.inputs, inputs & -inputs)
     if step < least:
         step = max(16, min(tile.inputs, power_of_two(inputs)))

@@ -1,11 +1,13 @@
 """A mixture of experts: every token passes through the few experts that its router chose.
 
-    route      the experts of each token, by ascending expert number, and their shares
-    group      for each expert its pairs. Pair token * experts per token + i is the i-th expert of a token
+    route      the experts of each token, by ascending expert number, and their routing weights ("shares")
+    group      for each expert the list of its pairs. A pair is a token and one of its experts:
+               pair token * experts per token + i is the i-th expert of a token
     products   two for each pair: gate and up (with the gate applied), then down
-    combine    for each token the sum over its pairs
+    combine    for each token the weighted sum over its pairs
 
-The host decides nothing: an expert that no token chose has an empty list, and its programs end at once.
+The host does not need to know the router's choice: an expert that no token chose has an empty list, and its programs
+end at once.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def _route(
     DEPENDENT: tl.constexpr,
 ):
     """Chooses for each token the PER_TOKEN experts with the highest logits [tokens, experts]. Writes them by ascending
-    expert number, with their softmax shares. One program per token."""
+    expert number, with their routing weights (softmax). One program per token."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     token = tl.program_id(0)
@@ -59,8 +61,8 @@ def _route(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _group(chosen, lists, counts, pairs, capacity, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Lists the pairs of each expert (token * experts per token + i) in ascending order, and counts them. One
-    program per expert, so that no atomics are needed and the order is fixed."""
+    """Lists the pairs (token * experts per token + i) of each expert in ascending order, and counts them. One program
+    per expert, so that no atomics are needed and the order is fixed."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     expert = tl.program_id(0)
@@ -154,7 +156,7 @@ def _combine(
 
 
 class MixtureSpace:
-    """Intermediate buffers of the mixtures of a model; all layers share them."""
+    """Buffers for the intermediate results of a mixture; all layers of a model share them."""
 
     def __init__(self, experts: Experts, per_token: int, max_tokens: int, device: Device) -> None:
         count, features, inner = experts.down.shape
@@ -175,7 +177,8 @@ class MixtureProduct:
     def __init__(
         self, router: Linear, experts: Experts, normalise: bool, space: MixtureSpace, device: Device
     ) -> None:
-        # The router's choice depends on small differences: its rows must have the same bits in any batch.
+        # Uses the batch-invariant mode: the router's choice depends on small differences, so its input rows must have
+        # the same bits in any batch.
         self._router = Product(router, device, invariant=True)
         self._experts = experts
         self._normalise = normalise
@@ -240,6 +243,6 @@ class MixtureProduct:
         )
 
     def _tile(self, tokens: int, inputs: int) -> Tile:
-        """The tile for the average number of tokens of an expert; sums are the same for any number."""
+        """The tile for the average number of tokens per expert. Every tile gives the same sums."""
         count, _, _, per_token, _ = self._space.sizes
         return small_tile(min(64, ceil_divide(tokens * per_token, count)), inputs)

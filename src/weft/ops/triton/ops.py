@@ -45,7 +45,7 @@ class TritonOps(RecordingOps):
         return weight.nbytes
 
     def new_cache(self, blocks: int, layers: int, block_size: int, shape: AttentionShape) -> Tensor:
-        """Unlike the numpy cache, the part of a block that one KV head reads is contiguous."""
+        """Unlike in the numpy cache, the part of a block that belongs to one KV head is contiguous."""
         return self.device.zeros(
             blocks, layers, 2, shape.kv_heads, block_size, shape.head_size, dtype=self.dtype
         )

@@ -1,8 +1,8 @@
 """CUDA graphs of the segments between two attentions, for steps that are not captured as a whole.
 
-In a step with prompts, attention depends on the lengths of the step. The segments between depend only on the
-number of rows, which is padded to few sizes. In small steps the host needs longer to launch a segment than the GPU
-to run it; a graph needs as long as one launch.
+In a step with prompts, the launches of attention depend on the lengths of its requests. The segments between depend
+only on the number of rows, which is padded to few sizes. In small steps the host needs longer to launch a segment than
+the GPU needs to run it. Launching a graph takes as long as one launch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from weft.ops.triton.device import Device, Graph
 _log = logging.getLogger(__name__)
 
 _MOST_ROWS = 2048
-"""In larger steps the GPU takes longer than the host."""
+"""Steps with more rows use no graphs: there the GPU takes longer than the host."""
 _MOST_SIZES = 16
-"""At most this many row counts have graphs; the graphs of one take about ten megabytes of GPU memory."""
+"""At most this many row counts have graphs. The graphs of one row count take about ten megabytes of GPU memory."""
 
 
 class PiecewiseGraphs:
-    """The graphs of all segments of a program, by number of rows. The first step with a row count is launched, so
-    that its kernels are compiled; the second is captured."""
+    """The graphs of all segments of a program, by number of rows. The first step with a row count runs without graphs,
+    so that its kernels are compiled; the second step is captured."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -33,7 +33,7 @@ class PiecewiseGraphs:
         self._works = True
 
     def begin_step(self, rows: int) -> bool:
-        """Counts a step that begins; returns True if its segments run from graphs."""
+        """Counts the step that begins. Returns True if its segments run from graphs."""
         if rows > _MOST_ROWS or not self._works:
             return False
         self._steps[rows] += 1
@@ -50,8 +50,8 @@ class PiecewiseGraphs:
             try:
                 graph = self._graphs[rows][number] = self._device.capture(work, self._pool)
             except Exception as error:
-                # A failed capture has run nothing. If the GPU itself failed, the launches that follow raise the
-                # error.
+                # A failed capture has run nothing, so the work is launched instead. If the GPU itself failed, these
+                # launches raise the error.
                 self._works = False
                 _log.warning("a graph segment of a step with %d rows could not be captured (%s)", rows, error)
         if graph is None:

@@ -23,26 +23,26 @@ from weft.ops.triton import rows
 from weft.ops.triton.attention import Attention
 from weft.ops.triton.device import Device
 from weft.ops.triton.device_batch import DeviceBatch
+from weft.ops.triton.fusion import (
+    FusedAttention,
+    FusedNorm,
+    FusedOperation,
+    FusedProduct,
+    assigned_slots,
+    buffers_made,
+    fuse,
+    graph_segments,
+)
 from weft.ops.triton.linear import Places, Product, padded_rows
 from weft.ops.triton.mixture import MixtureProduct, MixtureSpace
 from weft.ops.triton.ops import TritonOps
 from weft.ops.triton.piecewise_graphs import PiecewiseGraphs
 from weft.ops.triton.rope import RopeTables
-from weft.ops.triton.steps import (
-    AttentionStep,
-    NormStep,
-    ProductStep,
-    Step,
-    assigned_slots,
-    buffers_made,
-    graph_segments,
-    steps_of,
-)
 
 
 @dataclass
 class _Run:
-    """A running step: its buffers, sliced to its rows, and sliced to padded rows for products."""
+    """A running step. `buffers` are cut to its rows, `padded` to its padded rows, for products."""
 
     batch: DeviceBatch
     cache: Tensor | TwoTierCache
@@ -57,11 +57,11 @@ Launch = Callable[[_Run], None]
 
 
 class CudaProgram:
-    """Runs the steps of a recording. The launches of a step depend only on the sizes of its batch, and nothing waits
-    for the GPU. So steps of one batch size can be captured as a graph.
+    """Runs the steps of a recorded decoder. The launches of a step depend only on the sizes of its batch, and nothing
+    waits for the GPU. So steps of one batch size can be captured as a graph.
 
-    No launch refers to the program: a reference cycle would keep its weights and buffers until the garbage
-    collector runs.
+    No launch refers to the program: a reference cycle would keep its weights and buffers until the garbage collector
+    runs.
     """
 
     def __init__(
@@ -94,23 +94,29 @@ class CudaProgram:
         self._mixture_spaces: dict[tuple[int, ...], MixtureSpace] = {}
 
         # Logits may be computed from other rows too, so operations are not fused across the two parts.
-        first_part = steps_of(recording.operations[:logits_from], {rows})
-        second_part = steps_of(recording.operations[logits_from:], {logits})
-        steps = [*first_part, *second_part]
-        for step in steps:
-            if isinstance(step, ProductStep) and step.gate is not None:
-                step.layer.interleave_gate()
-        slots = assigned_slots(steps, {rows, logits})
+        first_part = fuse(recording.operations[:logits_from], {rows})
+        second_part = fuse(recording.operations[logits_from:], {logits})
+        operations = [*first_part, *second_part]
+        for operation in operations:
+            if isinstance(operation, FusedProduct) and operation.gate is not None:
+                operation.layer.interleave_gate()
+        slots = assigned_slots(operations, {rows, logits})
 
-        # A buffer is a slice of a slot: one row for each token, each selected row, or each sampled row. The selected
-        # rows have their own buffer: if all rows are selected, it is replaced by its input.
+        # A buffer is a slice of a slot: one row for each token, each selected row, or each sampled row. The output of a
+        # selection has a buffer of its own: if all rows are selected, the buffer is replaced by the input.
         self._cuts: dict[tuple[int, str, Buffer | None], int] = {}
-        selection = next(at for at, step in enumerate(first_part) if isinstance(step, SelectRows))
-        kinds = {buffer: "tokens" for step in first_part[:selection] for buffer in buffers_made(step)}
-        for step in first_part[selection:]:
-            kinds |= {buffer: "selected" for buffer in buffers_made(step) if buffer not in kinds}
-        kinds |= {buffer: "sampled" for step in second_part for buffer in buffers_made(step)}
-        alone = {step.output: step.output for step in steps if isinstance(step, SelectRows)}
+        selection = next(at for at, operation in enumerate(first_part) if isinstance(operation, SelectRows))
+        kinds = {
+            buffer: "tokens" for operation in first_part[:selection] for buffer in buffers_made(operation)
+        }
+        for operation in first_part[selection:]:
+            kinds |= {buffer: "selected" for buffer in buffers_made(operation) if buffer not in kinds}
+        kinds |= {buffer: "sampled" for operation in second_part for buffer in buffers_made(operation)}
+        alone = {
+            operation.output: operation.output
+            for operation in operations
+            if isinstance(operation, SelectRows)
+        }
         self._places = {
             buffer: self._cuts.setdefault((slot, kinds[buffer], alone.get(buffer)), len(self._cuts))
             for buffer, slot in slots.places.items()
@@ -122,7 +128,7 @@ class CudaProgram:
         heights = [0] * len(slots.columns)
         for slot, kind, _ in self._cuts:
             heights[slot] = max(heights[slot], height[kind])
-        embedding = next(step for step in steps if isinstance(step, Embed))
+        embedding = next(operation for operation in operations if isinstance(operation, Embed))
         dtype = embedding.table.weight.dtype
         self._slots = [
             device.zeros(padded_rows(height), columns, dtype=dtype)
@@ -130,17 +136,16 @@ class CudaProgram:
         ]
         self._piecewise_graphs = PiecewiseGraphs(device)
         self._forward = [
-            self._launch_segment(number, steps)
-            for number, steps in enumerate(graph_segments(first_part[:selection]))
+            self._launch_segment(number, operations)
+            for number, operations in enumerate(graph_segments(first_part[:selection]))
         ]
-        self._finish = [self._launch(step) for step in first_part[selection:]]
+        self._finish = [self._launch(operation) for operation in first_part[selection:]]
         # The second part reads only the sampled rows of the first.
         self._places[rows] = self._sampled_rows
-        self._make_logits = [self._launch(step) for step in second_part]
+        self._make_logits = [self._launch(operation) for operation in second_part]
 
     def run(self, batch: DeviceBatch, cache: Tensor | TwoTierCache) -> tuple[Tensor, Tensor | None]:
-        """Returns the logits of the first `batch.sampled` rows of `batch.logit_indices`, valid until the next call;
-        and the other selected rows, for `logits`, if there are any."""
+        """Only steps with prompts: the graph of a decode-only step covers the whole step."""
         selected = len(batch.logit_indices)
         counts = (batch.tokens, selected, batch.sampled)
         padded = tuple(map(padded_rows, counts))
@@ -173,8 +178,8 @@ class CudaProgram:
         counts = {"tokens": tokens, "selected": selected, "sampled": sampled}
         return [self._slots[slot][: counts[kind]] for slot, kind, _ in self._cuts]
 
-    def _launch_segment(self, number: int, steps: Sequence[Step]) -> Launch:
-        launches = [self._launch(step) for step in steps]
+    def _launch_segment(self, number: int, operations: Sequence[FusedOperation]) -> Launch:
+        launches = [self._launch(operation) for operation in operations]
         if len(launches) == 1:
             return launches[0]
         graphs = self._piecewise_graphs
@@ -191,22 +196,22 @@ class CudaProgram:
 
         return launch
 
-    def _launch(self, step: Step) -> Launch:
+    def _launch(self, operation: FusedOperation) -> Launch:
         device = self._device
-        match step:
-            case ProductStep():
-                return self._launch_product(step)
-            case NormStep():
-                return self._launch_norm(step)
+        match operation:
+            case FusedProduct():
+                return self._launch_product(operation)
+            case FusedNorm():
+                return self._launch_norm(operation)
             case Embed(table, scale, output):
                 place = self._places[output]
                 return lambda run: rows.look_up(
                     table.weight, run.batch.token_ids, run.buffers[place], device, scale
                 )
-            case AttentionStep():
-                return self._launch_attention(step)
+            case FusedAttention():
+                return self._launch_attention(operation)
             case Mixture():
-                return self._launch_mixture(step)
+                return self._launch_mixture(operation)
             case Add(left, right, scale):
                 to, what = self._places[left], self._places[right]
                 return lambda run: rows.add(run.buffers[to], run.buffers[what], scale, device)
@@ -216,19 +221,19 @@ class CudaProgram:
             case SelectRows(input, output):
                 return self._launch_select(self._places[input], self._places[output])
 
-    def _launch_product(self, step: ProductStep) -> Launch:
+    def _launch_product(self, operation: FusedProduct) -> Launch:
         product = Product(
-            step.layer,
+            operation.layer,
             self._device,
-            None if step.norm is None else (step.norm.weight, step.norm.epsilon),
-            None if step.gate is None else step.gate.kind,
-            step.added,
-            step.scale,
+            None if operation.norm is None else (operation.norm.weight, operation.norm.epsilon),
+            None if operation.gate is None else operation.gate.kind,
+            operation.added,
+            operation.scale,
             self._invariant,
         )
-        source, target = self._places[step.input], self._places[step.output]
-        normed = None if step.norm is None else self._places[step.norm.output]
-        ungated = None if step.gate is None else self._places[step.gate.input]
+        source, target = self._places[operation.input], self._places[operation.output]
+        normed = None if operation.norm is None else self._places[operation.norm.output]
+        ungated = None if operation.gate is None else self._places[operation.gate.input]
 
         def places(buffers: list[Tensor]) -> Places:
             return (
@@ -240,17 +245,17 @@ class CudaProgram:
 
         return lambda run: product.run(*places(run.buffers), places(run.padded))
 
-    def _launch_norm(self, step: NormStep) -> Launch:
-        source, target, device = self._places[step.input], self._places[step.output], self._device
+    def _launch_norm(self, operation: FusedNorm) -> Launch:
+        source, target, device = self._places[operation.input], self._places[operation.output], self._device
 
         return lambda run: rows.rms_norm(
             run.buffers[source],
-            step.weight,
-            step.epsilon,
+            operation.weight,
+            operation.epsilon,
             run.buffers[target],
             device,
-            step.added,
-            step.scale,
+            operation.added,
+            operation.scale,
         )
 
     def _launch_select(self, source: int, target: int) -> Launch:
@@ -265,15 +270,15 @@ class CudaProgram:
 
         return launch
 
-    def _launch_attention(self, step: AttentionStep) -> Launch:
-        pattern = self._patterns[step.pattern]
+    def _launch_attention(self, operation: FusedAttention) -> Launch:
+        pattern = self._patterns[operation.pattern]
         attend, tables = self._attentions[pattern.window], self._ropes[pattern.rope]
-        source, target = self._places[step.input], self._places[step.output]
+        source, target = self._places[operation.input], self._places[operation.output]
 
         def launch(run: _Run) -> None:
             output = run.buffers[target]
             attended = attend.rope_and_attend(
-                run.batch, run.buffers[source], run.cache, step.layer, tables, step.norm, output
+                run.batch, run.buffers[source], run.cache, operation.layer, tables, operation.norm, output
             )
             if attended is not output:
                 # The result of cuDNN replaces the buffer for the rest of the step. It has no padded rows and needs
@@ -284,15 +289,17 @@ class CudaProgram:
 
         return launch
 
-    def _launch_mixture(self, step: Mixture) -> Launch:
-        sizes = (*step.experts.down.shape, step.per_token)
+    def _launch_mixture(self, operation: Mixture) -> Launch:
+        sizes = (*operation.experts.down.shape, operation.per_token)
         if sizes not in self._mixture_spaces:
             self._mixture_spaces[sizes] = MixtureSpace(
-                step.experts, step.per_token, self._max_tokens, self._device
+                operation.experts, operation.per_token, self._max_tokens, self._device
             )
         space = self._mixture_spaces[sizes]
-        mixture = MixtureProduct(step.router, step.experts, step.normalise, space, self._device)
-        source, target = self._places[step.input], self._places[step.output]
+        mixture = MixtureProduct(
+            operation.router, operation.experts, operation.normalise, space, self._device
+        )
+        source, target = self._places[operation.input], self._places[operation.output]
         return lambda run: mixture.run(run.buffers[source], run.buffers[target])
 
 

@@ -12,7 +12,7 @@ from weft.ops.base import AttentionShape, QkNorm, Rope
 from weft.ops.triton.device import Device, ceil_divide, let_next_begin, power_of_two, wait_for_previous
 from weft.ops.triton.device_batch import DeviceBatch
 
-# Constant, so that the sum of squares of a head is added in the same order in any batch.
+# A constant, so that the sum of squares of a head is computed in the same order in any batch.
 _HEADS_AT_ONCE = 16
 _ROW_PIECE: tl.constexpr = tl.constexpr(1024)
 
@@ -28,7 +28,7 @@ class RopeTables:
         self.interleaved = rope.interleaved
         self.pairs = len(rope.frequencies)
         self.device = device
-        # Angles in float64: in float32 a position of some thousands costs four digits of the angle.
+        # Angles are computed in float64: in float32, the angle at a position of some thousands loses four digits.
         angles = np.arange(max_context)[:, None] * np.array(rope.frequencies, np.float64)
         values = np.stack([np.cos(angles), np.sin(angles)], axis=1) * rope.scale
         self.values = torch.from_numpy(values.astype(np.float32)).to(device.torch_device)
@@ -49,7 +49,8 @@ def rope_and_write(
     norm_kind = _NO_NORM.value
     if norm is not None:
         norm_kind = _HEAD_NORM.value if len(norm.query) == head_size else _ROW_NORM.value
-    # A norm over the whole row needs one program: a second program would change the row while the first one sums it.
+    # A norm over the whole row needs one program for all heads: a second program would change the row while the first
+    # one sums it.
     parts = 1 if norm_kind == _ROW_NORM.value else ceil_divide(shape.heads + 2 * kv_heads, _HEADS_AT_ONCE)
     query_norm, key_norm, epsilon = (qkv, qkv, 0.0) if norm is None else (norm.query, norm.key, norm.epsilon)
     stride = qkv.stride(0)
@@ -111,7 +112,8 @@ def _rope_and_write(
     cell = tl.load(cells + token)
     position = tl.load(positions + token).to(tl.int64)
 
-    # Three kinds of features of a head: the left and the right one of each pair, and those that are not rotated.
+    # The features of a head are of three kinds: the left feature of each pair, the right one, and those that are not
+    # rotated.
     pair = tl.arange(0, PAIRS_PADDED)
     in_pair = pair < PAIRS
     left_column = pair * 2 if INTERLEAVED else pair
@@ -128,7 +130,7 @@ def _rope_and_write(
         key_squares = _sum_of_squares(row + HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE)
         key_divisor = tl.rsqrt(key_squares / (KV_HEADS * HEAD_SIZE) + epsilon)
 
-    # Address of K of this layer at the token's position in its block, for head 0.
+    # Address of K at the token's position in its block, for this layer and head 0.
     block = (cell // BLOCK_SIZE) * (LAYERS * 2 * KV_HEADS * BLOCK_SIZE * HEAD_SIZE)
     within = layer * (2 * KV_HEADS * BLOCK_SIZE * HEAD_SIZE) + (cell % BLOCK_SIZE) * HEAD_SIZE
     place = cache + block + within
@@ -218,7 +220,7 @@ def _norm_weights(
     HEAD_SIZE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Norm weights [heads, features]; 1 for the heads of V."""
+    """Loads norm weights [heads, features]; they are 1 for the heads of V, which have no norm."""
     is_query = head < HEADS
     is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
     if NORM == _ROW_NORM:

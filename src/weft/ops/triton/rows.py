@@ -1,7 +1,7 @@
 """Kernels on single activation rows: look up, normalise, gate, add, scale.
 
-Each one sums in float32, in an order that depends only on the width of a row, so a row has the same bits in any
-batch. Rows may be apart (strided views); values of a row are contiguous.
+Each one sums in float32, in an order that depends only on the width of a row, so a row has the same bits in any batch.
+There may be gaps between rows (strided views); the values of a row are contiguous.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ELEMENTS = 1024
 
 @triton.jit
 def tanh(values):
-    """Correct at both ends: exp overflows to infinity, and the quotient is 0."""
+    """Correct for very negative values too: exp overflows to infinity, and the quotient is 0."""
     return 1.0 - 2.0 / (tl.exp(2.0 * values) + 1.0)
 
 
@@ -47,7 +47,7 @@ def _look_up(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """output[i] = table[indices[i]] * scale. Grid (rows, pieces of BLOCK columns)."""
+    """output[i] = table[indices[i]] * scale. Grid (rows, tiles of BLOCK columns)."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     row = tl.program_id(0)
@@ -90,8 +90,8 @@ def _rms_norm(
     column = tl.arange(0, BLOCK)
     mask = column < columns
     factors = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    # A norm takes no longer than the next product takes to start and request its first weights. That product reads
-    # nothing else before it waits for this kernel, and so for all kernels before: see `let_next_begin`.
+    # The next product may begin at once. Starting and requesting its first weights takes it as long as this norm takes.
+    # It reads nothing else before it waits for this kernel, and so for all earlier ones: see `let_next_begin`.
     let_next_begin(DEPENDENT)
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -136,8 +136,7 @@ def _gate_rows(
     GATE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The gate of input [rows, 2 * columns], with interleaved gate and up columns. Grid (rows, pieces of BLOCK
-    columns)."""
+    """The gate of input [rows, 2 * columns], with interleaved gate and up columns. Grid (rows, tiles of BLOCK columns)."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -173,7 +172,7 @@ def _add(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """left += right * scale. Grid (rows, pieces of BLOCK columns)."""
+    """left += right * scale. Grid (rows, tiles of BLOCK columns)."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -209,7 +208,7 @@ def _scale_and_cap(
     CAPPED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """values = cap * tanh(values * scale / cap), in place. Grid (rows, pieces of BLOCK columns)."""
+    """values = cap * tanh(values * scale / cap), in place. Grid (rows, tiles of BLOCK columns)."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -235,5 +234,6 @@ def scale_and_cap(values: Tensor, scale: float, cap: float | None, device: Devic
 
 
 def _warps(block: int) -> int:
-    """Warps of a program that holds a row of `block` values: two 16-byte loads are in flight for each thread."""
+    """The number of warps for a program that holds a row of `block` values: as many that each thread has two 16-byte
+    loads in flight."""
     return max(1, min(16, block // 512))

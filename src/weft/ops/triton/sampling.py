@@ -14,36 +14,55 @@ import triton.language as tl
 
 from weft.ops.triton.device import let_next_begin, wait_for_previous
 from weft.ops.triton.sampling_noise import gumbel_double, noise_bits, noise_key, noise_steps, race_single
+from weft.request import PARAMETERS, flags_of
+
+_PLACES = {name: place for place, name in enumerate(PARAMETERS)}
+_NUM_DOUBLES = 1 + len(PARAMETERS)
 
 # The parameters of a row: 64-bit fields, then 32-bit words, then its lists (bias values, bias tokens, end tokens).
 SEED: tl.constexpr = tl.constexpr(0)
-TEMPERATURE: tl.constexpr = tl.constexpr(1)
-TOP_P: tl.constexpr = tl.constexpr(2)
-LOG_MIN_P: tl.constexpr = tl.constexpr(3)
-TYPICAL_P: tl.constexpr = tl.constexpr(4)
-REPETITION: tl.constexpr = tl.constexpr(5)
-FREQUENCY: tl.constexpr = tl.constexpr(6)
-PRESENCE: tl.constexpr = tl.constexpr(7)
-PROMPT_LENGTH: tl.constexpr = tl.constexpr(16)
-TOP_K: tl.constexpr = tl.constexpr(17)
-MIN_TOKENS: tl.constexpr = tl.constexpr(18)
-NUM_BIASES: tl.constexpr = tl.constexpr(19)
-NUM_ENDS: tl.constexpr = tl.constexpr(20)
-HAS_GRAMMAR: tl.constexpr = tl.constexpr(21)
-FLAGS: tl.constexpr = tl.constexpr(22)
-TOP_COUNT: tl.constexpr = tl.constexpr(23)  # top logprobs; -1: no logprobs at all
-HEADER: tl.constexpr = tl.constexpr(24)
+TEMPERATURE: tl.constexpr = tl.constexpr(1 + _PLACES["temperature"])
+TOP_P: tl.constexpr = tl.constexpr(1 + _PLACES["top_p"])
+TOP_K: tl.constexpr = tl.constexpr(1 + _PLACES["top_k"])
+LOG_MIN_P: tl.constexpr = tl.constexpr(1 + _PLACES["min_p"])
+TYPICAL_P: tl.constexpr = tl.constexpr(1 + _PLACES["typical_p"])
+XTC_PROBABILITY: tl.constexpr = tl.constexpr(1 + _PLACES["xtc_probability"])
+LOG_XTC_THRESHOLD: tl.constexpr = tl.constexpr(1 + _PLACES["xtc_threshold"])
+REPETITION: tl.constexpr = tl.constexpr(1 + _PLACES["repetition_penalty"])
+FREQUENCY: tl.constexpr = tl.constexpr(1 + _PLACES["frequency_penalty"])
+PRESENCE: tl.constexpr = tl.constexpr(1 + _PLACES["presence_penalty"])
+PROMPT_LENGTH: tl.constexpr = tl.constexpr(2 * _NUM_DOUBLES)
+MIN_TOKENS: tl.constexpr = tl.constexpr(2 * _NUM_DOUBLES + 1)
+NUM_BIASES: tl.constexpr = tl.constexpr(2 * _NUM_DOUBLES + 2)
+NUM_ENDS: tl.constexpr = tl.constexpr(2 * _NUM_DOUBLES + 3)
+HAS_GRAMMAR: tl.constexpr = tl.constexpr(2 * _NUM_DOUBLES + 4)
+FLAGS: tl.constexpr = tl.constexpr(2 * _NUM_DOUBLES + 5)
+TOP_COUNT: tl.constexpr = tl.constexpr(2 * _NUM_DOUBLES + 6)  # top logprobs; -1: no logprobs at all
+HEADER: tl.constexpr = tl.constexpr(2 * _NUM_DOUBLES + 8)  # even, for the 64-bit values after it
 
 # Bits of a row's flags: which sampling parameters it uses.
-HAS_TOP_K: tl.constexpr = tl.constexpr(1)
-HAS_TOP_P: tl.constexpr = tl.constexpr(2)
-HAS_MIN_P: tl.constexpr = tl.constexpr(4)
-HAS_TYPICAL_P: tl.constexpr = tl.constexpr(8)
-HAS_REPETITION: tl.constexpr = tl.constexpr(16)
-HAS_COUNTS: tl.constexpr = tl.constexpr(32)  # frequency or presence penalty
-HAS_LISTS: tl.constexpr = tl.constexpr(64)  # logit_bias or min_tokens
-FILTERS: tl.constexpr = tl.constexpr(1 + 2 + 4 + 8)
-TOUCHES: tl.constexpr = tl.constexpr(16 + 32 + 64)
+DRAWS: tl.constexpr = tl.constexpr(flags_of("temperature"))
+HAS_TOP_K: tl.constexpr = tl.constexpr(flags_of("top_k"))
+HAS_TOP_P: tl.constexpr = tl.constexpr(flags_of("top_p"))
+HAS_MIN_P: tl.constexpr = tl.constexpr(flags_of("min_p"))
+HAS_TYPICAL_P: tl.constexpr = tl.constexpr(flags_of("typical_p"))
+HAS_XTC: tl.constexpr = tl.constexpr(flags_of("xtc_probability"))
+HAS_REPETITION: tl.constexpr = tl.constexpr(flags_of("repetition_penalty"))
+HAS_COUNTS: tl.constexpr = tl.constexpr(flags_of("frequency_penalty", "presence_penalty"))
+HAS_LISTS: tl.constexpr = tl.constexpr(1 << len(PARAMETERS))  # logit_bias or min_tokens
+FILTERS: tl.constexpr = tl.constexpr(
+    flags_of(*(name for name, parameter in PARAMETERS.items() if parameter.stage == "filter"))
+)
+TOUCHES: tl.constexpr = tl.constexpr(HAS_REPETITION.value | HAS_COUNTS.value | HAS_LISTS.value)
+
+# Filters that kernels are compiled for (`USED`). Steps without them run kernels without their code.
+COMPILED_FILTERS: tl.constexpr = tl.constexpr(
+    HAS_TOP_K.value | HAS_TOP_P.value | HAS_TYPICAL_P.value | HAS_XTC.value
+)
+# Filters that need the probability mass of the row.
+NEED_MASSES: tl.constexpr = tl.constexpr(HAS_TOP_P.value | HAS_TYPICAL_P.value | HAS_XTC.value)
+NO_CEILING: tl.constexpr = tl.constexpr(0xFFFFFFFF)
+NUM_FLOORS = 4  # of an entry: for top-k, top-p, typical-p; for xtc a ceiling
 
 # Why an entry has no token.
 NOT_A_NUMBER: tl.constexpr = tl.constexpr(1)
@@ -128,20 +147,22 @@ def kept_by_filters(
     best_ptr,
     mean_ptr,
     floors_stride,
-    TYPICAL: tl.constexpr,
+    USED: tl.constexpr,
 ):
-    """Which scores the filters of an entry keep: top-k, top-p, min-p and, with TYPICAL, typical-p. Floors [3,
-    entries] hold the bits of uint32: for top-k, top-p, typical-p."""
+    """Which scores the filters of an entry keep. Floors [NUM_FLOORS, entries] hold the bits of uint32."""
     by_count = load_floor(floors_ptr + entry, (flags & HAS_TOP_K) != 0)
     by_mass = load_floor(floors_ptr + floors_stride + entry, (flags & HAS_TOP_P) != 0)
     keys = ordered(scores)
     kept = (keys >= by_count) & (keys >= by_mass)
+    if HAS_XTC & USED:
+        if (flags & HAS_XTC) != 0:
+            kept = kept & (keys <= load_floor(floors_ptr + 3 * floors_stride + entry, True))
     temperature = tl.load(row_doubles + TEMPERATURE)
     best = tl.load(best_ptr + entry)
     if (flags & HAS_MIN_P) != 0:
         lowest = tl.load(row_doubles + LOG_MIN_P) * temperature
         kept = kept & ((scores - best).to(tl.float64) >= lowest)
-    if TYPICAL:
+    if HAS_TYPICAL_P & USED:
         if (flags & HAS_TYPICAL_P) != 0:
             floor = load_floor(floors_ptr + 2 * floors_stride + entry, True)
             keys = surprise_keys(scores, best, temperature, tl.load(mean_ptr + entry))
@@ -165,14 +186,14 @@ def _candidates(
     floors_stride,
     TOUCHED: tl.constexpr,
     FILTERED: tl.constexpr,
-    TYPICAL: tl.constexpr,
+    USED: tl.constexpr,
 ):
     """Returns the scores, and the scores with minus infinity for tokens that a filter removed."""
     scores = load_scores(logits_line, scores_line, token_ids, vocabulary, touched, TOUCHED)
     kept_scores = scores
     if FILTERED:
         kept = kept_by_filters(
-            scores, flags, entry, row_doubles, floors_ptr, best_ptr, mean_ptr, floors_stride, TYPICAL
+            scores, flags, entry, row_doubles, floors_ptr, best_ptr, mean_ptr, floors_stride, USED
         )
         kept_scores = tl.where(kept, scores, float("-inf"))
     return scores, kept_scores
@@ -226,7 +247,7 @@ def choose_kernel(
     TOUCHED: tl.constexpr,
     MASKED: tl.constexpr,
     FILTERED: tl.constexpr,
-    TYPICAL: tl.constexpr,
+    USED: tl.constexpr,
     TILE: tl.constexpr,
     HEAD: tl.constexpr,
     PIECES: tl.constexpr,
@@ -308,7 +329,7 @@ def choose_kernel(
                     floors_stride,
                     TOUCHED,
                     FILTERED,
-                    TYPICAL,
+                    USED,
                 )
                 is_bad = is_bad | ((scores < float("inf")) == 0)
                 bits = noise_bits(key + noise_steps(first + tile * TILE), lane_steps)
@@ -340,7 +361,7 @@ def choose_kernel(
                     floors_stride,
                     TOUCHED,
                     FILTERED,
-                    TYPICAL,
+                    USED,
                 )
                 is_bad = is_bad | ((scores < float("inf")) == 0)
                 bits = noise_bits(key + noise_steps(first + tile * TILE), lane_steps)
@@ -367,7 +388,7 @@ def choose_kernel(
                         floors_stride,
                         TOUCHED,
                         FILTERED,
-                        TYPICAL,
+                        USED,
                     )
                     bits = noise_bits(key + noise_steps(first + tile * TILE), lane_steps)
                     best, best_noise, winners, is_close = _race(
@@ -390,7 +411,7 @@ def choose_kernel(
                     floors_stride,
                     TOUCHED,
                     FILTERED,
-                    TYPICAL,
+                    USED,
                 )
                 bits = noise_bits(key, noise_steps(token_ids))
                 best, best_noise, winners, is_close = _race(
@@ -422,7 +443,7 @@ def choose_kernel(
                             floors_stride,
                             TOUCHED,
                             FILTERED,
-                            TYPICAL,
+                            USED,
                         )
                         sums64 = (kept_scores.to(tl.float64) - reference.to(tl.float64)) / temperature
                         sums64 += gumbel_double(noise_bits(key, noise_steps(token_ids)))

@@ -1,4 +1,4 @@
-"""Top-k, top-p, min-p and typical-p: finds the tokens that they keep, and samples one of them. Both need only a
+"""Top-k, top-p, min-p, typical-p and xtc: finds the tokens that they keep, and samples one of them. Both need only a
 list of the most likely tokens, not a sorted row.
 
     survey      the best score of every group of tokens, and the mass of every piece of the vocabulary: one read
@@ -26,9 +26,13 @@ from weft.ops.triton.sampling import (
     HAS_TOP_K,
     HAS_TOP_P,
     HAS_TYPICAL_P,
+    HAS_XTC,
     LOG_MIN_P,
+    LOG_XTC_THRESHOLD,
     LOWEST_TEMPERATURE,
     LOWEST_TEMPERATURE_SINGLE,
+    NEED_MASSES,
+    NO_CEILING,
     PROMPT_LENGTH,
     SAW_FINITE,
     SEED,
@@ -36,6 +40,7 @@ from weft.ops.triton.sampling import (
     TOP_K,
     TOP_P,
     TYPICAL_P,
+    XTC_PROBABILITY,
     is_touched,
     load_scores,
     ordered,
@@ -46,6 +51,7 @@ from weft.ops.triton.sampling_floors import (
     BY_MASS,
     BY_SURPRISE,
     are_kept,
+    find_ceiling,
     find_floor,
     mass_and_mean,
 )
@@ -161,9 +167,7 @@ def shortlist_kernel(
     TOUCHED: tl.constexpr,
     MASKED: tl.constexpr,
     HALVES: tl.constexpr,
-    WITH_TOP_K: tl.constexpr,
-    WITH_TOP_P: tl.constexpr,
-    WITH_TYPICAL_P: tl.constexpr,
+    USED: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     PIECES: tl.constexpr,
@@ -203,18 +207,29 @@ def shortlist_kernel(
     has_top_p = (flags & HAS_TOP_P) != 0
     has_min_p = (flags & HAS_MIN_P) != 0
     has_typical_p = (flags & HAS_TYPICAL_P) != 0
-    top_k = tl.load(row_ints + TOP_K)
+    top_k = tl.load(row_doubles + TOP_K).to(tl.int32)
     log_min_p = tl.load(row_doubles + LOG_MIN_P)
     seed = tl.load(integers_ptr + row.to(tl.int64) * (row_words // 2) + SEED)
     position = tl.load(positions_ptr + entry)
     noise_start = noise_key(seed, position - tl.load(row_ints + PROMPT_LENGTH))
+    has_xtc = (flags & HAS_XTC) != 0
+    xtc_is_alone = (flags & FILTERS) == HAS_XTC
+    ceiling_ptr = floors_ptr + 3 * floors_stride + entry
+    if HAS_XTC & USED:
+        # The noise of token -1 decides whether xtc applies.
+        bits = noise_bits(noise_start, tl.zeros((), tl.uint64))
+        uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+        has_xtc = has_xtc & (uniform < tl.load(row_doubles + XTC_PROBABILITY))
+        tl.store(ceiling_ptr, -1)  # the bits of NO_CEILING
+        if xtc_is_alone & (has_xtc == 0):
+            return
     logits_line = logits_ptr + entry.to(tl.int64) * logits_stride
     changed_line = scores_ptr + entry.to(tl.int64) * vocabulary
     list_line = list_scores_ptr + entry * LIST
     list_tokens = list_tokens_ptr + entry * LIST
     total = tl.zeros((), tl.float64)
     whole_mean = tl.zeros((), tl.float64)
-    if WITH_TOP_P or WITH_TYPICAL_P:
+    if NEED_MASSES & USED:
         piece_ids = tl.arange(0, PIECES)
         is_piece = piece_ids < pieces
         sums = sums_ptr + (entry * pieces + piece_ids) * 3
@@ -285,7 +300,7 @@ def shortlist_kernel(
             by_mass = tl.zeros((), tl.uint32)
             by_surprise = tl.zeros((), tl.uint32)
             mean = whole_mean
-            if WITH_TOP_K:
+            if HAS_TOP_K & USED:
                 if has_top_k & fits:
                     by_count, is_enough = find_floor(
                         logits_line,
@@ -307,7 +322,7 @@ def shortlist_kernel(
                         TILE=TILE,
                     )
                     is_covered = is_covered | is_enough
-            if WITH_TOP_P:
+            if HAS_TOP_P & USED:
                 if has_top_p & fits:
                     by_mass, is_enough = find_floor(
                         logits_line,
@@ -330,7 +345,7 @@ def shortlist_kernel(
                     )
                     is_covered = is_covered | is_enough
             is_covered = is_covered | (has_min_p & (reach_relative < log_min_p))
-            if WITH_TYPICAL_P:
+            if HAS_TYPICAL_P & USED:
                 if has_typical_p & fits:
                     reach = tl.zeros((), tl.uint32)
                     mass = total
@@ -374,6 +389,30 @@ def shortlist_kernel(
                     )
                     is_reached = is_alone & is_enough & (reach_relative <= mean)
                     is_covered = is_covered | is_reached
+            ceiling = tl.full((), NO_CEILING, tl.uint32)
+            if HAS_XTC & USED:
+                if has_xtc & fits & (is_covered | xtc_is_alone):
+                    ceiling, limit = find_ceiling(
+                        logits_line,
+                        line,
+                        count,
+                        line_is_changed,
+                        best,
+                        temperature,
+                        by_count,
+                        by_mass,
+                        log_min_p,
+                        mean,
+                        by_surprise,
+                        tl.load(row_doubles + LOG_XTC_THRESHOLD),
+                        tl.where(xtc_is_alone, total, -1.0),
+                        TOUCHED=True,
+                        TILE=TILE,
+                    )
+                    tl.store(ceiling_ptr, ceiling.to(tl.int32, bitcast=True))
+                    # Without another filter nearly all tokens are kept: `choose_kernel` draws. The list is long enough
+                    # if it has all tokens that may be removed.
+                    is_settled = xtc_is_alone & (is_covered == 0) & (reach_relative <= limit)
             if is_whole:
                 tl.store(floors_ptr + entry, by_count.to(tl.int32, bitcast=True))
                 tl.store(floors_ptr + floors_stride + entry, by_mass.to(tl.int32, bitcast=True))
@@ -389,9 +428,11 @@ def shortlist_kernel(
                     token_ids = tl.load(list_tokens + places, mask=inside, other=0x7FFFFFFF)
                     relative = (scores - best).to(tl.float64) / temperature
                     is_kept = inside & are_kept(scores, relative, by_count, by_mass, log_min_p)
-                    if WITH_TYPICAL_P:
+                    if HAS_TYPICAL_P & USED:
                         surprise = surprise_keys(scores, best, temperature, mean)
                         is_kept = is_kept & ((surprise >= by_surprise) | (has_typical_p == 0))
+                    if HAS_XTC & USED:
+                        is_kept = is_kept & (ordered(scores) <= ceiling)
                     exact = (scores.to(tl.float64) - best.to(tl.float64)) / temperature
                     exact += gumbel_double(noise_bits(noise_start, noise_steps(token_ids)))
                     exact = tl.where(is_kept, exact, float("-inf"))

@@ -13,7 +13,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.ops.triton.sampling import LOWEST_TEMPERATURE_SINGLE, load_scores, ordered, surprise_keys
+from weft.ops.triton.sampling import (
+    LOWEST_TEMPERATURE_SINGLE,
+    NO_CEILING,
+    load_scores,
+    ordered,
+    surprise_keys,
+)
 
 BY_COUNT: tl.constexpr = tl.constexpr(0)
 BY_MASS: tl.constexpr = tl.constexpr(1)
@@ -129,3 +135,47 @@ def mass_and_mean(
         moments += tl.where(mass > 0.0, mass * relative, 0.0)
     mass = tl.sum(masses, 0)
     return mass, tl.sum(moments, 0) / mass
+
+
+@triton.jit
+def find_ceiling(
+    logits_line,
+    scores_line,
+    count,
+    touched,
+    best,
+    temperature,
+    by_count,
+    by_mass,
+    log_min_p,
+    mean,
+    by_surprise,
+    log_threshold,
+    known_total,
+    TOUCHED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """For xtc, of the tokens that the other filters keep: the lowest key with at least the probability of the
+    threshold, and the relative score that has exactly this probability. Their mass is `known_total` if that is not
+    negative."""
+    total = known_total
+    if known_total < 0.0:
+        masses = tl.zeros((TILE,), tl.float64)
+        for start in range(0, count, TILE):
+            places = start + tl.arange(0, TILE)
+            scores = load_scores(logits_line, scores_line, places, count, touched, TOUCHED)
+            relative = (scores - best).to(tl.float64) / temperature
+            is_kept = (scores > float("-inf")) & are_kept(scores, relative, by_count, by_mass, log_min_p)
+            is_kept = is_kept & (surprise_keys(scores, best, temperature, mean) >= by_surprise)
+            masses += tl.where(is_kept, tl.exp(relative), 0.0)
+        total = tl.sum(masses, 0)
+    limit = tl.log(total) + log_threshold
+    lowest = tl.full((TILE,), NO_CEILING, tl.uint32)
+    for start in range(0, count, TILE):
+        places = start + tl.arange(0, TILE)
+        scores = load_scores(logits_line, scores_line, places, count, touched, TOUCHED)
+        relative = (scores - best).to(tl.float64) / temperature
+        is_kept = (relative >= limit) & are_kept(scores, relative, by_count, by_mass, log_min_p)
+        is_kept = is_kept & (surprise_keys(scores, best, temperature, mean) >= by_surprise)
+        lowest = tl.minimum(lowest, tl.where(is_kept, ordered(scores), lowest))
+    return tl.min(lowest, 0), limit

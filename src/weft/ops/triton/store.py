@@ -1,16 +1,16 @@
 """The store of a two-tier cache on the device: the memory layout of quantised blocks, and the kernel that fills them.
 
-A vector (one token, one KV head, K or V) is stored as integer codes, a scale and an offset: value = scale * (code
-- offset). `weft.ops.store_format` defines them. With 4 bits keys are rotated first. In a block, each layer and KV
-head has one contiguous part:
+A vector (one token, one KV head, K or V) is stored as integer codes, a scale and an offset: value = scale * (code -
+offset). `weft.ops.store_format` defines them. With 4 bits, keys are rotated first. In a block, each layer and KV head
+has one contiguous part:
 
     K codes   [block size, code bytes]      token by token, as queries read them
     V codes   [code bytes, block size]      feature by feature: a product with V sums over tokens, and tensor cores need
                                             the summed dimension contiguous
     words     int32 [block size]            scale K | offset K | scale V | offset V, one byte each
 
-With 8 bits a code byte is code - 128 of one feature. With 4 bits it holds the codes of two neighbours, the even
-feature in the low bits. An offset byte is offset - 128 in steps of 1, or of 1/16 with 4 bits. A scale byte has 5
+With 8 bits a code byte is code - 128 of one feature. With 4 bits it holds the codes of two neighbouring features, the
+even one in the low bits. An offset byte counts from -128, in units of 1, or of 1/16 with 4 bits. A scale byte has 5
 bits of exponent and 3 of mantissa; 255 means that the vector is not finite.
 """
 
@@ -32,14 +32,14 @@ from weft.tiers import store_vector_bytes
 _FIRST_SCALE: tl.constexpr = tl.constexpr((127 - 18) << 23)
 _NO_NUMBER: tl.constexpr = tl.constexpr(255)
 _LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
-# Adding this to a float32 rounds it to an integer, half to even.
+# Adding this number to a float32 rounds it to an integer, ties to even.
 _ROUNDING: tl.constexpr = tl.constexpr(12582912.0)
 
 
 @dataclass(frozen=True)
 class Moves:
-    """Blocks to quantise in a step. `parcel` holds the ids of the full blocks, then the ids of their blocks in the
-    store."""
+    """Blocks to quantise in a step. `parcel` holds the ids of the full-precision blocks, then the ids of their blocks
+    in the store."""
 
     parcel: Tensor  # int32 [2 * count], on the device
     count: int
@@ -161,14 +161,15 @@ def _quantised(
 
 @triton.jit
 def _magnitude(x):
-    """1 if a value is infinite or NaN, else 0. Unlike the values, this has a well-defined maximum."""
+    """1 if a value is infinite or NaN, else 0. The maximum of these is well defined; the maximum of values with NaN is
+    not."""
     return tl.where(tl.abs(x) <= _LARGEST, 0, 1)
 
 
 @triton.jit
 def _coded(x, scale, offset, is_number, BITS: tl.constexpr):
     x = tl.where(is_number[:, None], x, 0.0)
-    # Values far outside are clipped in any case. The early clip keeps _rounded within its range.
+    # Clips early, so that _rounded gets only values in its range. Values outside would be clipped later anyway.
     steps = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
     steps = tl.minimum(tl.maximum(steps, -1024.0), 1024.0)
     if BITS == 8:

@@ -1,7 +1,7 @@
 """Loads tensors of model files to the device, as linear layers and experts of one floating-point type.
 
-Values pass through two alternating page-locked buffers: one is filled from the file while the other is copied.
-Plain numbers are converted on the device, quantised ones on the host.
+Values pass through two alternating page-locked buffers: one is filled from the file while the other is copied to the
+device. Floating-point formats are converted on the device, quantised formats on the host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.ops.triton.device import Device, Event
 _STAGING_BYTES = 64 << 20
 
 _PLAIN = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-"""The formats that torch reads directly."""
+"""The file formats that torch can read as a tensor."""
 
 
 @dataclass(eq=False)
@@ -84,7 +84,7 @@ class Loader:
         self._staging_index = 0
 
     def vector(self, source: WeightSource, offset: float) -> Tensor:
-        """In the data type of the weights if that loses nothing, else in float32."""
+        """Loads a vector in the data type of the weights if that loses nothing, else in float32."""
         stored = _PLAIN.get(source.format_name)
         dtype = self._dtype if offset == 0.0 and stored == self._dtype else torch.float32
         values = self._device.empty(*source.shape, dtype=dtype)
@@ -124,11 +124,11 @@ class Loader:
         if getattr(source, "fill_on_device", False):
             _fill_random(source, target)
         elif (stored := _PLAIN.get(source.format_name)) is not None:
-            self._copy_in_pieces(_as_torch(source.raw, stored, source.shape), target)
+            self._copy_through_staging(_as_torch(source.raw, stored, source.shape), target)
         else:
             self._decode(source, target)
 
-    def _copy_in_pieces(self, values: Tensor, target: Tensor) -> None:
+    def _copy_through_staging(self, values: Tensor, target: Tensor) -> None:
         """Copies as many rows at a time as the staging buffer holds."""
         if values.ndim > 2:
             values, target = values.view(-1, values.shape[-1]), target.view(-1, target.shape[-1])
@@ -141,7 +141,8 @@ class Loader:
             staging, copied = self._next_staging()
             buffer = staging[: piece.nbytes].view(piece.dtype).view(piece.shape)
             buffer.copy_(piece)
-            # torch would convert on the host, and copy again for a target with gaps.
+            # Converts on the device: torch would convert on the host, and copy a second time if the target is not
+            # contiguous.
             direct = place.dtype == buffer.dtype and place.is_contiguous()
             arrived = place if direct else torch.empty_like(buffer, device=place.device)
             arrived.copy_(buffer, non_blocking=True)
@@ -151,15 +152,17 @@ class Loader:
 
     def _decode(self, source: WeightSource, target: Tensor) -> None:
         if len(source.shape) != 2:
-            self._copy_in_pieces(torch.from_numpy(source.to_float32()), target)
+            self._copy_through_staging(torch.from_numpy(source.to_float32()), target)
             return
         step = max(1, _STAGING_BYTES // (4 * source.shape[1]))
         for start in range(0, source.shape[0], step):
             indices = np.arange(start, min(start + step, source.shape[0]))
-            self._copy_in_pieces(torch.from_numpy(source.rows(indices)), target[start : start + len(indices)])
+            self._copy_through_staging(
+                torch.from_numpy(source.rows(indices)), target[start : start + len(indices)]
+            )
 
     def _next_staging(self) -> tuple[Tensor, Event]:
-        """The least recently used buffer, after its last copy is done."""
+        """Returns the least recently used buffer, after its last copy is done."""
         if len(self._staging) < 2:
             buffer = self._device.pinned(_STAGING_BYTES, dtype=torch.uint8)
             self._staging.append((buffer, self._device.event()))
@@ -171,7 +174,7 @@ class Loader:
 
 
 def _fill_random(source: Any, target: Tensor) -> None:
-    """Fills the target with random numbers of the source's distribution, on the device."""
+    """Fills the target with random numbers of the source's distribution, generated on the device."""
     generator = torch.Generator(target.device).manual_seed(source.seed)
     target.normal_(source.mean, source.deviation, generator=generator)
 

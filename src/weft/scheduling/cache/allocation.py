@@ -8,11 +8,12 @@ from weft.request import RequestId
 from weft.scheduling.cache.block_pool import BlockCounts
 
 RELEASED = -1
-"""In `leaving`: the full block was released by a swap-out, but the step that moves it is still in flight."""
+"""A value in `leaving`: a swap-out has released the full block, but the step that moves it to the store is still in
+flight."""
 
 
 class Move(NamedTuple):
-    """One block-table entry that a planned step, or one in flight, moves to the store."""
+    """A move of one block-table entry to the store, in a step that is being planned or in flight."""
 
     entry: int
     """Its index in the block table."""
@@ -29,7 +30,8 @@ class KvCacheAllocation:
                                ^ stored
 
     `arriving`: store blocks for the entries from `stored` on, allocated for the step being planned. When the plan is
-    final, they replace the full blocks of these entries. Until the step ends, `leaving` holds those, by entry.
+    final, they replace the full blocks of these entries. Until the step ends, `leaving` maps each entry to its former
+    full block.
     """
 
     __slots__ = ("arriving", "blocks", "leaving", "request_id", "row", "stored", "swap_slots")
@@ -49,5 +51,5 @@ class KvCacheAllocation:
 
     @property
     def size(self) -> BlockCounts:
-        """The number of its blocks or, if it is swapped out, of its swap slots."""
+        """The number of its blocks. If it is swapped out: the number of its swap slots."""
         return BlockCounts(len(self.blocks or self.swap_slots) - self.stored, self.stored)

@@ -33,7 +33,8 @@ class BlockCounts:
 
 
 def root_hash(cache_salt: str, adapter_id: str) -> BlockHash:
-    """The hash before a sequence's first block. The length distinguishes ("ab", "c") from ("a", "bc")."""
+    """The hash that precedes a sequence's first block. The length is hashed too, so that ("ab", "c") and ("a", "bc")
+    differ."""
     salt = cache_salt.encode()
     return hashlib.sha256(b"%d:%b%b" % (len(salt), salt, adapter_id.encode())).digest()
 
@@ -41,7 +42,7 @@ def root_hash(cache_salt: str, adapter_id: str) -> BlockHash:
 def extend_block_hashes(
     hashes: list[BlockHash], root: BlockHash, tokens: Sequence[int], block_size: int
 ) -> None:
-    """Appends the hashes of all full blocks of `tokens` that `hashes` does not hold yet."""
+    """Appends the hashes of all complete blocks of `tokens` that `hashes` does not hold yet."""
     previous = hashes[-1] if hashes else root
     for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
         content = array("q", tokens[start : start + block_size]).tobytes()
@@ -60,9 +61,9 @@ class BlockPool:
 
     `available` counts the free and the evictable blocks.
 
-    A block that was never used may have no physical memory yet. Beyond `eager_blocks`, untouched blocks are used only
-    while fewer than twice the referenced blocks are touched. After that, cached blocks are evicted instead, so that
-    memory follows the load.
+    A block that was never used ("untouched") may have no physical memory yet. Above `eager_blocks`, an untouched block
+    is used only while the touched blocks are fewer than twice the referenced ones. Otherwise cached blocks are evicted
+    instead, so that memory follows the load.
 
     Ids start at `first_block`: those of the store follow those of the full blocks.
     """
@@ -73,19 +74,19 @@ class BlockPool:
         self._end = end = first_block + num_blocks
         self._eager_end = end if eager_blocks is None else first_block + eager_blocks
         self.first_untouched = first_block
-        """Blocks from this id on were never used. The free list hands out the lowest of them first."""
+        """Blocks from this id on were never used. Of these, the lowest is used first."""
         self._references = [0] * end
         self._hashes: list[BlockHash | None] = [None] * end
         self._cached: dict[BlockHash, int] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._evictable_hot: OrderedDict[int, None] = OrderedDict()
         self._hot_counts: dict[BlockHash, int] = {}
-        """How many sessions keep a hash hot, whether its block is cached or not."""
+        """Hash -> how many sessions keep it hot, whether its block is cached or not."""
         self._reused: set[int] = set()
         """Blocks whose content was a prefix hit at least once."""
         self._missed: OrderedDict[BlockHash, None] = OrderedDict()
         """Hashes of recent prefix lookups that missed, at most one per block."""
-        # A stack: the block freed last is reused first, so that untouched memory stays untouched.
+        # The free list is a stack: the block freed last is reused first, so that untouched memory stays untouched.
         self._free = list(range(end - 1, first_block - 1, -1))
         self._newly_free: list[int] = []
 
@@ -116,7 +117,7 @@ class BlockPool:
         return self._hashes[block] is not None
 
     def allocate(self, count: int) -> list[int] | None:
-        """Allocates `count` blocks: free ones, then evictable ones, hot ones last. None: not enough."""
+        """Allocates `count` blocks: free ones, then evictable ones, hot ones last. None: there are not enough."""
         if count > self.available:
             return None
         max_touched = max(self._eager_end, self._first_block + 2 * (self.num_referenced + count))
@@ -148,7 +149,7 @@ class BlockPool:
         self._reused.add(block)
 
     def share_all(self, blocks: Sequence[int]) -> None:
-        """Shares all of them or, if one is free, none."""
+        """Adds a reference to each of these blocks. If one of them is free, adds none."""
         for shared, block in enumerate(blocks):
             try:
                 self.share(block)
@@ -157,7 +158,7 @@ class BlockPool:
                 raise
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drops one reference of each block. Later blocks of a sequence will be evicted before earlier ones."""
+        """Drops one reference of each block of a sequence. Its later blocks will be evicted before its earlier ones."""
         for block in blocks:
             if self._references[block] <= 0:
                 raise ValueError(f"block {block} was released more often than it was allocated")
@@ -170,8 +171,8 @@ class BlockPool:
                     self._eviction_order(block)[block] = None
 
     def retire(self, block: int) -> None:
-        """Drops one reference of a block that was copied to the store. Its content stays cached, but is evicted first
-        unless it was a prefix hit, or a recent lookup missed it."""
+        """Drops one reference of a block that was copied to the store. Its content stays cached, but is evicted first.
+        Exception: it was a prefix hit, or a recent lookup missed it."""
         self.release((block,))
         if block in self._evictable and block not in self._reused and self._hashes[block] not in self._missed:
             self._evictable.move_to_end(block, last=False)
@@ -185,13 +186,15 @@ class BlockPool:
             self._missed.popitem(last=False)
 
     def mark_hot(self, block_hash: BlockHash) -> None:
-        """Adds one session that keeps this content: its block, once cached, is evicted after all that are not hot."""
+        """Adds one session that keeps this content hot. While its block is cached, it is evicted after all blocks that
+        are not hot."""
         self._hot_counts[block_hash] = self._hot_counts.get(block_hash, 0) + 1
         if self._hot_counts[block_hash] == 1:
             self._move(block_hash, self._evictable, self._evictable_hot)
 
     def unmark_hot(self, block_hash: BlockHash) -> None:
-        """Removes one session. Content that no session keeps was not used for long, so it is evicted first."""
+        """Removes one session. If no session keeps the content any more, it was not used for long, so it is evicted
+        first."""
         self._hot_counts[block_hash] -= 1
         if self._hot_counts[block_hash] == 0:
             del self._hot_counts[block_hash]
@@ -199,7 +202,7 @@ class BlockPool:
                 self._evictable.move_to_end(self._cached[block_hash], last=False)
 
     def register(self, block: int, block_hash: BlockHash) -> bool:
-        """Adds a block to the cache. False if another block with the same content is in it."""
+        """Adds a block to the cache. Returns False if the cache has another block with the same content."""
         if block_hash in self._cached:
             return False
         if self._references[block] == 0 or self._hashes[block] is not None:
@@ -209,7 +212,8 @@ class BlockPool:
         return True
 
     def unregister(self, block: int, block_hash: BlockHash) -> None:
-        """Removes a block from the cache, if it is there under `block_hash`: the step that was to fill it failed."""
+        """Removes a block from the cache, if it is there under `block_hash`. Called if the step that was to fill it
+        failed."""
         if self._hashes[block] != block_hash:
             return
         if self._references[block] == 0:

@@ -38,7 +38,7 @@ class KvCacheManagerStats:
 
     @property
     def utilisation(self) -> float:
-        """The share of the cache memory that is in use."""
+        """The fraction of the cache memory that is in use."""
         if not self.store_blocks:
             return self.blocks_used / self.blocks
         used = self.blocks_used * self.bytes_per_block + self.store_blocks_used * self.bytes_per_store_block
@@ -46,7 +46,7 @@ class KvCacheManagerStats:
 
 
 class KvCacheManager:
-    """Allocations by request. Running out of memory is a return value; misuse raises and changes nothing.
+    """Allocations by request. Running out of memory is a return value; a wrong call raises and changes nothing.
 
     Moves: a full block that moves to the store is held until the step that moves it ends. If that step fails, the block
     becomes the table entry again. A sequence that is preempted before the step ends releases both blocks. If it was
@@ -79,7 +79,8 @@ class KvCacheManager:
         self._allocations: dict[RequestId, KvCacheAllocation] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._draining_rows: set[int] = set()
-        """Released by their requests, but not free before `free_row`: a step in flight may use them."""
+        """Rows that their requests have released, but that are not free before `free_row`: a step in flight may use
+        them."""
         self._moving: deque[tuple[int, KvCacheAllocation, Move]] = deque()
         """(step, allocation, move) of the steps in flight."""
         self._num_moved = self._num_moves_shared = 0
@@ -92,14 +93,14 @@ class KvCacheManager:
 
     @property
     def min_available(self) -> int:
-        """Available blocks of the tier that has fewer."""
+        """The number of available blocks in the tier that has fewer."""
         full = self.pool.available
         return min(full, self.store.available) if self.store.num_blocks else full
 
     def needed(self, num_blocks: int, stored: int, end: int) -> BlockCounts:
-        """Blocks to add to a table, so that one step can compute all positions before `end`. The table has
-        `num_blocks`, of which `stored` are in the store. The step writes to full blocks, and reads older blocks from
-        the store."""
+        """The number of blocks to add to a table, so that one step can compute all positions before `end`. The table
+        has `num_blocks`, of which `stored` are in the store. The step writes to full blocks, and reads older blocks
+        from the store."""
         full = -(-end // self._block_size) - num_blocks
         moving = stored_blocks(end - 1, self._block_size, self._tail_blocks) - stored
         return BlockCounts(full if full > 0 else 0, moving if moving > 0 else 0)
@@ -112,7 +113,7 @@ class KvCacheManager:
         return BlockCounts(max(0, full), max(0, border - stored))
 
     def affordable(self, num_blocks: int, stored: int, start: int, room: BlockCounts) -> int:
-        """How many positions from `start` on one step can compute with `room` more blocks."""
+        """How many positions from `start` on one step can compute if the table gets `room` more blocks."""
         by_full = (num_blocks + room.full) * self._block_size
         by_store = (stored + room.store + self._tail_blocks + 1) * self._block_size - 1
         return max(0, min(by_full, by_store) - start)
@@ -133,9 +134,10 @@ class KvCacheManager:
         shared: Sequence[int] = (),
         hashes: Sequence[BlockHash] = (),
     ) -> KvCacheAllocation | None:
-        """Allocates a row, the `shared` blocks of a prefix hit, and the `needed` blocks. None: not enough.
+        """Allocates a row, the `shared` blocks of a prefix hit, and the `needed` blocks. None: there are not enough.
 
-        `hashes` are those of the whole table, as far as they are known."""
+        `hashes` are the known hashes of the table's blocks, from the first on.
+        """
         if request_id in self._allocations:
             raise ValueError(f"request {request_id} already holds memory")
         if not self._free_rows:
@@ -154,7 +156,8 @@ class KvCacheManager:
     def extend(
         self, allocation: KvCacheAllocation, needed: BlockCounts, hashes: Sequence[BlockHash] = ()
     ) -> bool:
-        """Grows the block table, and allocates store blocks for the moves of this step. False: not enough blocks."""
+        """Grows the block table, and allocates store blocks for the moves of this step. False: there are not enough
+        blocks."""
         self._check_resident(allocation, "extended")
         return self._take(allocation, needed, hashes)
 
@@ -301,7 +304,8 @@ class KvCacheManager:
         return bool(allocation.blocks) and self._swaps.free.covers(allocation.size)
 
     def swap_out(self, allocation: KvCacheAllocation, after_step: int) -> tuple[SwapTask, int] | None:
-        """Swaps a request out. Its blocks are free at once, guarded until the copy ends. None: not enough swap slots.
+        """Swaps a request out. Its blocks are free at once; the swap guards them until the copy ends (`SwapSlots`). None:
+        there are not enough swap slots.
 
         Returns the copy to make, and the row: `free_row` releases it when no step uses it any more.
         """
@@ -321,7 +325,7 @@ class KvCacheManager:
         return task, row
 
     def swap_in(self, allocation: KvCacheAllocation, after_step: int) -> SwapTask | None:
-        """Swaps a request in: allocates a row and new blocks. None: no room, and it stays swapped out."""
+        """Swaps a request in: allocates a row and new blocks. None: there are not enough, and it stays swapped out."""
         if not allocation.is_swapped or self._allocations.get(allocation.request_id) is not allocation:
             raise ValueError(f"request {allocation.request_id} is not swapped out")
         needed = allocation.size
@@ -353,7 +357,7 @@ class KvCacheManager:
         return self._swaps.take_dependencies()
 
     def take_freed(self) -> tuple[int, ...]:
-        """Returns the blocks that became free and that no swap copies: their content is dead."""
+        """Returns the blocks that became free and that no swap copies: their content is no longer used."""
         freed = self.pool.take_freed()
         if self.store.num_blocks:
             freed = freed + self.store.take_freed()

@@ -9,7 +9,7 @@ from weft.scheduling.sequence import Sequence
 
 
 class PrefixSharing:
-    """Owns the announced blocks: those that a running sequence will compute, so that others may wait for them.
+    """Owns the announced blocks: those that a running sequence will compute, so that other sequences may wait for them.
 
     A block is in the prefix cache as soon as the step that fills it is planned. Before that it may be announced.
     """
@@ -40,16 +40,17 @@ class PrefixSharing:
         return blocks
 
     def _hits_in_tiers(self, sequence: Sequence) -> list[int]:
-        """The same for two tiers: store blocks, then full blocks.
+        """`hits` for two tiers: store blocks, then full blocks.
 
             0 ........... border ............ length
             [ store blocks  )[ full blocks          ]
 
         The next position reads its tail from full blocks, so the border is at most its `tiers.stored_blocks`. If the
-        store ends earlier, the border does too, and the first step moves the full blocks between.
+        store has fewer blocks, the border is earlier, and the first step moves the full blocks between to the store.
 
-        If the hit is shorter only because full blocks are missing, their hashes are noted: once computed again, they
-        stay cached for the next lookup."""
+        If the hit is shorter only because full blocks are missing, their hashes are noted. Once computed again, they
+        stay cached for the next lookup.
+        """
         hashes = sequence.block_hashes[: self.max_hits(sequence)]
         stored: list[int] = []
         for block_hash in hashes:
@@ -85,11 +86,12 @@ class PrefixSharing:
         allocation = sequence.allocation
         assert allocation is not None
         if index - allocation.stored >= self._pool.num_blocks - 1:
-            return None  # adopted blocks are held until they move: leave one full block to continue
+            return None  # an adopted block is held until it moves to the store: one full block must be left to continue
         return self._pool.lookup(sequence.block_hashes[index])
 
     def max_hits(self, sequence: Sequence) -> int:
-        """How many blocks may be hits. One token must be computed for its logits; prompt logprobs need all of them."""
+        """How many leading blocks may be hits. At least one token must be computed for its logits. With prompt logprobs
+        all tokens must be computed."""
         if not self._enabled or sequence.request.params.prompt_logprobs is not None:
             return 0
         return min(len(sequence.block_hashes), (len(sequence.tokens) - 1) // self._block_size)
@@ -97,7 +99,8 @@ class PrefixSharing:
     def producer(self, sequence: Sequence, index: int) -> Sequence | None:
         """The running sequence that announced table entry `index`, the next one that `sequence` needs.
 
-        Only a producer that ranks above `sequence`: it can preempt `sequence`, so the two never wait for each other.
+        Returns only a producer that ranks above `sequence`. It can preempt `sequence`, so the two never wait for each
+        other.
         """
         if index >= self.max_hits(sequence):
             return None
@@ -105,7 +108,7 @@ class PrefixSharing:
         return owner if owner is not None and owner is not sequence and is_below(sequence, owner) else None
 
     def register(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, BlockHash]]:
-        """Caches the blocks that are full once start..end is computed, and announces the later ones.
+        """Caches the blocks that are complete once start..end is computed, and announces the later ones.
 
         Returns the blocks that are new in the cache, with their hashes.
         """
@@ -116,7 +119,7 @@ class PrefixSharing:
         blocks, hashes, block_size = allocation.blocks, sequence.block_hashes, self._block_size
         registered = []
         for index in range(start // block_size, min(end // block_size, len(hashes))):
-            # Not a block that is moving to the store: that step may still fail.
+            # Skips a block that is moving to the store: the step that moves it may still fail.
             is_moving = index in allocation.leaving
             if not is_moving and self._kv_cache.pool_of(blocks[index]).register(blocks[index], hashes[index]):
                 registered.append((blocks[index], hashes[index]))
@@ -135,7 +138,7 @@ class PrefixSharing:
             self.register(sequence, sequence.computed - self._block_size, sequence.computed)
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Removes the announced blocks of a sequence that will not compute them, or not soon."""
+        """Removes the announcements of a sequence that will not compute its blocks, or not soon."""
         if sequence.has_announced:
             sequence.has_announced = False
             for block_hash in sequence.block_hashes:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from weft.scheduling.cache.block_pool import BlockHash, BlockPool
 
 MAX_SESSIONS = 4096
-"""More conversations than a cache is likely to hold. With ids of at most `MAX_NAME_LENGTH` characters they take a few
-megabytes."""
+"""The maximum number of sessions: more conversations than a cache is likely to hold. With ids of at most
+`MAX_NAME_LENGTH` characters they take a few megabytes."""
 
 ScopedSession = tuple[str, str]
 """(cache salt, session id): equal ids under different salts are different sessions."""
@@ -35,7 +35,7 @@ class Sessions:
         self._lifetime = lifetime
         self._tail_blocks = tail_blocks
         self._sessions: OrderedDict[ScopedSession, _Session] = OrderedDict()
-        """In order of expiry: all have the same lifetime."""
+        """The sessions, in order of expiry: all have the same lifetime."""
         self._num_hashes = 0
 
     def __len__(self) -> int:
@@ -52,7 +52,8 @@ class Sessions:
             return
         self._sessions[session] = kept
         self._num_hashes += len(kept.hashes)
-        # More hashes than blocks can never all be cached: many sessions must not fill the memory.
+        # Keeps no more hashes than there are blocks, since the others can never be cached: many sessions must not fill
+        # the host's memory.
         while self._num_hashes > self._max_hashes or len(self._sessions) > MAX_SESSIONS:
             self._drop(next(iter(self._sessions)))
 

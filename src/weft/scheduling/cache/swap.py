@@ -10,10 +10,10 @@ from weft.scheduling.cache.block_pool import BlockCounts
 
 
 class SwapSlots:
-    """Slots of both tiers, those for full blocks first, and guards.
+    """The swap slots of both tiers (those for full blocks first), and the guards.
 
-    Guards: a swap copies in parallel with steps, so its blocks and slots may be allocated again before the copy ends.
-    The guard of a block or slot is the last swap that touches it. The next step or swap that uses it depends on the
+    A swap copies in parallel with steps, so its blocks and slots may be allocated again before the copy ends. The guard
+    of a block or slot is the last swap that copies from or to it. The next step or swap that uses it depends on the
     guard.
     """
 
@@ -23,8 +23,8 @@ class SwapSlots:
         self._free_store = list(range(slots.full + slots.store - 1, slots.full - 1, -1))
         self._next_swap_id = 0
         self._swaps: dict[int, list[tuple[dict[int, int], dict[int, int | None]]]] = {}
-        """By swap in flight: two pairs, for blocks and for slots. Each is the dict of guards, and the earlier guards that
-        the swap replaced there (None: none)."""
+        """Swap in flight -> the guards that it replaced, to restore them. The first pair is for blocks, the second for
+        slots. A pair is the dict of current guards, and the replaced ones (None: there was none)."""
         self._block_guards: dict[int, int] = {}
         self._slot_guards: dict[int, int] = {}
         self._dependencies: set[int] = set()
@@ -53,7 +53,7 @@ class SwapSlots:
     def copy(
         self, request_id: RequestId, blocks: Sequence[int], slots: Sequence[int], after_step: int
     ) -> SwapTask:
-        """Creates a swap between blocks and slots. It depends on the swaps that touch them now."""
+        """Creates a swap between blocks and slots. It depends on the swaps that guard them now."""
         guards = {self._block_guards.get(b) for b in blocks} | {self._slot_guards.get(s) for s in slots}
         after = tuple(sorted(guard for guard in guards if guard is not None))
         task = SwapTask(self._next_swap_id, request_id, tuple(blocks), tuple(slots), after_step, after)
@@ -81,7 +81,7 @@ class SwapSlots:
         return True
 
     def note_writes(self, blocks: Iterable[int]) -> None:
-        """Makes the step being planned depend on the swaps that touch these blocks: it writes to them."""
+        """Makes the step being planned depend on the swaps that guard these blocks: the step writes to them."""
         if self._block_guards:
             self._dependencies.update(self._block_guards[b] for b in blocks if b in self._block_guards)
 

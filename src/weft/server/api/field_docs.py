@@ -22,6 +22,7 @@ from weft.request import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
     MAX_TOKENS,
+    PARAMETERS,
 )
 from weft.server.api.schema import MAX_ENTRIES
 
@@ -63,31 +64,10 @@ FIELDS: Mapping[str, Field] = {
     "min_tokens": Field(
         "Minimum number of generated tokens. A grammar can end the answer earlier.", 0, MAX_TOKENS
     ),
-    "temperature": Field(
-        "Sampling temperature; 0 is greedy. Default: the value in the files of the model, else 1.",
-        0,
-        100,
-    ),
-    "top_p": Field(
-        "Sample from the most likely tokens that together have this probability.", None, 1, above=0
-    ),
-    "top_k": Field("Sample from this many of the most likely tokens; 0 or -1: all.", -1, 2**31 - 1),
-    "min_p": Field(
-        "Exclude tokens with less than this fraction of the probability of the most likely token.", 0, 1
-    ),
-    "typical_p": Field(
-        "Locally typical sampling: sample from the most typical tokens that together have this probability.",
-        None,
-        1,
-        above=0,
-    ),
-    "repetition_penalty": Field(
-        "Above 1: tokens that occur in the prompt or the answer become less likely.", None, 100, above=0
-    ),
-    "frequency_penalty": Field(
-        "Subtracted from the logit of a token once for each time that it was generated.", -2, 2
-    ),
-    "presence_penalty": Field("Subtracted once from the logit of each token that was generated.", -2, 2),
+    **{
+        name: Field(each.words, None if each.above else each.low, each.high, each.low if each.above else None)
+        for name, each in PARAMETERS.items()
+    },
     "logit_bias": Field(
         f"A map from token ids to values that are added to their logits, -100 to 100; at most {MAX_LOGIT_BIAS} entries."
     ),

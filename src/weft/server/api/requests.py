@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.request import MAX_LOGIT_BIAS, InferenceRequest, Priority, SamplingParams
+from weft.request import MAX_LOGIT_BIAS, PARAMETERS, InferenceRequest, Priority, SamplingParams
 from weft.server.admission.keys import ApiKey
 from weft.server.api.answer_format import ParsedRequest
 from weft.server.api.schema import GenerationRequest
 from weft.server.errors import ApiError
 
-_SAMPLING = (
-    *("n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "typical_p"),
-    *("repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "stop", "stop_token_ids"),
-    "ignore_eos",
-)
+_SAMPLING = ("n", "max_tokens", "min_tokens", *PARAMETERS, "seed", "stop", "stop_token_ids", "ignore_eos")
 
 
 def sampling_params(

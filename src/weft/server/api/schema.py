@@ -6,11 +6,18 @@ Types and lengths are checked here; `SamplingParams` and `InferenceRequest` chec
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from weft.request import MAX_LOGIT_BIAS, MAX_METADATA, MAX_NAME_LENGTH, MAX_STOP_STRINGS, MAX_STOP_TOKENS
+from weft.request import (
+    MAX_LOGIT_BIAS,
+    MAX_METADATA,
+    MAX_NAME_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    PARAMETERS,
+)
 from weft.server.errors import ApiError
 
 MAX_ENTRIES = {
@@ -34,23 +41,32 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
-class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of all formats of the OpenAI API. A null means the default, and is removed before the conversion."""
-
+class _FirstFields(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
+
+
+if TYPE_CHECKING:
+    _SamplingFields = _FirstFields  # the others are read by their names in the table
+else:
+    _SamplingFields = msgspec.defstruct(
+        "_SamplingFields",
+        [(name, each.kind | None, None) for name, each in PARAMETERS.items()],
+        bases=(_FirstFields,),
+        frozen=True,
+        kw_only=True,
+    )
+
+
+class GenerationRequest(_SamplingFields, frozen=True, kw_only=True):
+    """Fields of all formats of the OpenAI API. A null means the default, and is removed before the conversion.
+
+    Of its bases, one has the first fields for the order of documents, the other the table of sampling parameters."""
+
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None

@@ -1,7 +1,7 @@
-"""Turns a recorded forward pass into the steps that a device runs, and assigns their buffers.
+"""Fuses the operations of a recorded forward pass, and assigns memory to their buffers.
 
-Operations are fused: a gate into the product before it, a norm into the product after it, an add into the product
-or norm that computes its operand, and RoPE into attention.
+A gate is fused into the product before it, a norm into the product after it, an add into the product or norm that
+computes its operand, and RoPE into attention.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from weft.ops.recording import (
 
 
 @dataclass(frozen=True, eq=False)
-class ProductStep:
+class FusedProduct:
     """gate(norm(input) @ layer), stored in `output`, or multiplied by `scale` and added to it."""
 
     input: Buffer
@@ -43,7 +43,7 @@ class ProductStep:
 
 
 @dataclass(frozen=True, eq=False)
-class NormStep:
+class FusedNorm:
     """The norm of the rows, stored in `output`, or multiplied by `scale` and added to it."""
 
     input: Buffer
@@ -55,7 +55,7 @@ class NormStep:
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionStep:
+class FusedAttention:
     """For packed [Q | K | V] rows: applies RoPE to queries and keys, writes keys and values to the cache, then runs
     attention."""
 
@@ -66,21 +66,21 @@ class AttentionStep:
     output: Buffer
 
 
-Step = Embed | ProductStep | NormStep | AttentionStep | Mixture | Add | SelectRows | ScaleAndCap
+FusedOperation = Embed | FusedProduct | FusedNorm | FusedAttention | Mixture | Add | SelectRows | ScaleAndCap
 
 
-def steps_of(operations: Sequence[Operation], kept: set[Buffer]) -> list[Step]:
-    """The steps of a part of a recording; `kept` buffers are read after it."""
+def fuse(operations: Sequence[Operation], kept: set[Buffer]) -> list[FusedOperation]:
+    """Fuses the operations of a part of a recording. `kept` buffers are read after it, so they must be written."""
     readers = Counter(buffer for operation in operations for buffer in read_by(operation))
     norms = {operation.output: operation for operation in operations if isinstance(operation, Norm)}
 
     def only_for_next(buffer: Buffer) -> bool:
         return readers[buffer] == 1 and buffer not in kept
 
-    steps: list[Step] = []
+    fused: list[FusedOperation] = []
     previous: Operation | None = None
     for operation, following in zip(operations, [*operations[1:], None], strict=True):
-        last = steps[-1] if steps else None
+        last = fused[-1] if fused else None
         match operation:
             case Norm() if (
                 isinstance(following, Product)
@@ -89,91 +89,91 @@ def steps_of(operations: Sequence[Operation], kept: set[Buffer]) -> list[Step]:
             ):
                 pass
             case Norm(input, weight, epsilon, output):
-                steps.append(NormStep(input, weight, epsilon, output))
+                fused.append(FusedNorm(input, weight, epsilon, output))
             case Product(input, layer, output):
                 norm = norms.get(input)
                 if norm is not None and only_for_next(input):
-                    steps.append(ProductStep(norm.input, layer, output, norm))
+                    fused.append(FusedProduct(norm.input, layer, output, norm))
                 else:
-                    steps.append(ProductStep(input, layer, output))
+                    fused.append(FusedProduct(input, layer, output))
             case Gate():
-                assert isinstance(last, ProductStep) and last.output is operation.input
-                steps[-1] = replace(last, output=operation.output, gate=operation)
+                assert isinstance(last, FusedProduct) and last.output is operation.input
+                fused[-1] = replace(last, output=operation.output, gate=operation)
             case Add(left, right, scale) if (
-                isinstance(last, ProductStep | NormStep)
+                isinstance(last, FusedProduct | FusedNorm)
                 and last.output is right
                 and only_for_next(right)
-                and not (isinstance(last, ProductStep) and last.gate)
+                and not (isinstance(last, FusedProduct) and last.gate)
             ):
-                steps[-1] = replace(last, output=left, added=True, scale=scale)
+                fused[-1] = replace(last, output=left, added=True, scale=scale)
             case RopeAndWrite():
                 assert isinstance(following, Attention) and following.queries is operation.rows
             case Attention(queries, layer, pattern, output):
                 assert isinstance(previous, RopeAndWrite), "RoPE must come before attention"
-                steps.append(AttentionStep(queries, layer, pattern, previous.norm, output))
+                fused.append(FusedAttention(queries, layer, pattern, previous.norm, output))
             case _:
-                steps.append(operation)
+                fused.append(operation)
         previous = operation
-    return steps
+    return fused
 
 
-def graph_segments(steps: Sequence[Step]) -> Iterator[list[Step]]:
-    """Groups steps into piecewise graph segments: consecutive steps with launches that depend only on the number of
-    rows. Every other step is a group of its own."""
-    segment: list[Step] = []
-    for step in steps:
-        if isinstance(step, ProductStep | Add | NormStep):
-            segment.append(step)
+def graph_segments(operations: Sequence[FusedOperation]) -> Iterator[list[FusedOperation]]:
+    """Groups operations into segments for piecewise graphs: consecutive operations whose launches depend only on the
+    number of rows. Every other operation is a group of its own."""
+    segment: list[FusedOperation] = []
+    for operation in operations:
+        if isinstance(operation, FusedProduct | Add | FusedNorm):
+            segment.append(operation)
         else:
             if segment:
                 yield segment
             segment = []
-            yield [step]
+            yield [operation]
     if segment:
         yield segment
 
 
-def buffers_read(step: Step) -> Iterator[Buffer]:
-    """The buffers that a step reads, including those that it changes in place."""
-    if isinstance(step, ProductStep | NormStep | AttentionStep):
-        yield step.input
-        if not isinstance(step, AttentionStep) and step.added:
-            yield step.output
+def buffers_read(operation: FusedOperation) -> Iterator[Buffer]:
+    """The buffers that an operation reads, including those that it changes in place."""
+    if isinstance(operation, FusedProduct | FusedNorm | FusedAttention):
+        yield operation.input
+        if not isinstance(operation, FusedAttention) and operation.added:
+            yield operation.output
     else:
-        yield from read_by(step)
+        yield from read_by(operation)
 
 
-def buffers_made(step: Step) -> Iterator[Buffer]:
+def buffers_made(operation: FusedOperation) -> Iterator[Buffer]:
     """The output, and the intermediate buffers that are needed if norm and gate are separate kernels."""
-    if isinstance(step, ProductStep):
-        if step.norm is not None:
-            yield step.norm.output
-        if step.gate is not None:
-            yield step.gate.input
-    if (output := getattr(step, "output", None)) is not None:
+    if isinstance(operation, FusedProduct):
+        if operation.norm is not None:
+            yield operation.norm.output
+        if operation.gate is not None:
+            yield operation.gate.input
+    if (output := getattr(operation, "output", None)) is not None:
         yield output
 
 
 @dataclass(frozen=True)
 class Slots:
-    """The slot of each buffer. Buffers of one width share a slot if they are not live at the same time."""
+    """The memory (slot) of each buffer. Buffers of one width share a slot if they are not live at the same time."""
 
     places: dict[Buffer, int]
     columns: list[int]
 
 
-def assigned_slots(steps: Sequence[Step], kept: set[Buffer]) -> Slots:
+def assigned_slots(operations: Sequence[FusedOperation], kept: set[Buffer]) -> Slots:
     last_used: dict[Buffer, int] = {}
-    for index, step in enumerate(steps):
-        for buffer in (*buffers_read(step), *buffers_made(step)):
+    for index, operation in enumerate(operations):
+        for buffer in (*buffers_read(operation), *buffers_made(operation)):
             last_used[buffer] = index
-    for step in steps:
-        if isinstance(step, SelectRows):  # if all rows are selected, they are not copied
-            last_used[step.input] = max(last_used[step.input], last_used[step.output])
+    for operation in operations:
+        if isinstance(operation, SelectRows):  # if all rows are selected, they are not copied
+            last_used[operation.input] = max(last_used[operation.input], last_used[operation.output])
     slots = Slots({}, [])
     free: dict[int, list[int]] = defaultdict(list)
-    for index, step in enumerate(steps):
-        for buffer in buffers_made(step):
+    for index, operation in enumerate(operations):
+        for buffer in buffers_made(operation):
             if buffer not in slots.places:
                 if not free[buffer.columns]:
                     slots.columns.append(buffer.columns)

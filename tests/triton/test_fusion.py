@@ -9,17 +9,17 @@ from small_decoders import CONFIGS, PLAIN, decoder_of
 from weft.models.config import ModelConfig
 from weft.ops.recording import NO_STEP, Add, Buffer, Embed, Norm, Operation, Product, SelectRows
 from weft.ops.triton.device import Device
-from weft.ops.triton.ops import TritonOps
-from weft.ops.triton.steps import (
-    AttentionStep,
-    NormStep,
-    ProductStep,
-    Step,
+from weft.ops.triton.fusion import (
+    FusedAttention,
+    FusedNorm,
+    FusedOperation,
+    FusedProduct,
     assigned_slots,
     buffers_made,
     buffers_read,
-    steps_of,
+    fuse,
 )
+from weft.ops.triton.ops import TritonOps
 
 
 def recorded(config: ModelConfig, device: Device) -> tuple[list[Operation], Buffer]:
@@ -31,13 +31,15 @@ def recorded(config: ModelConfig, device: Device) -> tuple[list[Operation], Buff
 
 def test_a_plain_layer_is_four_products_around_attention(device: Device) -> None:
     operations, rows = recorded(PLAIN, device)
-    steps = steps_of(operations, {rows})
-    until_attention: list[type[Step]] = [ProductStep, AttentionStep]
-    after_it: list[type[Step]] = [ProductStep, ProductStep, ProductStep]
+    fused = fuse(operations, {rows})
+    until_attention: list[type[FusedOperation]] = [FusedProduct, FusedAttention]
+    after_it: list[type[FusedOperation]] = [FusedProduct, FusedProduct, FusedProduct]
     layer, last_layer = until_attention + after_it, [*until_attention, SelectRows, SelectRows, *after_it]
-    assert [type(step) for step in steps] == [Embed, *layer, *last_layer, NormStep]
+    assert [type(operation) for operation in fused] == [Embed, *layer, *last_layer, FusedNorm]
     taken_in = [
-        (bool(step.norm), bool(step.gate), step.added) for step in steps if isinstance(step, ProductStep)
+        (bool(operation.norm), bool(operation.gate), operation.added)
+        for operation in fused
+        if isinstance(operation, FusedProduct)
     ]
     qkv, out, gate_up, down = (
         (True, False, False),
@@ -46,36 +48,42 @@ def test_a_plain_layer_is_four_products_around_attention(device: Device) -> None
         (False, False, True),
     )
     assert taken_in == [qkv, out, gate_up, down] * 2
-    last = steps[-1]
-    assert isinstance(last, NormStep) and last.output is rows
+    last = fused[-1]
+    assert isinstance(last, FusedNorm) and last.output is rows
 
 
 def test_the_add_is_fused_into_a_norm_after_a_product(device: Device) -> None:
     operations, rows = recorded(CONFIGS["post-norms of whole rows"], device)
-    steps = steps_of(operations, {rows})
-    assert [step.added for step in steps if isinstance(step, NormStep)] == [True, True, True, True, False]
-    assert not any(isinstance(step, Add) for step in steps)
+    fused = fuse(operations, {rows})
+    assert [operation.added for operation in fused if isinstance(operation, FusedNorm)] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert not any(isinstance(operation, Add) for operation in fused)
 
 
 def test_a_norm_with_two_readers_is_computed_once() -> None:
     hidden, normed, left, right = (Buffer(8) for _ in range(4))
     norm = Norm(hidden, None, 1e-5, normed)
     operations: list[Operation] = [norm, Product(normed, None, left), Product(normed, None, right)]
-    steps = steps_of(operations, {left, right})
-    assert [type(step) for step in steps] == [NormStep, ProductStep, ProductStep]
-    assert all(step.input is normed for step in steps[1:] if isinstance(step, ProductStep))
+    fused = fuse(operations, {left, right})
+    assert [type(operation) for operation in fused] == [FusedNorm, FusedProduct, FusedProduct]
+    assert all(operation.input is normed for operation in fused[1:] if isinstance(operation, FusedProduct))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_slot_is_not_reused_while_its_content_is_needed(name: str, device: Device) -> None:
     operations, rows = recorded(CONFIGS[name], device)
-    steps = steps_of(operations, {rows})
-    slots = assigned_slots(steps, {rows})
+    fused = fuse(operations, {rows})
+    slots = assigned_slots(fused, {rows})
     holds: dict[int, Buffer] = {}
-    uncopied = {step.output: step.input for step in steps if isinstance(step, SelectRows)}
+    uncopied = {operation.output: operation.input for operation in fused if isinstance(operation, SelectRows)}
     assert len(uncopied) == 2
-    for step in steps:
-        made, read = set(buffers_made(step)), set(buffers_read(step))
+    for operation in fused:
+        made, read = set(buffers_made(operation)), set(buffers_read(operation))
         for buffer in read | {uncopied[buffer] for buffer in read if buffer in uncopied}:
             assert holds[slots.places[buffer]] is buffer
         assert len({slots.places[buffer] for buffer in made | read}) == len(made | read)
@@ -87,8 +95,8 @@ def test_a_slot_is_not_reused_while_its_content_is_needed(name: str, device: Dev
 
 def test_layers_reuse_the_same_slots(device: Device) -> None:
     operations, rows = recorded(PLAIN, device)
-    steps = steps_of(operations, {rows})
-    selected = [step for step in steps if isinstance(step, SelectRows)]
-    one_layer = steps[: 1 + (len(steps) - 2 - len(selected)) // 2]
-    layers = steps[: steps.index(selected[0])]
+    fused = fuse(operations, {rows})
+    selected = [operation for operation in fused if isinstance(operation, SelectRows)]
+    one_layer = fused[: 1 + (len(fused) - 2 - len(selected)) // 2]
+    layers = fused[: fused.index(selected[0])]
     assert len(assigned_slots(layers, set()).columns) == len(assigned_slots(one_layer, set()).columns)

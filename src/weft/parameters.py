@@ -1,0 +1,83 @@
+"""Declares the sampling parameters that are numbers, and checks values of requests.
+
+The declaration of a parameter is its field in `SamplingParams`. From it follow the check of values, the field of the
+HTTP API and its description, the default from model files, and what samplers get (`weft.request.PARAMETERS`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from weft.errors import InvalidRequestError
+
+_METADATA_KEY = "parameter"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A sampling parameter that is a number: an integer if its default is one."""
+
+    default: float
+    low: float
+    high: float
+    stage: Literal["draw", "filter", "penalty"]
+    """What it changes. Filters have no effect on greedy requests."""
+    above: bool = False
+    """Whether `low` itself is refused."""
+    off: tuple[float, ...] | None = None
+    """Values without effect. None: the default. Empty: the parameter only changes the effect of another one."""
+    is_logarithm: bool = False
+    """Whether samplers get the natural logarithm."""
+    in_generation_config: bool = False
+    """Whether generation_config.json may suggest a value."""
+    gguf: str = ""
+    """Its name in GGUF files, after "general.sampling."; empty: none."""
+    words: str = ""
+    """Its description for users."""
+
+    @property
+    def kind(self) -> type[int] | type[float]:
+        return int if isinstance(self.default, int) else float
+
+    def check(self, name: str, value: object) -> None:
+        if self.kind is int:
+            check_integer(name, value, int(self.low), int(self.high))
+        else:
+            check_number(name, value, self.low, self.high, above=self.above)
+
+
+def declare(words: str, parameter: Parameter) -> Any:
+    """The field of a dataclass that declares a parameter."""
+    metadata = {_METADATA_KEY: dataclasses.replace(parameter, words=words)}
+    return dataclasses.field(default=parameter.default, metadata=metadata)
+
+
+def declared_in(kind: type) -> dict[str, Parameter]:
+    """The parameters that the fields of a dataclass declare, by name."""
+    fields = dataclasses.fields(kind)
+    return {each.name: each.metadata[_METADATA_KEY] for each in fields if _METADATA_KEY in each.metadata}
+
+
+def refuse(name: str, value: object, allowed: str) -> None:
+    try:
+        shown = repr(value)
+    except ValueError:  # Python cannot print integers of thousands of digits
+        shown = "a huge number"
+    if len(shown) > 80:
+        shown = shown[:77] + "..."
+    raise InvalidRequestError(f"{name} is {shown}; allowed: {allowed}", field=name)
+
+
+def check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+    """Refuses everything but a finite number from `low` to `high`; with `above`, `low` itself is refused too."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+    if not good or not (low < value if above else low <= value) or not value <= high:  # type: ignore[operator]
+        refuse(name, value, f"{'above' if above else 'from'} {low:g}, up to {high:g}")
+
+
+def check_integer(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        refuse(name, value, f"a whole number from {low} to {high}")
