@@ -32,6 +32,7 @@ from weft.bench.report import Check, print_checks, print_json, print_line, print
 from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig, ServingEngineConfig
 from weft.engine.serving import ServingEngine
+from weft.request import numbered_ids
 
 DEVICES = {"CPU": ZEN3_SMOLLM2_135M, "H200": H200_LLAMA_8B}
 TARGETS = {"CPU": 0.1, "H200": 0.006}
@@ -77,7 +78,9 @@ def run(costs: StepCosts, config: SchedulerConfig, jobs: Sequence[Job], num_bloc
     """Runs the jobs through an engine with this scheduler configuration. Other settings have their defaults."""
     clock = VirtualClock()
     engine_config = ServingEngineConfig(scheduler=config, cache=KvCachePoolConfig(num_blocks=num_blocks))
-    engine = ServingEngine(CostModelBackend(clock, costs), engine_config, clock=clock, seed=0)
+    engine = ServingEngine(
+        CostModelBackend(clock, costs), engine_config, clock=clock, seed=0, new_id=numbered_ids()
+    )
     return run_jobs(engine, clock, clock.advance_to, jobs)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from weft.bench.report import Check, machine, print_checks, print_json, print_line, print_table, quantile
 from weft.config import SchedulerConfig
 from weft.plan import BackendInfo, StepResult
-from weft.request import InferenceRequest, RequestId, SamplingParams
+from weft.request import InferenceRequest, SamplingParams, numbered_ids
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 
@@ -156,19 +156,19 @@ def decoding_scheduler(running: int, waiting: int, steps: int) -> ContinuousBatc
         max_waiting_tokens=(running + waiting) * longest_prompt,
     )
     scheduler = ContinuousBatchScheduler(config, info, time.perf_counter)
-    request_ids = itertools.count()
+    new_id = numbered_ids()
     params = SamplingParams(max_tokens=context)
     for index in range(running):
         # Lengths cover every remainder, so that the same number of sequences fills a block in every step.
         length = source.randrange(64, longest_prompt - BLOCK_SIZE, BLOCK_SIZE) + index % BLOCK_SIZE
         prompt = tuple(source.choices(range(info.vocabulary_size), k=length))
-        scheduler.add(Sequence(InferenceRequest(prompt, params), RequestId(next(request_ids)), seed=0))
+        scheduler.add(Sequence(InferenceRequest(prompt, params, request_id=new_id()), seed=0))
     while any(s.target == s.prompt_length for s in scheduler.sequences.values()):
         _timed_step(scheduler)
     prompts = [tuple(source.choices(range(info.vocabulary_size), k=32)) for _ in range(256)]
     requests = itertools.cycle([InferenceRequest(prompt, params) for prompt in prompts])
-    for request, request_id in zip(requests, itertools.islice(request_ids, waiting), strict=False):
-        scheduler.add(Sequence(request, RequestId(request_id), seed=0))
+    for request in itertools.islice(requests, waiting):
+        scheduler.add(Sequence(request.replaced(request_id=new_id()), seed=0))
     return scheduler
 
 

@@ -21,6 +21,12 @@ class InvalidRequestError(WeftError, ValueError):
         self.code = code
 
 
+def id_in_use(request_id: str) -> InvalidRequestError:
+    """The error for a request whose id belongs to another request that has not ended."""
+    message = f"request_id {request_id!r} belongs to a request that has not ended; send another id, or none"
+    return InvalidRequestError(message, field="request_id", code="request_id_in_use")
+
+
 class ModelFileError(WeftError):
     """A model could not be found, fetched or read. The message names the file and the invalid part."""
 

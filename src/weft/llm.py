@@ -289,7 +289,12 @@ class LLM:
         else:
             tokens = job.prompt  # type: ignore[assignment]
         params = job.params or self.default_params(chat=job.messages is not None)
-        request = InferenceRequest(tokens, params, session_id=job.session_id)  # type: ignore[arg-type]
+        request = InferenceRequest(
+            tokens,  # type: ignore[arg-type]
+            params,
+            session_id=job.session_id,
+            request_id=self.engine.new_id(),
+        )
         self.engine.check(request)
         if params.stop:
             _ = self.text  # raises if there is no tokenizer: stop strings need text
@@ -350,13 +355,13 @@ class LLM:
             )
         pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         choices = LocalChoices(
-            self.engine, self._tokenizer_or_none, request.params, partial(pieces.put, None), pieces.put
+            self.engine, self._tokenizer_or_none, request, partial(pieces.put, None), pieces.put
         )
 
         def read() -> Generator[str, None, None]:
             is_over = False
             try:
-                choices.submit(request)
+                choices.submit()
                 while (piece := pieces.get()) is not None:
                     if piece:
                         yield piece

@@ -71,13 +71,11 @@ class Feeder:
                 self.ended.put(None)
 
     def _submit(self, key: Any, request: InferenceRequest) -> None:
-        choices = LocalChoices(
-            self._engine, self._tokenizer, request.params, lambda: self._finish(key, choices)
-        )
+        choices = LocalChoices(self._engine, self._tokenizer, request, lambda: self._finish(key, choices))
         with self._lock:
             self._unfinished.add(choices)
         try:
-            choices.submit(request)
+            choices.submit()
         except WeftError as error:
             self._finish(key, choices, error)
         if self._is_stopped:
@@ -98,26 +96,25 @@ class LocalChoices:
         self,
         engine: ServingEngine,
         tokenizer: Tokenizer | None,
-        params: SamplingParams,
+        request: InferenceRequest,
         on_end: Callable[[], object],
         deliver: Callable[[str], object] | None = None,
     ) -> None:
+        """`request` has an id."""
         self._engine = engine
         self._tokenizer = tokenizer
-        self._params = params
+        self._request = request
         self._on_end = on_end
         self._deliver = deliver
+        self._ids = tuple(map(request.answer_id, range(request.params.n)))
         self._answers: dict[RequestId, LocalAnswer] = {}
         self._num_over = 0
-        self._ids: tuple[RequestId, ...] = ()
+        self.is_submitted = False
 
-    @property
-    def is_submitted(self) -> bool:
-        return bool(self._ids)
-
-    def submit(self, request: InferenceRequest) -> None:
+    def submit(self) -> None:
         # Blocks while the queue is full, so that a long source does not fill the memory.
-        self._ids = self._engine.submit_choices(request, self._take, block=True)
+        self._engine.submit_choices(self._request, self._take, block=True)
+        self.is_submitted = True
 
     def cancel(self) -> None:
         for request_id in self._ids:
@@ -125,13 +122,13 @@ class LocalChoices:
 
     def result(self) -> GenerationResult:
         """The result of the first answer. Its `choices` include the results of the others."""
-        first, *others = (answer.result() for _, answer in sorted(self._answers.items()))
+        first, *others = (self._answers[request_id].result() for request_id in self._ids)
         return dataclasses.replace(first, siblings=tuple(others))
 
     def _take(self, output: TokenOutput) -> None:
         answer = self._answers.get(output.request_id)
         if answer is None:
-            answer = LocalAnswer(self._engine, self._tokenizer, self._params, self._deliver)
+            answer = LocalAnswer(self._engine, self._tokenizer, self._request.params, self._deliver)
             self._answers[output.request_id] = answer
         is_over = output.is_final
         try:
@@ -144,7 +141,7 @@ class LocalChoices:
         finally:
             if is_over:
                 self._num_over += 1
-                if self._num_over == self._params.n:
+                if self._num_over == len(self._ids):
                     self._on_end()
 
 

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from weft.request import RequestId
+
 
 class Histogram:
     """Counts in buckets that grow by 10%, from a microsecond to a day. Quantiles are exact within 5%."""
@@ -105,7 +107,7 @@ class Slot:
     row: int
     state: str
     """idle, prefilling, decoding, or preempted (its swap-in is in flight)."""
-    request_id: int | None
+    request_id: RequestId | None
     context_used: int
     context_limit: int
     tokens_per_second: float | None

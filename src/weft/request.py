@@ -6,14 +6,19 @@ import hashlib
 import itertools
 import math
 import operator
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any, NamedTuple, NewType, TypeVar
 
 from weft.parameters import Parameter, check_integer, check_number, declare, declared_in, refuse
 
-RequestId = NewType("RequestId", int)
+RequestId = NewType("RequestId", str)
+"""The one name of a request: for the caller, the engine, logs, metrics and the ids of the API."""
+
+REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+REQUEST_ID_RULE = "1 to 128 of letters, digits and ._:/+=@-"
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
@@ -206,8 +211,9 @@ class SamplingParams:
         if self.max_tokens is not None:
             check_integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         check_integer("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_TOKENS)
-        for name, parameter in PARAMETERS.items():
-            if (value := getattr(self, name)) is not parameter.default:
+        for value, (name, parameter, default, kind, low, high) in zip(_values(self), _CHECKS, strict=True):
+            # Nearly all values are good. `check` decides about the others, and refuses them with a message.
+            if value is not default and not (type(value) is kind and low < value <= high):
                 parameter.check(name, value)
         if self.seed is not None:
             check_integer("seed", self.seed, -(2**63), MAX_SEED)
@@ -260,24 +266,34 @@ PARAMETERS: Mapping[str, Parameter] = declared_in(SamplingParams)
 """The table of the sampling parameters that are numbers. Samplers use its order."""
 
 _values = operator.attrgetter(*PARAMETERS)
-_LOGARITHMS = [place for place, each in enumerate(PARAMETERS.values()) if each.is_logarithm]
+_CHECKS = [(name, each, each.default, each.kind, each.low, each.high) for name, each in PARAMETERS.items()]
 _OFF_VALUES = [(each.default,) if each.off is None else each.off for each in PARAMETERS.values()]
 _FLAGS = [1 << place if off else 0 for place, off in enumerate(_OFF_VALUES)]
-_ALL_FLAGS = sum(_FLAGS)
 
 
-def sampler_words(params: SamplingParams) -> list[float]:
-    """The numbers that samplers get, in the order of `PARAMETERS`."""
-    words: list[float] = list(_values(params))
-    for place in _LOGARITHMS:
-        words[place] = math.log(words[place]) if words[place] > 0.0 else -math.inf
-    return words
+def _log(value: float) -> float:
+    return math.log(value) if value > 0.0 else -math.inf
 
 
-def sampler_flags(params: SamplingParams) -> int:
-    """The parameters that have an effect: one bit for each, in the order of `PARAMETERS`, the first is the lowest."""
-    unused = map(operator.contains, _OFF_VALUES, _values(params))
-    return _ALL_FLAGS - sum(itertools.compress(_FLAGS, unused))
+def _compiled(expression: str) -> Callable[[SamplingParams], Any]:
+    """A function of `params`. A loop over the table would take three times as long, at every start of a row."""
+    function: Callable[[SamplingParams], Any] = eval(f"lambda params: {expression}", {"log": _log})
+    return function
+
+
+sampler_words: Callable[[SamplingParams], list[float]] = _compiled(
+    f"[{', '.join(f'log(params.{name})' if each.is_logarithm else f'params.{name}' for name, each in PARAMETERS.items())}]"
+)
+"""The numbers that samplers get, in the order of `PARAMETERS`."""
+
+sampler_flags: Callable[[SamplingParams], int] = _compiled(
+    " | ".join(
+        f"({flag} if params.{name} not in {off} else 0)"
+        for name, flag, off in zip(PARAMETERS, _FLAGS, _OFF_VALUES, strict=True)
+        if flag
+    )
+)
+"""The parameters that have an effect: one bit for each, in the order of `PARAMETERS`, the first is the lowest."""
 
 
 def flags_of(*names: str) -> int:
@@ -311,6 +327,9 @@ class InferenceRequest:
     """Must be empty: adapters are not supported yet."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """For the caller: copied to the result, otherwise ignored."""
+    request_id: RequestId = RequestId("")
+    """The id of the request. "": the engine makes one when the request is submitted. It must not be the id of a request
+    that has not ended, or whose last step has not."""
 
     def __post_init__(self) -> None:
         try:
@@ -343,6 +362,15 @@ class InferenceRequest:
                 check_number(name, getattr(self, name), 0.0, MAX_SECONDS)
         if self.max_sequence_length is not None:
             check_integer("max_sequence_length", self.max_sequence_length, 2, 2**31 - 1)
+        if self.request_id != "":
+            _instance("request_id", self.request_id, str, REQUEST_ID_RULE)
+            if REQUEST_ID_PATTERN.fullmatch(self.answer_id(self.params.n - 1)) is None:  # the longest id
+                with_index = ", with the index of each answer" if self.params.n > 1 else ""
+                refuse("request_id", self.request_id, REQUEST_ID_RULE + with_index)
+
+    def answer_id(self, index: int) -> RequestId:
+        """The id of answer `index`: the id of the request, and with several answers the index."""
+        return self.request_id if self.params.n == 1 else RequestId(f"{self.request_id}-{index}")
 
     def children(self, seed: int, indices: range | None = None) -> list[InferenceRequest]:
         """One request for each of the `n` answers, or for those in `indices`. `seed` is the seed of the whole request.
@@ -352,12 +380,13 @@ class InferenceRequest:
         params = self.params
         return [
             self.replaced(
+                request_id=self.answer_id(index),
                 params=_replaced(
                     params,
                     n=1,
                     seed=child_seed(seed, index),
                     prompt_logprobs=None if index else params.prompt_logprobs,
-                )
+                ),
             )
             for index in (range(params.n) if indices is None else indices)
         ]
@@ -376,6 +405,11 @@ def _replaced(original: _Frozen, **fields: Any) -> _Frozen:
     for name in original.__slots__:
         object.__setattr__(other, name, fields[name] if name in fields else getattr(original, name))
     return other
+
+
+def numbered_ids() -> Callable[[], RequestId]:
+    """A generator of the ids "0", "1", "2", ... With it a simulation or a test is the same in every run."""
+    return map(RequestId, map(str, itertools.count())).__next__
 
 
 def child_seed(seed: int, index: int) -> int:

@@ -15,7 +15,7 @@ from weft.config import KvCachePoolConfig, ServingEngineConfig
 from weft.engine.ipc import wire
 from weft.engine.ipc.process import EngineProcess
 from weft.engine.serving import ServingEngine
-from weft.request import InferenceRequest, SamplingParams
+from weft.request import InferenceRequest, RequestId, SamplingParams
 from weft.scheduling.cache import block_pool as blocks
 
 LISTS: dict[str, Any] = {"logit_bias": dict.fromkeys(range(1000), 1.0), "stop_token_ids": tuple(range(1000))}
@@ -69,7 +69,11 @@ def test_lists_are_checked_once_for_all_prompts_of_a_body(calls: Counter[str]) -
     params = SamplingParams(n=128, seed=1, max_tokens=1, **LISTS)
     once = calls["checks"]
     messages = [
-        wire.framed(wire.Submit.of((prompt,), InferenceRequest((prompt, 7, 8), params), first))
+        wire.framed(
+            wire.Submit.of(
+                (prompt,), InferenceRequest((prompt, 7, 8), params, request_id=RequestId(f"p{prompt}")), first
+            )
+        )
         for prompt, first in enumerate([0, 5] * 30)
     ]
     ours, theirs = socket.socketpair()

@@ -24,7 +24,15 @@ from weft.engine.ipc.launch import launch_engine
 from weft.engine.ipc.liveness import Liveness
 from weft.engine.ipc.remote_answer import RemoteAnswer, SlowReaderError
 from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError, WeftError
-from weft.request import FinishReason, Grammar, InferenceRequest, RequestState, SamplingParams, TokenOutput
+from weft.request import (
+    FinishReason,
+    Grammar,
+    InferenceRequest,
+    RequestId,
+    RequestState,
+    SamplingParams,
+    TokenOutput,
+)
 
 CONFIG = ServingEngineConfig(cache=KvCachePoolConfig(num_blocks=1024))
 SLOW = {"seconds_per_step": 0.01}
@@ -379,7 +387,7 @@ def test_36_nothing_internal_listens_on_tcp() -> None:
 
 
 def test_frames_are_complete_for_every_split_of_the_bytes() -> None:
-    messages = [wire.Cancel(number, "x" * number) for number in range(50)]
+    messages = [wire.Cancel(RequestId(str(number)), number, "x" * number) for number in range(50)]
     stream = b"".join(map(wire.framed, messages))
     for size in (1, 3, 7, 1000):
         frames = wire.Frames()

@@ -30,6 +30,7 @@ from weft.request import (
     RequestState,
     SamplingParams,
     TokenOutput,
+    numbered_ids,
 )
 from weft.scheduling.cache.block_pool import BlockCounts
 from weft.scheduling.cache.manager import KvCacheManager
@@ -62,7 +63,7 @@ def make(
         cache=KvCachePoolConfig(num_blocks=blocks, block_size=4),
         overlap=overlap,
     )
-    return ServingEngine(watched, config, clock=clock, seed=0), watched
+    return ServingEngine(watched, config, clock=clock, seed=0, new_id=numbered_ids()), watched
 
 
 def ask(length: int = 6, max_tokens: int = 6, family: int = 0, **fields: Any) -> InferenceRequest:
@@ -75,8 +76,8 @@ def alone(engine: ServingEngine, request: InferenceRequest) -> tuple[int, ...]:
     return tuple(generate_alone(request.prompt, 1, request.params, limit, engine.scheduler.info))
 
 
-def result_of(engine: ServingEngine, request_id: int) -> GenerationResult:
-    result = engine.get_result(RequestId(request_id))
+def result_of(engine: ServingEngine, request_id: RequestId | int) -> GenerationResult:
+    result = engine.get_result(RequestId(str(request_id)))
     assert result is not None
     return result
 
@@ -165,18 +166,18 @@ def test_05_blocks_are_allocated_as_needed_and_not_for_the_longest_possible_answ
 
 def test_06_misuse_of_the_cache_is_an_error_and_nothing_is_lost() -> None:
     cache = KvCacheManager(num_blocks=4, num_rows=2, swap_blocks=4)
-    held = cache.allocate(RequestId(1), BlockCounts(2))
+    held = cache.allocate(RequestId("1"), BlockCounts(2))
     assert held is not None
     with pytest.raises(ValueError, match="already holds memory"):
-        cache.allocate(RequestId(1), BlockCounts(1))
+        cache.allocate(RequestId("1"), BlockCounts(1))
     out = cache.swap_out(held, after_step=0)
     assert out is not None
     cache.free_row(out[1])
     with pytest.raises(ValueError, match="cannot be extended"):
         cache.extend(held, BlockCounts(1))
-    other = cache.allocate(RequestId(2), BlockCounts(3))
+    other = cache.allocate(RequestId("2"), BlockCounts(3))
     assert other is not None
-    assert cache.swap_in(held, after_step=0) is None and cache.is_swapped(RequestId(1)), (
+    assert cache.swap_in(held, after_step=0) is None and cache.is_swapped(RequestId("1")), (
         "without free blocks the swapped copy stays"
     )
     assert cache.free(held) is None, "its row was freed by the swap-out"
@@ -280,11 +281,11 @@ def test_10_a_preempted_request_resumes_after_the_request_that_preempted_it(
         engine.run_iteration()
     engine.submit(ask(24, 4, 1, priority=Priority.HIGH))
     engine.run_until_idle()
-    victims = [plan for plan in backend.plans if 0 in plan.preempted]
+    victims = [plan for plan in backend.plans if "0" in plan.preempted]
     assert len(victims) == 1, "preempted once, not repeatedly"
-    assert 0 not in victims[0].request_ids, "its entry is removed from the plan"
-    steps_of_high = [plan.step for plan in backend.plans if 1 in plan.request_ids]
-    back = [plan.step for plan in backend.plans if 0 in plan.request_ids and plan.step > victims[0].step]
+    assert "0" not in victims[0].request_ids, "its entry is removed from the plan"
+    steps_of_high = [plan.step for plan in backend.plans if "1" in plan.request_ids]
+    back = [plan.step for plan in backend.plans if "0" in plan.request_ids and plan.step > victims[0].step]
     assert steps_of_high[0] <= victims[0].step + 1 + overlap and back[0] > steps_of_high[0]
     for family, request in enumerate((ask(12, 12), ask(24, 4, 1))):
         assert result_of(engine, family).tokens == alone(engine, request)
@@ -317,7 +318,7 @@ def test_10_a_request_with_its_last_token_in_flight_is_not_preempted() -> None:
         policy=PriorityPolicy.PRIORITY, max_running=1, overlap=True, preemption=PreemptionMode.SWAP
     )
     engine.submit(ask(6, 3, priority=Priority.LOW))
-    while len(engine.scheduler.sequences[RequestId(0)].generated) < 2:
+    while len(engine.scheduler.sequences[RequestId("0")].generated) < 2:
         engine.run_iteration()
     engine.submit(ask(6, 3, 1, priority=Priority.HIGH))
     engine.run_until_idle()
@@ -373,7 +374,7 @@ def test_14_the_error_of_one_request_stops_neither_the_loop_nor_another_request(
 
         def at_result(self, plan: IterationPlan) -> tuple[str | None, Mapping[RequestId, Failure]]:
             return None, (
-                {RequestId(1): Failure(FailureKind.STEP, "not a number")} if 1 in plan.request_ids else {}
+                {RequestId("1"): Failure(FailureKind.STEP, "not a number")} if "1" in plan.request_ids else {}
             )
 
         def at_wait(self, plan: IterationPlan) -> str | None:
@@ -445,5 +446,5 @@ def test_16_a_step_result_says_whether_it_failed() -> None:
     assert not StepResult().failed
     assert (
         StepResult(error="x").failed
-        and StepResult(errors={RequestId(1): Failure(FailureKind.STEP, "x")}).failed
+        and StepResult(errors={RequestId("1"): Failure(FailureKind.STEP, "x")}).failed
     )

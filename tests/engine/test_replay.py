@@ -38,6 +38,7 @@ from weft.request import (
     RequestId,
     RequestState,
     SamplingParams,
+    numbered_ids,
 )
 
 
@@ -89,7 +90,7 @@ def record(path: Path, seed: int = 9, words: int = 50_000, **options: Any) -> Se
         eos_token_ids=frozenset({3}) if words > 50 else frozenset(),
         fixed_cost_rows=0.0 if words > 50 else 100.0,
     )
-    engine = ServingEngine(backend, config, clock=clock, seed=seed)
+    engine = ServingEngine(backend, config, clock=clock, seed=seed, new_id=numbered_ids())
     for iteration in range(300):
         if iteration < 200 and iteration % 4 == 0:
             length = source.randrange(1, 30)
@@ -103,7 +104,7 @@ def record(path: Path, seed: int = 9, words: int = 50_000, **options: Any) -> Se
             )
             engine.submit(submitted)
         if source.random() < 0.1:
-            engine.cancel(RequestId(source.randrange(50)), "changed my mind")
+            engine.cancel(RequestId(str(source.randrange(50))), "changed my mind")
         engine.run_iteration()
         clock.advance(source.random() * 0.2)
     engine.run_until_idle()

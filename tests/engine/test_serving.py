@@ -37,6 +37,7 @@ from weft.request import (
     SamplingParams,
     TokenOutput,
     child_seed,
+    numbered_ids,
 )
 
 TIMEOUT = 60.0
@@ -69,7 +70,9 @@ def make_engine(
         cache=KvCachePoolConfig(num_blocks=blocks, block_size=4, swap_blocks=swap_blocks),
         **options,
     )
-    return ServingEngine(backend or NoopBackend(max_context=4096), config, clock=clock, seed=1)
+    return ServingEngine(
+        backend or NoopBackend(max_context=4096), config, clock=clock, seed=1, new_id=numbered_ids()
+    )
 
 
 class Gate:
@@ -98,7 +101,7 @@ class Culprits:
     """Fails every step that contains one of these requests."""
 
     def __init__(self, *culprits: int, named: bool, rejects: bool = False) -> None:
-        self.culprits = set(culprits)
+        self.culprits = set(map(str, culprits))
         self.named = named
         self.rejects = rejects
         self.sizes: list[int] = []
@@ -221,7 +224,7 @@ def test_cancelling_the_task_cancels_the_request() -> None:
     with engine:
         asyncio.run(main())
         gate.open.set()
-        result = engine.get_result(RequestId(0), wait=TIMEOUT)
+        result = engine.get_result(RequestId("0"), wait=TIMEOUT)
     assert result is not None and result.state is RequestState.CANCELLED
     assert_all_memory_is_free(engine)
 
@@ -327,7 +330,7 @@ def test_cancel_ends_a_request_in_every_state_and_frees_its_memory(state: str, o
 
 
 def test_cancelling_an_unknown_request_returns_false() -> None:
-    assert make_engine().cancel(RequestId(99)) is False
+    assert make_engine().cancel(RequestId("99")) is False
 
 
 def test_a_request_cancelled_just_before_the_loop_waits_still_gets_its_result() -> None:
@@ -343,8 +346,8 @@ def test_a_request_cancelled_just_before_the_loop_waits_still_gets_its_result() 
                 self.cancel(self.cancelled)
             return outputs
 
-    with Sleepy(NoopBackend(), ServingEngineConfig()) as engine:
-        result = engine.get_result(RequestId(0), wait=TIMEOUT)
+    with Sleepy(NoopBackend(), ServingEngineConfig(), new_id=numbered_ids()) as engine:
+        result = engine.get_result(RequestId("0"), wait=TIMEOUT)
     assert result is not None and result.state is RequestState.CANCELLED
 
 
@@ -378,11 +381,11 @@ def test_stop_from_a_callback_ends_the_loop_and_every_callback_gets_its_tokens_i
     own_thread: bool,
 ) -> None:
     engine = make_engine()
-    received: dict[int, list[TokenOutput]] = {}
+    received: dict[RequestId, list[TokenOutput]] = {}
 
     def on_token(output: TokenOutput) -> None:
         received.setdefault(output.request_id, []).append(output)
-        if output.request_id == 0 and len(received[0]) == 3:
+        if output.request_id == "0" and len(received[RequestId("0")]) == 3:
             engine.stop()
 
     for family in range(4):
@@ -390,12 +393,12 @@ def test_stop_from_a_callback_ends_the_loop_and_every_callback_gets_its_tokens_i
     if own_thread:
         engine.start()
         for number in range(4):
-            assert engine.get_result(RequestId(number), wait=TIMEOUT) is not None
+            assert engine.get_result(RequestId(str(number)), wait=TIMEOUT) is not None
         engine.stop()
     else:
         engine.run_until_idle()
-    for number, outputs in received.items():
-        result = engine.get_result(RequestId(number))
+    for request_id, outputs in received.items():
+        result = engine.get_result(request_id)
         assert result is not None and result.state is RequestState.CANCELLED
         assert tuple(o.token_id for o in outputs if o.token_id is not None) == result.tokens
         assert [o.is_final for o in outputs] == [False] * (len(outputs) - 1) + [True]
@@ -462,7 +465,7 @@ def test_stop_wakes_a_submit_that_waits_for_the_queue() -> None:
     engine.stop()
     thread.join(TIMEOUT)
     assert not thread.is_alive()
-    assert raised or engine.is_complete(RequestId(2))
+    assert raised or engine.is_complete(RequestId("2"))
 
 
 # ---------------------------------------------------------------------- idle, threads, back-pressure
@@ -632,7 +635,7 @@ def test_callbacks_run_without_the_lock_and_do_not_block_other_threads() -> None
         assert entered.wait(TIMEOUT)
         engine.metrics()
         engine.submit(request(family=1))
-        assert engine.cancel(RequestId(1))
+        assert engine.cancel(RequestId("1"))
         done.set()
     assert answered == [True]
 
@@ -747,9 +750,9 @@ def test_the_metrics_agree_with_the_results() -> None:
     for _ in range(30):
         engine.run_iteration()
         clock.advance(0.5)
-    engine.cancel(RequestId(2))
+    engine.cancel(RequestId("2"))
     engine.run_until_idle()
-    results = [engine.get_result(RequestId(number)) for number in range(3)]
+    results = [engine.get_result(RequestId(str(number))) for number in range(3)]
     metrics = engine.metrics()
     tokens = sum(len(result.tokens) for result in results if result)
     assert (metrics.requests_completed, metrics.requests_cancelled, metrics.requests_failed) == (2, 1, 0)
@@ -797,7 +800,7 @@ def test_a_fault_of_one_request_fails_only_that_request(overlap: bool) -> None:
     for family, request_id in enumerate(ids):
         result = engine.get_result(request_id)
         assert result is not None
-        if request_id == 2:
+        if request_id == "2":
             assert result.state is RequestState.FAILED and result.error == "bad input of 2"
             assert result.finish_reason is FinishReason.ERROR
         else:
@@ -813,7 +816,7 @@ def test_a_step_with_an_unattributed_fault_is_retried_in_halves(overlap: bool, r
     ids = [engine.submit(request(family=family)) for family in range(6)]
     engine.run_until_idle()
     failed = [rid for rid in ids if (r := engine.get_result(rid)) and r.state is RequestState.FAILED]
-    assert 1 in failed and len(failed) <= 3, "at most the half that contains it"
+    assert "1" in failed and len(failed) <= 3, "at most the half that contains it"
     assert set(faults.sizes) == {6, 3}, "the whole step failed, then one half"
     for family, request_id in enumerate(ids):
         result = engine.get_result(request_id)
@@ -890,7 +893,7 @@ def test_a_successful_step_resets_the_count_of_failed_steps() -> None:
         engine.run_until_idle()
         result = engine.get_result(request_id)
         assert result is not None
-        assert result.state is (RequestState.FAILED if request_id % 2 == 0 else RequestState.COMPLETED)
+        assert result.state is (RequestState.FAILED if int(request_id) % 2 == 0 else RequestState.COMPLETED)
     assert_all_memory_is_free(engine)
 
 

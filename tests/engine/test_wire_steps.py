@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
-import time
 from pathlib import Path
 
 from weft.config import ServingEngineConfig
@@ -28,7 +26,7 @@ from weft.text.tokenizer import Tokenizer
 
 
 def final(request_id: int) -> TokenOutput:
-    return TokenOutput(RequestId(request_id), 9, "", None, True, FinishReason.LENGTH, 5)
+    return TokenOutput(RequestId(str(request_id)), 9, "", None, True, FinishReason.LENGTH, 5)
 
 
 def test_adjacent_step_reports_are_merged_and_other_messages_keep_their_place() -> None:
@@ -79,23 +77,14 @@ def test_sending_to_a_closed_connection_does_nothing() -> None:
 
 
 class QuickEngine:
-    """Delivers the first token and the end before `submit_choices` returns the request id."""
-
-    def __init__(self, process: EngineProcess) -> None:
-        self.process = process
+    """Delivers the first token and the end before `submit_choices` returns."""
 
     def submit_choices(
         self, request: InferenceRequest, take: Callback, indices: range
     ) -> tuple[RequestId, ...]:
-        def run() -> None:
-            take(TokenOutput(RequestId(7), 5, "", None, False, None, 4))
-            take(final(7))
-
-        self.thread = threading.Thread(target=run, daemon=True)
-        self.thread.start()
-        while self.thread.is_alive() and not self.process._client_id_added._waiters:  # type: ignore[attr-defined]
-            time.sleep(0.001)
-        return (RequestId(7),)
+        take(TokenOutput(request.request_id, 5, "", None, False, None, 4))
+        take(final(7))
+        return (request.request_id,)
 
     def get_result(self, request_id: RequestId) -> GenerationResult:
         return GenerationResult(
@@ -104,17 +93,16 @@ class QuickEngine:
         )  # fmt: skip
 
 
-def test_a_token_that_arrives_before_the_client_id_is_stored_waits_for_it() -> None:
+def test_a_token_that_arrives_before_the_request_is_submitted_is_reported_by_its_handle() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = EngineProcess(theirs)
-        engine = process._engine = QuickEngine(process)  # type: ignore[assignment]
-        process._handle(wire.Submit.of((3,), InferenceRequest((1, 2, 3))))
-        engine.thread.join(60)
-        assert (process._token_client_ids, process._tokens) == ([3], [5])
-        assert [output.request_id for output in process._outputs] == [3]
-        assert [(result.request_id, result.num_tokens) for result in process._ended] == [(3, 2)]
-        assert not process._request_ids and not process._client_ids, "ids of ended requests are removed"
+        process._engine = QuickEngine()  # type: ignore[assignment]
+        process._handle(wire.Submit.of((3,), InferenceRequest((1, 2, 3), request_id=RequestId("7"))))
+        assert (process._token_handles, process._tokens) == ([3], [5])
+        assert [output.handle for output in process._outputs] == [3]
+        assert [(result.request_id, result.num_tokens) for result in process._ended] == [("7", 2)]
+        assert not process._handles, "handles of ended answers are removed"
         process._outbox.close(10.0)
 
 

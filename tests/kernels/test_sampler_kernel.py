@@ -57,7 +57,7 @@ class Step:
         self.prompt_lengths = prompt_lengths or [len(history) for history in self.histories]
         self.seeds = seeds or list(range(count))
         starts = tuple(
-            RowStart(row, RequestId(row), history, prompt_length, params, seed, (0,))
+            RowStart(row, RequestId(str(row)), history, prompt_length, params, seed, (0,))
             for row, (history, prompt_length, params, seed) in enumerate(
                 zip(self.histories, self.prompt_lengths, self.params, self.seeds, strict=True)
             )
@@ -65,7 +65,7 @@ class Step:
         plan = IterationPlan(
             step=0,
             num_decodes=count,
-            request_ids=tuple(RequestId(row) for row in range(count)),
+            request_ids=tuple(RequestId(str(row)) for row in range(count)),
             rows=tuple(range(count)),
             starts=tuple(len(history) - 1 for history in self.histories),
             counts=(1,) * count,

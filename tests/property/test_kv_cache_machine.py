@@ -88,7 +88,7 @@ class CacheMachine(RuleBasedStateMachine):
         before = self.snapshot()
         fits = self.manager.free_rows > 0 and count <= self.manager.pool.available
         assert self.manager.can_allocate(BlockCounts(count)) is fits
-        request_id = RequestId(self.next_id)
+        request_id = RequestId(str(self.next_id))
         allocation = self.manager.allocate(request_id, BlockCounts(count), shared)
         assert (allocation is not None) is fits
         if allocation is None:
@@ -302,31 +302,31 @@ TestCacheKeepsContentInAnyOrderOfSwaps = CacheMachine.TestCase
 
 def test_a_stale_allocation_cannot_free_the_memory_of_a_later_request_with_its_id() -> None:
     manager = KvCacheManager(num_blocks=4, num_rows=2)
-    old = manager.allocate(RequestId(1), BlockCounts(2))
+    old = manager.allocate(RequestId("1"), BlockCounts(2))
     assert old is not None
     row = manager.free(old)
     assert row is not None
     manager.free_row(row)
-    new = manager.allocate(RequestId(1), BlockCounts(2))
+    new = manager.allocate(RequestId("1"), BlockCounts(2))
     with pytest.raises(ValueError):
         manager.free(old)
-    assert new is not None and manager.block_table(RequestId(1)) == tuple(new.blocks)
+    assert new is not None and manager.block_table(RequestId("1")) == tuple(new.blocks)
     manager.check_integrity()
 
 
 def test_a_rejected_prefix_hit_leaves_no_references() -> None:
     manager = KvCacheManager(num_blocks=4, num_rows=2)
-    donor = manager.allocate(RequestId(1), BlockCounts(1))
+    donor = manager.allocate(RequestId("1"), BlockCounts(1))
     assert donor is not None
     free_block = next(b for b in range(4) if b not in donor.blocks)
     with pytest.raises(ValueError, match=f"block {free_block} is free"):
-        manager.allocate(RequestId(2), BlockCounts(1), [donor.blocks[0], free_block])
+        manager.allocate(RequestId("2"), BlockCounts(1), [donor.blocks[0], free_block])
     manager.check_integrity()
 
 
 def test_a_row_that_a_request_holds_cannot_be_freed() -> None:
     manager = KvCacheManager(num_blocks=4, num_rows=2)
-    holder = manager.allocate(RequestId(1), BlockCounts(1))
+    holder = manager.allocate(RequestId("1"), BlockCounts(1))
     assert holder is not None and holder.row is not None
     with pytest.raises(ValueError):
         manager.free_row(holder.row)
@@ -335,27 +335,27 @@ def test_a_row_that_a_request_holds_cannot_be_freed() -> None:
 
 def test_a_request_that_cannot_be_swapped_in_keeps_its_swap_slots() -> None:
     manager = KvCacheManager(num_blocks=2, num_rows=2, swap_blocks=2)
-    first = manager.allocate(RequestId(1), BlockCounts(2))
+    first = manager.allocate(RequestId("1"), BlockCounts(2))
     assert first is not None
     swap = manager.swap_out(first, after_step=0)
     assert swap is not None
     manager.free_row(swap[1])
     slots = list(first.swap_slots)
-    assert manager.allocate(RequestId(2), BlockCounts(2)) is not None
+    assert manager.allocate(RequestId("2"), BlockCounts(2)) is not None
     assert manager.swap_in(first, after_step=1) is None
-    assert first.swap_slots == slots and manager.is_swapped(RequestId(1))
+    assert first.swap_slots == slots and manager.is_swapped(RequestId("1"))
     manager.check_integrity()
 
 
 def test_a_step_that_reuses_a_block_of_a_swap_depends_on_that_swap() -> None:
     manager = KvCacheManager(num_blocks=2, num_rows=2, swap_blocks=2)
-    first = manager.allocate(RequestId(1), BlockCounts(2))
+    first = manager.allocate(RequestId("1"), BlockCounts(2))
     assert first is not None and manager.take_dependencies() == ()
     swap = manager.swap_out(first, after_step=0)
     assert swap is not None
     manager.free_row(swap[1])
     assert manager.take_freed() == (), "a block that a swap copies is not dead"
-    second = manager.allocate(RequestId(2), BlockCounts(1))
+    second = manager.allocate(RequestId("2"), BlockCounts(1))
     assert second is not None
     assert manager.take_dependencies() == (swap[0].swap_id,)
     assert manager.take_dependencies() == ()
@@ -365,8 +365,8 @@ def test_a_step_that_reuses_a_block_of_a_swap_depends_on_that_swap() -> None:
 
 def test_a_swap_to_a_slot_of_another_swap_depends_on_it() -> None:
     manager = KvCacheManager(num_blocks=2, num_rows=2, swap_blocks=1)
-    first = manager.allocate(RequestId(1), BlockCounts(1))
-    second = manager.allocate(RequestId(2), BlockCounts(1))
+    first = manager.allocate(RequestId("1"), BlockCounts(1))
+    second = manager.allocate(RequestId("2"), BlockCounts(1))
     assert first is not None and second is not None
     out = manager.swap_out(first, after_step=0)
     assert out is not None
@@ -382,7 +382,7 @@ def test_a_swap_into_a_block_of_another_swap_depends_on_it_and_guards_the_block(
     manager = KvCacheManager(num_blocks=1, num_rows=2, swap_blocks=2)
 
     def swap_out(request_id: int) -> tuple[KvCacheAllocation, SwapTask]:
-        allocation = manager.allocate(RequestId(request_id), BlockCounts(1))
+        allocation = manager.allocate(RequestId(str(request_id)), BlockCounts(1))
         assert allocation is not None
         swap = manager.swap_out(allocation, after_step=0)
         assert swap is not None
@@ -402,7 +402,7 @@ def test_a_swap_into_a_block_of_another_swap_depends_on_it_and_guards_the_block(
     assert row is not None
     manager.free_row(row)
     manager.take_dependencies()
-    assert manager.allocate(RequestId(3), BlockCounts(1)) is not None
+    assert manager.allocate(RequestId("3"), BlockCounts(1)) is not None
     assert manager.take_dependencies() == (back.swap_id,), (
         "the end of an older swap does not end the guard of a newer one"
     )

@@ -30,7 +30,7 @@ def make_sequence(
     request = InferenceRequest(
         tuple([1] * length), SamplingParams(max_tokens=max_tokens), priority=priority, ttft_target=target
     )
-    sequence = Sequence(request, RequestId(order), 0)
+    sequence = Sequence(request.replaced(request_id=RequestId(str(order))), 0)
     sequence.order, sequence.arrival = order, arrival
     if preempted:
         sequence.state = RequestState.PREEMPTED

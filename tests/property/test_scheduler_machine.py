@@ -212,10 +212,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             ttft_target=ttft,
             cache_salt=salt,
             max_sequence_length=longest,
+            request_id=RequestId(str(self.next_id)),
         )
-        request_id = RequestId(self.next_id)
+        sequence = Sequence(request, seed=self.next_id % 3)
         self.next_id += 1
-        sequence = Sequence(request, request_id, seed=request_id % 3)
         limit = min(self.max_length, longest or self.max_length)
         waiting = len(self.scheduler.queue)
         try:
@@ -229,7 +229,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         assert length < limit
         expected = generate_alone(prompt, sequence.seed, params, min(limit, length + max_tokens), self.info)
-        self.known[request_id] = Known(sequence, expected, self.clock())
+        self.known[sequence.request_id] = Known(sequence, expected, self.clock())
 
     @precondition(lambda self: self.known)
     @rule(which=st.integers(0, 1000))
@@ -457,16 +457,17 @@ def test_a_preempted_request_whose_only_step_failed_starts_again_and_ends_once()
     config = SchedulerConfig(policy=PriorityPolicy.PRIORITY, max_running=2, preemption=PreemptionMode.SWAP)
     scheduler = ContinuousBatchScheduler(config, info, clock)
     params = SamplingParams(max_tokens=2, ignore_eos=True)
-    low = Sequence(InferenceRequest((1, 2, 3, 4, 5), params, priority=Priority.LOW), RequestId(0), 0)
-    high = Sequence(InferenceRequest((6, 7, 8, 9, 10), params, priority=Priority.HIGH), RequestId(1), 1)
+    ids = RequestId("low"), RequestId("high")
+    low = Sequence(InferenceRequest((1, 2, 3, 4, 5), params, Priority.LOW, request_id=ids[0]), 0)
+    high = Sequence(InferenceRequest((6, 7, 8, 9, 10), params, Priority.HIGH, request_id=ids[1]), 1)
     scheduler.add(low)
     first = scheduler.schedule()
-    assert first is not None and first.request_ids == (0,)
+    assert first is not None and first.request_ids == ids[:1]
     faults.fail_next_result = True
     first_handle = backend.submit(first)
     scheduler.add(high)
     second = scheduler.schedule()
-    assert second is not None and [task.request_id for task in second.swap_out] == [0]
+    assert second is not None and [task.request_id for task in second.swap_out] == [ids[0]]
     second_handle = backend.submit(second)
     scheduler.fail(first_handle.result(), [second_handle.result()])
     scheduler.check_integrity()

@@ -110,7 +110,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def arrive(self) -> None:
-        allocation = self.manager.allocate(RequestId(self.next_id), BlockCounts(0))
+        allocation = self.manager.allocate(RequestId(str(self.next_id)), BlockCounts(0))
         rows_used = sum(h.allocation.row is not None for h in self.holders.values())
         assert (allocation is not None) is (rows_used < 3)
         if allocation is not None:
@@ -316,7 +316,7 @@ def computing(
     manager: KvCacheManager, request: int, end: int, hashes: tuple[BlockHash, ...] = ()
 ) -> KvCacheAllocation:
     """A new request that computes its first `end` positions in step 0."""
-    allocation = manager.allocate(RequestId(request), manager.needed(0, 0, end), hashes=hashes)
+    allocation = manager.allocate(RequestId(str(request)), manager.needed(0, 0, end), hashes=hashes)
     assert allocation is not None
     manager.move(allocation, hashes, step=0)
     return allocation
@@ -333,7 +333,7 @@ def test_the_full_block_of_a_move_is_held_until_its_step_ends() -> None:
 def test_content_that_another_request_moved_is_shared_and_not_copied() -> None:
     manager, hashes = two_tiers(), (b"a", b"b", b"c")
     first = computing(manager, 1, 6, hashes)
-    second = manager.allocate(RequestId(2), manager.needed(0, 0, 6), hashes=hashes)
+    second = manager.allocate(RequestId("2"), manager.needed(0, 0, 6), hashes=hashes)
     assert second is not None
     moves, registered = manager.move(second, hashes, step=0)
     assert [move.origin for move in moves] == [-1, -1] and registered == []
@@ -380,5 +380,5 @@ def test_a_rejected_prefix_hit_over_both_tiers_leaves_no_references() -> None:
     manager.settle_moves(0)
     free_block = next(b for b in range(4) if b not in donor.blocks)
     with pytest.raises(ValueError, match=f"block {free_block} is free"):
-        manager.allocate(RequestId(2), BlockCounts(1), [*donor.blocks[:2], free_block])
+        manager.allocate(RequestId("2"), BlockCounts(1), [*donor.blocks[:2], free_block])
     manager.check_integrity()

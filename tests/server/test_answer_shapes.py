@@ -44,14 +44,14 @@ def answered(
     """An answer as `EngineClient` has it, and its outputs."""
     tokens = tokenizer.encode(text, allow_control=True, add_bos=False)
     client = EngineClient("noop", {}, ServingEngineConfig())
-    answer = RemoteAnswer(client, 0, capacity, asyncio.Event(), prompt_length=7)
+    answer = RemoteAnswer(client, RequestId("0"), 0, capacity, asyncio.Event(), prompt_length=7)
     outputs = [
-        TokenOutput(RequestId(0), token, "", -0.5, False, None, position, ((token, -0.5),))
+        TokenOutput(RequestId("0"), token, "", -0.5, False, None, position, ((token, -0.5),))
         for position, token in enumerate(tokens)
     ]
-    outputs.append(TokenOutput(RequestId(0), None, "", None, True, reason, len(tokens)))
+    outputs.append(TokenOutput(RequestId("0"), None, "", None, True, reason, len(tokens)))
     answer.result = GenerationResult(
-        RequestId(0), (), "", RequestState.COMPLETED, reason, None, 0, 0, 0, 0, 0, prompt_token_count=7,
+        RequestId("0"), (), "", RequestState.COMPLETED, reason, None, 0, 0, 0, 0, 0, prompt_token_count=7,
         cached_token_count=0, preemptions=0, num_tokens=len(tokens),
     )  # fmt: skip
     return answer, [wire.Output.of(one, 0) for one in outputs]

@@ -60,7 +60,9 @@ class Engine(EngineClient):
         may_grow: Callable[[int], bool] = lambda num_bytes: True,
         **unused: Any,
     ) -> list[RemoteAnswer]:
-        self.answer = RemoteAnswer(self, 0, 100, arrived, len(request.prompt), wake_every, may_grow)
+        self.answer = RemoteAnswer(
+            self, RequestId("0"), 0, 100, arrived, len(request.prompt), wake_every, may_grow
+        )
         return [self.answer]
 
     def _cancel(self, answer: RemoteAnswer, reason: str | None) -> None:
@@ -115,7 +117,7 @@ class Streamed:
         await self.put(len(self.tokens))
         self.answer.put(wire.Output(0, None, finish_reason=FinishReason.LENGTH))
         self.answer.result = GenerationResult(
-            RequestId(0), (), "", RequestState.COMPLETED, FinishReason.LENGTH, None, 0, 0, 0, 0, 0,
+            RequestId("0"), (), "", RequestState.COMPLETED, FinishReason.LENGTH, None, 0, 0, 0, 0, 0,
             prompt_token_count=1, cached_token_count=0, preemptions=0, num_tokens=self.answer.num_tokens,
         )  # fmt: skip
 

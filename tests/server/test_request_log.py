@@ -76,6 +76,29 @@ def test_a_response_and_its_log_line_have_the_same_id(logged: tuple[Server, Path
     assert 0 <= line["queue_seconds"] <= line["first_token_seconds"] <= line["total_seconds"]
 
 
+def test_the_engine_knows_a_request_by_the_id_in_its_response(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    path, log = tmp_path / "events", tmp_path / "log"
+    with (
+        log.open("w") as stream,
+        running_server(
+            default_model_path, log_format="json", engine={"log_path": str(path)}, stderr=stream
+        ) as server,
+    ):
+        one = server.complete(prompt="x", max_tokens=1)
+        body = {"prompt": ["x", "y"], "n": 2, "max_tokens": 1}
+        several = server.client.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
+        assert several.headers["x-request-id"] == "mine"
+        ids = [answer.json()["id"].removeprefix("cmpl-") for answer in (one, several)]
+        wait_for(lambda: sum("request_id" in line for line in lines_of(log)) == 2)
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    added = [one["request"]["request_id"] for event in events for one in event.get("requests", ())]
+    assert added == [ids[0], *(f"{ids[1]}-{prompt}-{answer}" for prompt in (0, 1) for answer in (0, 1))]
+    lines = {line["request_id"]: line for line in lines_of(log) if "request_id" in line}
+    assert lines["mine"]["id"] == ids[1] and "id" not in lines[ids[0]]
+
+
 def test_a_stream_is_logged_too(logged: tuple[Server, Path], found: Found) -> None:
     server, _ = logged
     response = server.complete(stream=True, ignore_eos=True)

@@ -181,7 +181,7 @@ def compile_sampling() -> None:
     everything = {"top_k": 50, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.9, "repetition_penalty": 1.1}
     everything |= {"presence_penalty": 1.0, "logit_bias": {3: 1.0}, "logprobs": 5, "xtc_probability": 0.5}
     for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(**everything)):
-        sampler.start([RowStart(0, RequestId(0), (1,), 1, params, 0, ())])
+        sampler.start([RowStart(0, RequestId("0"), (1,), 1, params, 0, ())])
         path = sampler.path([0])
         launch_twice(lambda path=path: sampler.sample(logits, rows, rows, path))
 

@@ -40,7 +40,7 @@ class Step:
         self.rows = rows or list(range(len(params)))
         columns = (self.rows, self.histories, self.prompt_lengths, self.params, self.seeds)
         self.starts = tuple(
-            RowStart(row, RequestId(row), history, prompt_length, params, seed, (0,))
+            RowStart(row, RequestId(str(row)), history, prompt_length, params, seed, (0,))
             for row, history, prompt_length, params, seed in zip(*columns, strict=True)
         )
         self.positions = [len(history) for history in self.histories]
@@ -55,7 +55,7 @@ class Step:
         plan = IterationPlan(
             step=0,
             num_decodes=count,
-            request_ids=tuple(RequestId(row) for row in self.rows),
+            request_ids=tuple(RequestId(str(row)) for row in self.rows),
             rows=tuple(self.rows),
             starts=tuple(position - 1 for position in self.positions),
             counts=(1,) * count,

@@ -41,7 +41,7 @@ def test_cancelled_requests_do_not_affect_the_others(device: Device) -> None:
     def cancel(iteration: int) -> None:
         for number, moment in ((1, 2), (4, 4)):
             if iteration == moment:
-                engine.cancel(RequestId(number))
+                engine.cancel(RequestId(str(number)))
 
     results = run(engine, requests, cancel)
     assert [result.state is RequestState.CANCELLED for result in results] == [

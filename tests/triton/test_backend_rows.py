@@ -88,7 +88,7 @@ class Both:
 
 
 def start(row: int, tokens: list[int], blocks: list[int]) -> RowStart:
-    return RowStart(row, RequestId(row), tuple(tokens), len(tokens), SamplingParams(), 0, tuple(blocks))
+    return RowStart(row, RequestId(str(row)), tuple(tokens), len(tokens), SamplingParams(), 0, tuple(blocks))
 
 
 def plan_of(
@@ -103,7 +103,7 @@ def plan_of(
     return IterationPlan(
         step=0,
         num_decodes=decodes,
-        request_ids=tuple(RequestId(row) for row in columns[0]),
+        request_ids=tuple(RequestId(str(row)) for row in columns[0]),
         rows=columns[0],
         starts=columns[1],
         counts=columns[2],

@@ -86,7 +86,7 @@ def test_answers_obey_their_grammars_and_other_requests_do_not_wait(device: Devi
         text = bytes(token for token in results[number].tokens if token != END).decode()
         assert re.fullmatch(pattern, text) and results[number].finish_reason is FinishReason.END_OF_SEQUENCE
         assert not any(number in before and number in after for before, after in pairwise(backend.steps[1:]))
-    together = [{RequestId(1), RequestId(3)} <= step for step in backend.steps]
+    together = [{RequestId("1"), RequestId("3")} <= step for step in backend.steps]
     assert sum(before and after for before, after in pairwise(together)) >= 6
 
 

@@ -19,7 +19,7 @@ from weft.request import RequestId
 def task(
     swap_id: int, blocks: tuple[int, ...], slots: tuple[int, ...], after: tuple[int, ...] = ()
 ) -> SwapTask:
-    return SwapTask(swap_id, RequestId(1), blocks, slots, -1, after)
+    return SwapTask(swap_id, RequestId("1"), blocks, slots, -1, after)
 
 
 def plan_of(out: tuple[SwapTask, ...] = (), back: tuple[SwapTask, ...] = ()) -> IterationPlan:

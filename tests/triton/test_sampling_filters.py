@@ -74,6 +74,31 @@ def winning_seeds(logits: np.ndarray) -> list[int]:
     return [tokens.index(token) for token in (14, 13, 12, 11, 10)]
 
 
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ({"xtc_threshold": 0.1}, {12, 13, 14}),
+        ({"xtc_threshold": 0.35}, {10, 11, 12, 13, 14}),  # only one token is likely
+        ({"xtc_threshold": 0.1, "min_p": 0.2}, {13}),  # of what min-p keeps: 0.42, 0.32, 0.16, 0.1
+        ({"xtc_threshold": 0.25, "typical_p": 0.9}, {11, 12, 13}),
+    ],
+    ids=str,
+)
+def test_xtc_removes_the_likely_tokens_except_the_least_likely_of_them(
+    options: dict[str, Any], allowed: set[int], device: Device
+) -> None:
+    logits = np.full((32, 64), -80.0, np.float32)
+    logits[:, 10:15] = np.log([0.4, 0.3, 0.15, 0.1, 0.05])
+    on_device, drawn = OnDevice(device, 64), set()
+    for first in (0, 32):
+        seeds = list(range(first, first + 32))
+        step = Step([SamplingParams(**options, xtc_probability=1.0)] * 32, seeds=seeds)
+        found = on_device.sample(step, logits)
+        assert_same(found, step.expected(logits))
+        drawn |= set(found.tokens.tolist())
+    assert drawn == allowed
+
+
 def test_tokens_that_tie_with_the_last_one_kept_are_kept(device: Device) -> None:
     logits = np.full((1, 40), -50.0, np.float32)
     logits[0, [3, 9, 20, 31]] = [1.0, 0.5, 0.5, 0.5]

@@ -55,7 +55,7 @@ class Planner:
                 starts.append(
                     RowStart(
                         text.row,
-                        RequestId(text.row),
+                        RequestId(str(text.row)),
                         tuple(text.tokens),
                         text.prompt_length,
                         PARAMS,
@@ -73,7 +73,7 @@ class Planner:
                 moves.append((text.row, index, text.full[index], text.stored[-1]))
             moved = [index for index in sorted(text.full) if index < len(text.stored)]
             self._leaving += [text.full.pop(index) for index in moved]
-            columns.append((RequestId(text.row), text.row, first, count, end >= len(text.tokens)))
+            columns.append((RequestId(str(text.row)), text.row, first, count, end >= len(text.tokens)))
             text.computed = end
         changed = list(zip(*tables, strict=True)) or [(), (), ()]
         moved_columns = list(zip(*moves, strict=True)) or [(), (), (), ()]

@@ -16,12 +16,12 @@ from weft.request import RequestId, SamplingParams
 def plan(entries: list[tuple[int, int, int, bool]], decodes: int = 0, **extra: object) -> IterationPlan:
     """Entries are (row, start, count, samples)."""
     rows, starts, counts, samples = zip(*entries, strict=True)
-    ids = tuple(RequestId(100 + row) for row in rows)
+    ids = tuple(RequestId(str(100 + row)) for row in rows)
     return IterationPlan(0, decodes, ids, rows, starts, counts, samples, **extra)  # type: ignore[arg-type]
 
 
 def start(row: int, tokens: tuple[int, ...], blocks: tuple[int, ...], **params: object) -> RowStart:
-    return RowStart(row, RequestId(100 + row), tokens, 2, SamplingParams(**params), row, blocks)  # type: ignore[arg-type]
+    return RowStart(row, RequestId(str(100 + row)), tokens, 2, SamplingParams(**params), row, blocks)  # type: ignore[arg-type]
 
 
 def indices(rows: Rows, plan: IterationPlan) -> StepIndices:
@@ -56,7 +56,7 @@ def test_a_mixed_step_becomes_flat_tokens_with_positions_cells_and_tables() -> N
     assert step.logit_indices.tolist() == [0, 5]
     assert step.cells.dtype == np.int64
     entries = entries_of(rows, mixed)
-    assert entries.request_ids == [102, 103]
+    assert entries.request_ids == ["102", "103"]
     assert entries.positions.tolist() == [6, 6] and entries.output_indices.tolist() == [4, 4]
 
 
@@ -219,7 +219,7 @@ def test_logit_indices_list_sampled_tokens_before_tokens_that_score_prompts() ->
     rows.update(first)
     pieces = rows.scored_prompts(first)
     assert [(p.request_id, p.first, p.tokens.tolist(), p.top_count) for p in pieces] == [
-        (101, 1, [11, 12, 13], 2)
+        ("101", 1, [11, 12, 13], 2)
     ]
     assert indices(rows, first).logit_indices.tolist() == [1, 2, 3, 4]
     # The second to last token of the prompt scores the last one. The token after the prompt is sampled, not scored.

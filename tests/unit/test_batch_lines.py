@@ -202,7 +202,7 @@ def test_an_error_has_the_format_of_the_request() -> None:
 
 def test_the_sampled_token_is_among_the_top_logprobs_of_a_completion() -> None:
     result = GenerationResult(
-        request_id=RequestId(0),
+        request_id=RequestId("0"),
         tokens=(2,),
         text="c",
         state=RequestState.COMPLETED,

@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {
     **{"max_tokens": 4, "temperature": 0.0, "seed": 0},
 }
 DONE = GenerationResult(
-    request_id=RequestId(0),
+    request_id=RequestId("0"),
     tokens=(1, 2, 3, 4),
     text=" text",
     state=RequestState.COMPLETED,

@@ -20,7 +20,7 @@ def decode_plan(step: int, *positions: int, **fields: object) -> IterationPlan:
     return IterationPlan(
         step=step,
         num_decodes=count,
-        request_ids=tuple(RequestId(n) for n in range(count)),
+        request_ids=tuple(RequestId(str(n)) for n in range(count)),
         rows=tuple(range(count)),
         starts=positions,
         counts=(1,) * count,
@@ -31,14 +31,14 @@ def decode_plan(step: int, *positions: int, **fields: object) -> IterationPlan:
 
 def swap(swap_id: int, num_blocks: int, after_step: int = -1, after_swaps: tuple[int, ...] = ()) -> SwapTask:
     blocks = tuple(range(num_blocks))
-    return SwapTask(swap_id, RequestId(9), blocks, blocks, after_step, after_swaps)
+    return SwapTask(swap_id, RequestId("9"), blocks, blocks, after_step, after_swaps)
 
 
 def test_the_cost_of_a_step_is_the_sum_for_base_tokens_context_and_pairs() -> None:
     plan = IterationPlan(
         step=0,
         num_decodes=2,
-        request_ids=(RequestId(0), RequestId(1), RequestId(2)),
+        request_ids=(RequestId("0"), RequestId("1"), RequestId("2")),
         rows=(0, 1, 2),
         starts=(9, 19, 30),
         counts=(1, 1, 4),

@@ -9,7 +9,7 @@ import pytest
 from weft.clock import VirtualClock
 from weft.config import SchedulerConfig
 from weft.plan import BackendInfo, StepResult
-from weft.request import InferenceRequest, RequestId, SamplingParams
+from weft.request import InferenceRequest, SamplingParams
 from weft.scheduling.decode_costs import MAX_DEVIATION, DecodeCosts
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
@@ -115,7 +115,7 @@ class Machine:
         self.scheduler = ContinuousBatchScheduler(SchedulerConfig(), info, self.clock)
         self.fixed_rows, self.row, self.gap = fixed_rows, row, gap
         request = InferenceRequest((1, 2, 3, 4, 5) * 2, SamplingParams(max_tokens=2000, ignore_eos=True))
-        self.sequence = Sequence(request, RequestId(1), seed=1)
+        self.sequence = Sequence(request, seed=1)
         self.scheduler.add(self.sequence)
 
     def step(self, wrong: bool = False) -> int:

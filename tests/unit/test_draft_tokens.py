@@ -147,8 +147,9 @@ def begin(scheduler: ContinuousBatchScheduler, count: int, **params: Any) -> lis
     sequences = []
     for number in range(count):
         loop = (10 * number, 10 * number + 1, 10 * number + 2)
-        request = InferenceRequest((*loop, *loop), SamplingParams(max_tokens=100, **params))
-        sequences.append(Sequence(request, RequestId(number), seed=1))
+        params_of = SamplingParams(max_tokens=100, **params)
+        request = InferenceRequest((*loop, *loop), params_of, request_id=RequestId(str(number)))
+        sequences.append(Sequence(request, seed=1))
     scheduler.add(*sequences)
     plan = scheduler.schedule()
     assert plan is not None and len(plan.rows) == count and not plan.drafts

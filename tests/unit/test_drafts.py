@@ -57,17 +57,17 @@ class Script:
         )
         config = SchedulerConfig(**{"max_running": 8, **options})
         self.scheduler = ContinuousBatchScheduler(config, self.info, self.clock)
-        self.texts: dict[int, tuple[int, ...]] = {}
-        self.outputs: dict[int, list[TokenOutput]] = {}
-        self.results: dict[int, GenerationResult] = {}
+        self.texts: dict[RequestId, tuple[int, ...]] = {}
+        self.outputs: dict[RequestId, list[TokenOutput]] = {}
+        self.results: dict[RequestId, GenerationResult] = {}
         self.plans: list[IterationPlan] = []
 
     def add(
         self, prompt: tuple[int, ...], answer: tuple[int, ...], rate: float = 0.95, **params: Any
     ) -> Sequence:
-        request_id = RequestId(len(self.texts))
+        request_id = RequestId(str(len(self.texts)))
         fields = {"max_tokens": len(answer), "logprobs": 0, **params}
-        sequence = Sequence(InferenceRequest(prompt, SamplingParams(**fields)), request_id, seed=1)
+        sequence = Sequence(InferenceRequest(prompt, SamplingParams(**fields), request_id=request_id), seed=1)
         self.texts[request_id] = prompt + answer
         self.scheduler.add(sequence)
         if sequence.draft_proposer is not None:
@@ -118,11 +118,12 @@ class Script:
             self.step()
         raise AssertionError("some requests never end")
 
-    def reported(self, request_id: int = 0) -> list[int]:
+    def reported(self, number: int = 0) -> list[int]:
         """The reported tokens. They must be those of the result, with the right logprobs and lengths."""
+        request_id = RequestId(str(number))
         outputs = self.outputs[request_id]
         tokens = [output.token_id for output in outputs if output.token_id is not None]
-        prompt_length = len(self.texts[request_id]) - len(self.answer(request_id))
+        prompt_length = len(self.texts[request_id]) - len(self.answer(number))
         lengths = [output.sequence_length for output in outputs if output.token_id is not None]
         assert lengths == [prompt_length + 1 + index for index in range(len(tokens))]
         assert [output.logprob for output in outputs if output.token_id is not None] == [
@@ -134,7 +135,8 @@ class Script:
         assert [one.logprob for one in result.logprobs] == [-token / 8 for token in tokens]
         return tokens
 
-    def answer(self, request_id: int = 0) -> tuple[int, ...]:
+    def answer(self, number: int = 0) -> tuple[int, ...]:
+        request_id = RequestId(str(number))
         result = self.results[request_id]
         return self.texts[request_id][result.prompt_token_count :]
 
@@ -154,15 +156,18 @@ def test_a_plan_has_decodes_first_then_decodes_with_draft_tokens_and_so_do_its_v
         script.step()
     lengths = {s.request_id: len(s.tokens) for s in script.scheduler.running}
     plan = script.plan()
-    assert plan.request_ids == (0, 1) and plan.num_decodes == 1 and plan.first_prefill == 2
-    assert plan.starts == (lengths[0] - 1, lengths[1] - 1)
+    assert plan.request_ids == ("0", "1") and plan.num_decodes == 1 and plan.first_prefill == 2
+    assert plan.starts == (lengths[RequestId("0")] - 1, lengths[RequestId("1")] - 1)
     (drafts,) = plan.drafts
-    assert len(drafts) == 11 and drafts == script.texts[1][lengths[1] : lengths[1] + 11]
+    assert (
+        len(drafts) == 11
+        and drafts == script.texts[RequestId("1")][lengths[RequestId("1")] : lengths[RequestId("1")] + 11]
+    )
     assert plan.counts == (1, 12) and plan.samples == (True, True)
     assert plan.num_tokens == 13 and plan.num_samples == 13 and plan.num_prefills == 0
     assert plan.decode_tasks == [
-        DecodeTask(RequestId(0), plan.rows[0], lengths[0] - 1),
-        DecodeTask(RequestId(1), plan.rows[1], lengths[1] - 1, drafts),
+        DecodeTask(RequestId("0"), plan.rows[0], lengths[RequestId("0")] - 1),
+        DecodeTask(RequestId("1"), plan.rows[1], lengths[RequestId("1")] - 1, drafts),
     ]
     assert plan.prefill_tasks == []
     batch = ScheduledBatch(plan, script.scheduler.sequences)
@@ -172,8 +177,8 @@ def test_a_plan_has_decodes_first_then_decodes_with_draft_tokens_and_so_do_its_v
     assert batch.stats == BatchStats(sequences=2, tokens=13, prefill_tokens=0, decode_tokens=13, samples=13)
     tokens = list(batch.tokens)
     assert [token.position for token in tokens] == [
-        lengths[0] - 1,
-        *range(lengths[1] - 1, lengths[1] + 11),
+        lengths[RequestId("0")] - 1,
+        *range(lengths[RequestId("1")] - 1, lengths[RequestId("1")] + 11),
     ]
     assert all(token.is_decode and token.samples for token in tokens)
     assert len(script.result(plan).tokens) == plan.num_samples
@@ -253,7 +258,7 @@ def test_draft_tokens_end_before_a_stop_token_and_nothing_is_reported_after_it(k
     assert max(map(len, drafts), default=0) == max(0, 3 - after)
     assert script.reported() == list(loop[: loop.index(99) + 1])
     assert script.scheduler.stats.drafts_accepted == len(script.reported()) - len(script.plans)
-    assert script.results[0].finish_reason is (
+    assert script.results[RequestId("0")].finish_reason is (
         FinishReason.STOP if kind == "stop" else FinishReason.END_OF_SEQUENCE
     )
     used = script.scheduler.kv_cache.stats()
@@ -274,7 +279,7 @@ def test_max_tokens_is_exact(max_tokens: int) -> None:
     sequence = script.add(LOOP * 2, LOOP * 4, max_tokens=max_tokens)
     script.run()
     assert script.reported() == list((LOOP * 4)[:max_tokens])
-    assert script.results[0].finish_reason is FinishReason.LENGTH
+    assert script.results[RequestId("0")].finish_reason is FinishReason.LENGTH
     ends = [
         start + count for plan in script.plans for start, count in zip(plan.starts, plan.counts, strict=True)
     ]
@@ -401,9 +406,11 @@ def test_an_error_of_one_request_in_a_step_with_draft_tokens_ends_only_that_requ
     script.step()
     plan = script.plan()
     assert len(plan.drafts) == 2
-    script.scheduler.fail(StepResult(errors={RequestId(0): Failure(FailureKind.STEP, "of one request")}))
+    script.scheduler.fail(StepResult(errors={RequestId("0"): Failure(FailureKind.STEP, "of one request")}))
     script.run()
-    assert script.results[0].state is RequestState.FAILED and script.results[0].tokens == (1,)
+    assert script.results[RequestId("0")].state is RequestState.FAILED and script.results[
+        RequestId("0")
+    ].tokens == (1,)
     assert script.reported(1) == list(other * 4)
 
 
@@ -422,8 +429,10 @@ def test_a_request_that_ends_while_its_draft_tokens_are_in_flight_reports_none_o
         assert script.scheduler.finish(sequence.request_id, 2)
         reported = reported[:2]
     script.apply(plan)
-    assert list(script.results[0].tokens) == reported
-    assert [o.is_final for o in script.outputs[0]].count(True) == 1 and script.outputs[0][-1].is_final
+    assert list(script.results[RequestId("0")].tokens) == reported
+    assert [o.is_final for o in script.outputs[RequestId("0")]].count(True) == 1 and script.outputs[
+        RequestId("0")
+    ][-1].is_final
     assert not script.scheduler.has_work
     used = script.scheduler.kv_cache.stats()
     assert (used.rows_used, used.blocks_used) == (0, 0)
@@ -451,7 +460,9 @@ def test_a_block_filled_by_accepted_draft_tokens_is_a_prefix_hit_for_a_later_req
     assert script.scheduler.stats.drafts_accepted > 8
     script.add(LOOP * 4, (9,))
     script.run()
-    assert script.results[1].cached_token_count == 16, "four blocks of 20 tokens: the last token is computed"
+    assert script.results[RequestId("1")].cached_token_count == 16, (
+        "four blocks of 20 tokens: the last token is computed"
+    )
 
 
 def test_a_block_with_a_rejected_draft_token_is_no_prefix_hit() -> None:
@@ -460,7 +471,9 @@ def test_a_block_with_a_rejected_draft_token_is_no_prefix_hit() -> None:
     script.run()
     script.add(LOOP * 4, (9,))
     script.run()
-    assert script.results[1].cached_token_count == 12, "the prompt, 1 and 2; other tokens followed"
+    assert script.results[RequestId("1")].cached_token_count == 12, (
+        "the prompt, 1 and 2; other tokens followed"
+    )
     script.add((*LOOP, *LOOP, 1, 2, 50, 51, 52, 53, 54, 55, 56, 57), (9,))
     script.run()
-    assert script.results[2].cached_token_count == 16
+    assert script.results[RequestId("2")].cached_token_count == 16

@@ -54,7 +54,7 @@ def rows(compiler: GrammarCompiler) -> Iterator[RowGrammars]:
 
 def start(row: int, grammar: Grammar | None, generated: Sequence[int] = ()) -> RowStart:
     params = SamplingParams(grammar=grammar)
-    return RowStart(row, RequestId(row), (*PROMPT, *generated), len(PROMPT), params, 0, (0,))
+    return RowStart(row, RequestId(str(row)), (*PROMPT, *generated), len(PROMPT), params, 0, (0,))
 
 
 def allowed(grammars: RowGrammars, row: int) -> list[int]:
@@ -254,7 +254,8 @@ def masked_sample(
     """Samples one token per row of logits. `allowed` maps a row to its allowed tokens; other rows have no mask."""
     count, vocabulary = logits.shape
     starts = tuple(
-        RowStart(row, RequestId(row), PROMPT, len(PROMPT), params[row], row, (0,)) for row in range(count)
+        RowStart(row, RequestId(str(row)), PROMPT, len(PROMPT), params[row], row, (0,))
+        for row in range(count)
     )
     plan = IterationPlan(
         step=0,

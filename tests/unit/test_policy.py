@@ -27,7 +27,7 @@ def waiting(
 ) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens)
     request = InferenceRequest(tuple([1] * length), params, priority=priority, ttft_target=target)
-    sequence = Sequence(request, RequestId(order), 0)
+    sequence = Sequence(request.replaced(request_id=RequestId(str(order))), 0)
     sequence.order, sequence.arrival = order, arrival
     if preempted:
         sequence.state = RequestState.PREEMPTED
@@ -297,7 +297,7 @@ def test_adaptive_meets_the_inter_token_target_on_a_known_machine(per_context: f
             length = 4000 if step % 100 == 0 else 50
             prompt = tuple(source.randrange(50_000) for _ in range(length))
             request = InferenceRequest(prompt, SamplingParams(max_tokens=60))
-            scheduler.add(Sequence(request, RequestId(next_id), next_id))
+            scheduler.add(Sequence(request.replaced(request_id=RequestId(str(next_id))), next_id))
             next_id += 1
         plan = scheduler.schedule()
         if plan is None:

@@ -45,7 +45,7 @@ class Machine:
         )
         info = self.backend.allocate(pool, config.max_running)
         self.scheduler = ContinuousBatchScheduler(config, info, self.clock)
-        self.first_token_at: dict[int, float] = {}
+        self.first_token_at: dict[RequestId, float] = {}
         self.max_in_progress = 0
         self._ids = count()
         for step in range(40):
@@ -66,7 +66,9 @@ class Machine:
         first = 10_000 + number if family is None else family
         prompt = (first, *range(1, length))
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        sequence = Sequence(InferenceRequest(prompt, params, **fields), RequestId(number), seed=0)
+        sequence = Sequence(
+            InferenceRequest(prompt, params, request_id=RequestId(str(number)), **fields), seed=0
+        )
         self.scheduler.add(sequence)
         return sequence
 
@@ -102,8 +104,11 @@ class Machine:
     def last_overtaken_by(self, sequence: Sequence, arrivals: list[tuple[float, int]]) -> float:
         """The latest arrival that overtook `sequence`: it got its first token before it."""
         own = self.first_token_at[sequence.request_id]
-        times = enumerate((at for at, _ in arrivals), sequence.request_id + 1)
-        return max(at for number, at in times if self.first_token_at[number] < own)
+        times = enumerate((at for at, _ in arrivals), sequence.order + 1)
+        return max(at for number, at in times if self.first_token(number) < own)
+
+    def first_token(self, number: int) -> float:
+        return self.first_token_at[RequestId(str(number))]
 
     def waited(self, sequence: Sequence) -> float:
         return self.first_token_at[sequence.request_id] - sequence.arrival
@@ -118,7 +123,7 @@ def test_prompts_finish_in_order_of_arrival_with_few_in_progress_at_once(
 ) -> None:
     machine = Machine(policy, max_prefill_tokens=200, max_chunk_tokens=200)
     machine.run([(0.05 * number, 480) for number in range(20)], max_tokens=40)
-    in_order = [machine.first_token_at[number] for number in range(20)]
+    in_order = [machine.first_token(number) for number in range(20)]
     assert in_order == sorted(in_order)
     assert machine.max_in_progress <= 2, "the first one, and one that uses the rest of the step"
 
@@ -142,7 +147,7 @@ def test_short_prompts_do_not_wait_for_a_very_long_prompt_in_progress(policy: Pr
     shorts = [(0.1 + 0.05 * number, 32) for number in range(64)]
     machine.run(shorts)
     # A short prompt waits for the step in flight, and is computed in the next one.
-    slowest = max(machine.first_token_at[number + 1] - at for number, (at, _) in enumerate(shorts))
+    slowest = max(machine.first_token(number + 1) - at for number, (at, _) in enumerate(shorts))
     assert slowest <= 3 * (BASE + chunk_seconds(6000, 200))
     assert machine.waited(long) > alone(6000)
 
@@ -155,7 +160,7 @@ def test_short_prompts_do_not_wait_for_long_prompts_that_wait_before_them(policy
     shorts = [(0.1 + 0.1 * number, 32) for number in range(32)]
     machine.run(shorts)
     # Ten long prompts must start before the first short one. One step does that, besides the step in flight.
-    slowest = max(machine.first_token_at[number + 10] - at for number, (at, _) in enumerate(shorts))
+    slowest = max(machine.first_token(number + 10) - at for number, (at, _) in enumerate(shorts))
     assert slowest <= 4 * (BASE + chunk_seconds(3000, 200))
     in_order = [machine.first_token_at[long.request_id] for long in longs]
     assert in_order == sorted(in_order) and in_order[1] - in_order[0] > alone(3000)
@@ -196,7 +201,7 @@ def test_fcfs_ignores_the_priorities_of_prompts() -> None:
     machine.step()
     machine.add(600, priority=Priority.CRITICAL)
     machine.run()
-    assert machine.first_token_at[0] < machine.first_token_at[1] and first.priority == Priority.LOW
+    assert machine.first_token(0) < machine.first_token(1) and first.priority == Priority.LOW
 
 
 @pytest.mark.parametrize("policy", [PriorityPolicy.PRIORITY, PriorityPolicy.ADAPTIVE])
@@ -305,7 +310,7 @@ def test_without_time_the_first_prompt_gets_one_block_and_no_other_gets_any(star
     for _ in range(3):
         plan = machine.step()
         assert plan is not None
-        assert [(task.request_id, task.num_tokens) for task in plan.prefill_tasks] == [(0, BLOCK)]
+        assert [(task.request_id, task.num_tokens) for task in plan.prefill_tasks] == [("0", BLOCK)]
 
 
 def test_inter_token_latency_stays_within_the_target_while_prompts_arrive() -> None:
@@ -368,7 +373,7 @@ def test_every_policy_learns_the_cost_of_steps_with_prompts(policy: PriorityPoli
     info = backend.allocate(KvCachePoolConfig(num_blocks=64, block_size=BLOCK), config.max_running)
     scheduler = ContinuousBatchScheduler(config, info, clock)
     request = InferenceRequest(tuple(range(500)), SamplingParams(max_tokens=1, ignore_eos=True))
-    scheduler.add(Sequence(request, RequestId(0), seed=0))
+    scheduler.add(Sequence(request, seed=0))
     assert not scheduler.cost_model.is_ready
     while (plan := scheduler.schedule()) is not None:
         seconds = PER_TOKEN * sum(plan.counts)

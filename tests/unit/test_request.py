@@ -14,9 +14,11 @@ from weft.request import (
     GenerationResult,
     InferenceRequest,
     Priority,
+    RequestId,
     RequestState,
     SamplingParams,
     flags_of,
+    numbered_ids,
     sampler_flags,
     sampler_words,
 )
@@ -283,6 +285,33 @@ def test_without_chunked_prefill_a_step_must_have_tokens_left_beside_the_decodes
     )
     assert config.longest_whole_prompt == 12
     assert SchedulerConfig(policy=PriorityPolicy.ADAPTIVE).sequences_per_step == 256
+
+
+@pytest.mark.parametrize("request_id", ["a", "6f1c-0.b:c/d+e=f@g", "x" * 128])
+def test_a_request_may_have_an_id_of_its_own(request_id: str) -> None:
+    assert InferenceRequest((1,), request_id=RequestId(request_id)).request_id == request_id
+
+
+@pytest.mark.parametrize("request_id", ["a b", "é", "x\n", "\x00", "x" * 129, 7, None, b"a", ("a",)])
+def test_an_id_with_other_characters_or_of_another_type_is_refused(request_id: object) -> None:
+    with pytest.raises(InvalidRequestError, match="allowed: 1 to 128 of letters") as refused:
+        InferenceRequest((1,), request_id=request_id)  # type: ignore[arg-type]
+    assert refused.value.field == "request_id"
+
+
+def test_the_ids_of_answers_are_the_id_and_their_index_and_have_the_same_limit() -> None:
+    one, several = (InferenceRequest((1,), SamplingParams(n=n), request_id=RequestId("a")) for n in (1, 12))
+    assert [child.request_id for child in one.children(0)] == ["a"]
+    assert [child.request_id for child in several.children(0)] == [f"a-{index}" for index in range(12)]
+    assert [child.request_id for child in several.children(0, range(3, 5))] == ["a-3", "a-4"]
+    InferenceRequest((1,), SamplingParams(n=10), request_id=RequestId("x" * 126))
+    with pytest.raises(InvalidRequestError, match="with the index of each answer"):
+        InferenceRequest((1,), SamplingParams(n=11), request_id=RequestId("x" * 126))
+
+
+def test_numbered_ids_are_the_same_in_every_run() -> None:
+    first, second = numbered_ids(), numbered_ids()
+    assert [first() for _ in range(3)] == [second() for _ in range(3)] == ["0", "1", "2"]
 
 
 # --- the table of sampling parameters -----------------------------------------------------------------------------

@@ -31,13 +31,13 @@ def draw(
     seeds = seeds or list(range(count))
     rows = rows or list(range(count))
     starts = tuple(
-        RowStart(row, RequestId(100 + i), history, prompt_length, params[i], seeds[i], (0,))
+        RowStart(row, RequestId(str(100 + i)), history, prompt_length, params[i], seeds[i], (0,))
         for i, row in enumerate(rows)
     )
     plan = IterationPlan(
         step=0,
         num_decodes=count,
-        request_ids=tuple(RequestId(100 + i) for i in range(count)),
+        request_ids=tuple(RequestId(str(100 + i)) for i in range(count)),
         rows=tuple(rows),
         starts=(len(history) - 1,) * count,
         counts=(1,) * count,

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from weft.request import FinishReason, GenerationResult, RequestId, RequestState
+from weft.request import FinishReason, GenerationResult, RequestId, RequestState, numbered_ids
 from weft.server import logs
 from weft.server.http.access_log import AccessLog
 from weft.server.logs import LibraryHandler, Record, ServerLog, current_record
 
 RESULT = GenerationResult(
-    *(RequestId(1), (5, 6, 7), "secret answer", RequestState.COMPLETED, FinishReason.LENGTH, None),
+    *(RequestId("1"), (5, 6, 7), "secret answer", RequestState.COMPLETED, FinishReason.LENGTH, None),
     *(0.25, 0.5, 1.0, 0.75, 3, 11, 4, 0),
 )
 
@@ -37,7 +37,7 @@ def served(app: Any, log_format: Any = "json", headers: Any = (), path: str = "/
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers)}
-    asyncio.run(AccessLog(app, log)(scope, None, send))  # type: ignore[arg-type]
+    asyncio.run(AccessLog(app, log, numbered_ids())(scope, None, send))  # type: ignore[arg-type]
     return sent, lines_of(log, stream)
 
 
@@ -136,7 +136,7 @@ def test_a_slow_reader_of_the_log_loses_lines_and_does_not_block(monkeypatch: py
     stream = Stuck()
     log = ServerLog("json", stream)
     for _ in range(100):
-        log.request(Record("GET", "/x", "id", False))
+        log.request(Record("GET", "/x", RequestId("id")))
     may_write.set()
     lines = [json.loads(line) for line in lines_of(log, stream)]
     lost = sum(line["lines"] for line in lines if line["event"] == "log_lost")

@@ -13,7 +13,7 @@ from weft.request import RequestId
 def task(
     swap_id: int, blocks: tuple[int, ...], slots: tuple[int, ...], step: int = 0, after: tuple[int, ...] = ()
 ) -> SwapTask:
-    return SwapTask(swap_id, RequestId(1), blocks, slots, step, after)
+    return SwapTask(swap_id, RequestId("1"), blocks, slots, step, after)
 
 
 def plan(out: tuple[SwapTask, ...] = (), back: tuple[SwapTask, ...] = ()) -> IterationPlan:

@@ -39,13 +39,13 @@ class Harness:
         self.info: BackendInfo = self.backend.allocate(pool, config.max_running)
         self.scheduler = ContinuousBatchScheduler(config, self.info, self.clock)
         self.plans: list[IterationPlan] = []
-        self.results: dict[int, GenerationResult] = {}
+        self.results: dict[RequestId, GenerationResult] = {}
         self.sequences: list[Sequence] = []
 
     def add(self, prompt: Iterable[int], max_tokens: int = 4, **fields: Any) -> Sequence:
         params = fields.pop("params", None) or SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        number = len(self.sequences)
-        sequence = Sequence(InferenceRequest(tuple(prompt), params, **fields), RequestId(number), seed=3)
+        request_id = RequestId(str(len(self.sequences)))
+        sequence = Sequence(InferenceRequest(tuple(prompt), params, request_id=request_id, **fields), seed=3)
         self.scheduler.add(sequence)
         self.sequences.append(sequence)
         return sequence
@@ -73,9 +73,11 @@ class Harness:
             assert list(self.results[sequence.request_id].tokens) == expected
         return self
 
-    def computed(self, request_id: int) -> list[int]:
+    def computed(self, number: int) -> list[int]:
         """The sizes of the prefill chunks of one request."""
-        return [t.num_tokens for plan in self.plans for t in plan.prefill_tasks if t.request_id == request_id]
+        return [
+            t.num_tokens for plan in self.plans for t in plan.prefill_tasks if t.request_id == str(number)
+        ]
 
 
 def prompt_of(length: int, family: int = 0) -> list[int]:
@@ -148,8 +150,8 @@ def test_requests_join_a_running_batch_only_with_dynamic_batching(
     harness.step()
     harness.add(prompt_of(4, 1), max_tokens=10)
     harness.run()
-    last_of_first = max(number for number, plan in enumerate(harness.plans) if 0 in plan.request_ids)
-    first_of_second = min(number for number, plan in enumerate(harness.plans) if 1 in plan.request_ids)
+    last_of_first = max(number for number, plan in enumerate(harness.plans) if "0" in plan.request_ids)
+    first_of_second = min(number for number, plan in enumerate(harness.plans) if "1" in plan.request_ids)
     assert (first_of_second <= last_of_first) is dynamic
 
 
@@ -158,7 +160,7 @@ def test_without_dynamic_batching_requests_that_wait_together_still_form_one_bat
     for family in range(3):
         harness.add(prompt_of(4, family), max_tokens=5)
     first = harness.step()
-    assert first is not None and first.request_ids == (0, 1, 2)
+    assert first is not None and first.request_ids == ("0", "1", "2")
     harness.run()
 
 
@@ -177,7 +179,7 @@ def test_sequences_that_do_not_fit_one_step_advance_evenly() -> None:
         harness.add(prompt_of(4, family), max_tokens=40)
     while not all(sequence.generated for sequence in harness.sequences):
         harness.step()
-    seen: Counter[int] = Counter()
+    seen: Counter[RequestId] = Counter()
     for _ in range(20):
         plan = harness.step()
         assert plan is not None
@@ -243,7 +245,9 @@ def test_without_prefix_caching_a_preempted_request_computes_its_tokens_again() 
     harness = Harness(num_blocks=12, preemption=PreemptionMode.RECOMPUTE, prefix_caching=False)
     crowd(harness)
     assert sum(harness.computed(1)) > 12 and sum(harness.computed(0)) == 12, "the newer one is preempted"
-    assert harness.results[1].preemptions >= 1 and harness.results[0].preemptions == 0
+    assert (
+        harness.results[RequestId("1")].preemptions >= 1 and harness.results[RequestId("0")].preemptions == 0
+    )
 
 
 def test_a_prompt_that_was_swapped_out_and_in_is_still_timed_as_prefill() -> None:
@@ -261,9 +265,11 @@ def test_a_prompt_that_was_swapped_out_and_in_is_still_timed_as_prefill() -> Non
         harness.step()
     harness.add(prompt_of(30, 1), max_tokens=1, priority=Priority.HIGH)
     harness.run()
-    assert harness.results[0].preemptions == 1 and harness.scheduler.stats.preemptions_by_swap == 1
-    assert harness.results[0].decode_time == 0.0, "it never decoded: it generates one token"
-    assert harness.results[0].prefill_time > 0
+    assert (
+        harness.results[RequestId("0")].preemptions == 1 and harness.scheduler.stats.preemptions_by_swap == 1
+    )
+    assert harness.results[RequestId("0")].decode_time == 0.0, "it never decoded: it generates one token"
+    assert harness.results[RequestId("0")].prefill_time > 0
 
 
 # ---------------------------------------------------------------------- prefix caching
@@ -279,7 +285,7 @@ def test_prefix_caching_shares_all_full_blocks_but_that_of_the_last_token() -> N
         assert sum(harness.computed(0)) == 40
         # A hit ends before the last token, whose logits are needed: nine of ten full blocks are shared.
         assert sum(harness.computed(1)) == second
-        assert harness.results[1].cached_token_count == 40 - second
+        assert harness.results[RequestId("1")].cached_token_count == 40 - second
 
 
 @pytest.mark.parametrize(("length", "cached"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8)])
@@ -289,7 +295,7 @@ def test_hits_end_at_prompt_length_minus_one(length: int, cached: int) -> None:
     harness.run()
     harness.add(prompt_of(length))
     harness.run()
-    assert harness.results[1].cached_token_count == cached
+    assert harness.results[RequestId("1")].cached_token_count == cached
     assert sum(harness.computed(1)) == length - cached
 
 
@@ -299,7 +305,7 @@ def test_generated_tokens_are_prefix_hits_for_the_next_request_of_a_conversation
     harness.run()
     harness.add([*first.tokens, 7, 7])
     harness.run()
-    assert harness.results[1].cached_token_count == 16, (
+    assert harness.results[RequestId("1")].cached_token_count == 16, (
         "8 prompt tokens and 8 generated ones; the last token was never computed"
     )
 
@@ -321,7 +327,7 @@ def test_prefixes_are_shared_only_under_equal_cache_salts(
     harness.run()
     harness.add(prompt_of(20), **second)
     harness.run()
-    assert bool(harness.results[1].cached_token_count) is shares
+    assert bool(harness.results[RequestId("1")].cached_token_count) is shares
 
 
 def test_a_request_with_prompt_logprobs_takes_no_prefix_hits() -> None:
@@ -330,7 +336,7 @@ def test_a_request_with_prompt_logprobs_takes_no_prefix_hits() -> None:
     harness.run()
     harness.add(prompt_of(20), params=SamplingParams(max_tokens=2, prompt_logprobs=0, ignore_eos=True))
     harness.run()
-    assert sum(harness.computed(1)) == 20 and harness.results[1].cached_token_count == 0
+    assert sum(harness.computed(1)) == 20 and harness.results[RequestId("1")].cached_token_count == 0
 
 
 def test_a_prompt_that_another_request_is_computing_is_not_computed_twice() -> None:
@@ -360,8 +366,8 @@ def test_a_request_that_waits_for_blocks_of_one_that_is_cancelled_computes_them_
     harness.step()
     harness.add(prompt_of(64))
     harness.step()
-    assert harness.scheduler.cancel(RequestId(0))
+    assert harness.scheduler.cancel(RequestId("0"))
     harness.sequences.pop(0)
     harness.run()
-    assert harness.results[1].state is RequestState.COMPLETED
+    assert harness.results[RequestId("1")].state is RequestState.COMPLETED
     assert sum(harness.computed(0)) + sum(harness.computed(1)) == 64, "it uses the blocks that were finished"

@@ -65,7 +65,7 @@ class Run:
         self.results: dict[RequestId, GenerationResult] = {}
 
     def add(self, new: InferenceRequest) -> Sequence:
-        sequence = Sequence(new, RequestId(len(self.sequences)), seed=0)
+        sequence = Sequence(new.replaced(request_id=RequestId(str(len(self.sequences)))), seed=0)
         self.scheduler.add(sequence)
         self.sequences.append(sequence)
         return sequence
@@ -257,7 +257,7 @@ def test_a_preempted_request_holds_blocks_of_the_tier_that_is_short() -> None:
         run.add(request(tuple(range(first, first + length)), max_tokens=12))
     while not any(plan.preempted for plan in run.plans):
         assert run.step() is not None
-    assert run.plans[-1].preempted == (1,)
+    assert run.plans[-1].preempted == ("1",)
     run.finish()
 
 
@@ -368,7 +368,9 @@ def max_running_contexts(cache: KvCachePoolConfig) -> int:
     scheduler = ContinuousBatchScheduler(SchedulerConfig(prefix_caching=False), info, clock)
     for number in range(60):
         prompt = tuple(range(number, number + 3840))
-        scheduler.add(Sequence(request(prompt, max_tokens=256), RequestId(number), 0))
+        scheduler.add(
+            Sequence(request(prompt, max_tokens=256).replaced(request_id=RequestId(str(number))), 0)
+        )
     max_running = 0
     while scheduler.stats.tokens_generated < 60 * 128:
         plan = scheduler.schedule()

@@ -13,7 +13,7 @@ from weft.scheduling.views import BatchType, ScheduledBatch
 MIXED = IterationPlan(
     step=3,
     num_decodes=2,
-    request_ids=(RequestId(4), RequestId(5), RequestId(6)),
+    request_ids=(RequestId("4"), RequestId("5"), RequestId("6")),
     rows=(0, 1, 2),
     starts=(9, 7, 16),
     counts=(1, 1, 3),
@@ -22,9 +22,9 @@ MIXED = IterationPlan(
 
 
 def test_a_plan_can_be_read_as_prefill_and_decode_tasks() -> None:
-    assert [(t.request_id, t.position) for t in MIXED.decode_tasks] == [(4, 9), (5, 7)]
+    assert [(t.request_id, t.position) for t in MIXED.decode_tasks] == [("4", 9), ("5", 7)]
     assert [(t.request_id, t.start, t.num_tokens, t.samples) for t in MIXED.prefill_tasks] == [
-        (6, 16, 3, False)
+        ("6", 16, 3, False)
     ]
 
 
@@ -65,7 +65,7 @@ def test_the_last_token_of_a_split_prompt_is_no_decode() -> None:
     prompt = IterationPlan(
         step=0,
         num_decodes=0,
-        request_ids=(RequestId(1),),
+        request_ids=(RequestId("1"),),
         rows=(0,),
         starts=(0,),
         counts=(5,),

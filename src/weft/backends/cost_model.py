@@ -7,6 +7,7 @@ the time, and with the same result on every machine.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from zlib import crc32
 
 from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig
@@ -180,7 +181,7 @@ class CostModelBackend:
             del self._swap_ends[swap_id]
         vocabulary = self._vocabulary_size
         tokens = [
-            (request_id * 7919 + start + count) % vocabulary
+            (crc32(request_id.encode()) + start + count) % vocabulary
             for request_id, start, count, samples in zip(
                 plan.request_ids, plan.starts, plan.counts, plan.samples, strict=True
             )

@@ -20,17 +20,17 @@ class CompileQueue:
 
     def __init__(self) -> None:
         self._waiting: dict[int, Waiting] = {}
-        """By the first answer id of each request, in order of arrival."""
-        self._by_answer: dict[int, tuple[wire.Submit, set[int]]] = {}
-        """The same requests by every answer id, with the set of ids that are not cancelled."""
+        """By the first handle of each request, in order of arrival."""
+        self._by_answer: dict[int, tuple[Waiting, set[int]]] = {}
+        """The same requests by every handle, with the set of handles that are not cancelled."""
         self._num_served: Counter[str] = Counter()
         """How often each salt was served since the queue was last empty."""
 
     def add(self, message: wire.Submit, request: InferenceRequest) -> None:
         if not self._waiting:
             self._num_served.clear()
-        self._waiting[message.ids[0]] = message, request
-        self._by_answer.update(dict.fromkeys(message.ids, (message, set(message.ids))))
+        waiting = self._waiting[message.handles[0]] = message, request
+        self._by_answer.update(dict.fromkeys(message.handles, (waiting, set(message.handles))))
 
     def take(self) -> Waiting | None:
         """Removes and returns the next request to compile; None if the queue is empty."""
@@ -41,21 +41,21 @@ class CompileQueue:
             self._num_served[request.cache_salt] += 1
         return waiting
 
-    def cancel(self, answer_id: int) -> wire.Submit | None:
+    def cancel(self, handle: int) -> Waiting | None:
         """Cancels one answer. If it was the last one of its request, removes the request and returns it."""
-        if answer_id not in self._by_answer:
+        if handle not in self._by_answer:
             return None
-        message, not_cancelled = self._by_answer[answer_id]
-        not_cancelled.discard(answer_id)
+        waiting, not_cancelled = self._by_answer[handle]
+        not_cancelled.discard(handle)
         if not_cancelled:
             return None
-        self._remove(message)
-        return message
+        self._remove(waiting[0])
+        return waiting
 
     def _remove(self, message: wire.Submit) -> None:
-        del self._waiting[message.ids[0]]
-        for answer_id in message.ids:
-            del self._by_answer[answer_id]
+        del self._waiting[message.handles[0]]
+        for handle in message.handles:
+            del self._by_answer[handle]
 
     def _order(self, waiting: Waiting) -> tuple[int, int]:
         _, request = waiting

@@ -32,7 +32,7 @@ from weft.request import (
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 
-LOG_VERSION = 5
+LOG_VERSION = 6
 
 
 class _ReadingsClock:
@@ -185,9 +185,7 @@ def _replay_event(
     kind = event["event"]
     if kind == "add":
         added = event["requests"]
-        scheduler.add(
-            *(Sequence(_request_from(one["request"]), RequestId(one["id"]), one["seed"]) for one in added)
-        )
+        scheduler.add(*(Sequence(_request_from(one["request"]), one["seed"]) for one in added))
         report.requests += len(added)
     elif kind == "cancel":
         scheduler.cancel(RequestId(event["id"]), event["reason"])
@@ -247,7 +245,7 @@ def _plain(value: Any) -> Any:
 def _added(sequence: Sequence) -> dict[str, Any]:
     """The fields of an "add" event. Metadata is for people only: a replay ignores it, and values that JSON cannot
     represent are written as their `repr`."""
-    added = {"id": sequence.request_id, "seed": sequence.seed, "request": _plain(sequence.request)}
+    added = {"seed": sequence.seed, "request": _plain(sequence.request)}
     if metadata := sequence.request.metadata:
         try:
             added["metadata"] = json.loads(json.dumps(dict(metadata), default=repr))

@@ -19,8 +19,9 @@ from weft.engine.engine_metrics import EngineMetrics
 from weft.engine.loop import MAX_FAILED_STEPS, EngineCore
 from weft.engine.output_texts import AnswerTexts
 from weft.engine.replay import RunRecorder
+from weft.engine.request_ids import new_request_id
 from weft.engine.streams import TokenBuffer
-from weft.errors import EngineStoppedError, QueueFullError
+from weft.errors import EngineStoppedError, QueueFullError, id_in_use
 from weft.metrics import SchedulerStats, ServingMetrics
 from weft.request import (
     Failure,
@@ -60,11 +61,12 @@ class ServingEngine:
         *,
         clock: Clock = time.monotonic,
         seed: int | None = None,
+        new_id: Callable[[], RequestId] = new_request_id,
         max_failed_steps: int | None = MAX_FAILED_STEPS,
         after_delivery: Callable[[], object] | None = None,
         model: OpenedModel | None = None,
     ) -> None:
-        """The engine stops after `max_failed_steps` consecutive failed steps whose error belongs to no request; None:
+        """`new_id` makes the ids of requests that have none. The engine stops after `max_failed_steps` consecutive failed steps whose error belongs to no request; None:
         never. `model` is the model that `backend` runs; pass it if outputs shall have text."""
         self.config = config or ServingEngineConfig()
         self.tokenizer = None if model is None else model.tokenizer
@@ -72,6 +74,7 @@ class ServingEngine:
         self._backend = backend
         self._clock = clock
         self._seeds = random.Random(seed)
+        self.new_id = new_id
         scheduling = self.config.scheduler
         info = backend.allocate(self.config.cache, scheduling.max_running, scheduling.max_tokens_per_step)
         self._recorder: RunRecorder | None = None
@@ -95,7 +98,6 @@ class ServingEngine:
         self._results: OrderedDict[RequestId, GenerationResult] = OrderedDict()
         self._unfinished: set[RequestId] = set()
         """Requests that were submitted and have no result yet."""
-        self._next_id = 0
         self._thread: threading.Thread | None = None
         self._iteration_lock = threading.RLock()
         """Held during an iteration and during shutdown."""
@@ -164,7 +166,7 @@ class ServingEngine:
 
         Returns one request id for each answer. The prompt is computed once for all.
         """
-        first, *others = self._with_deadline(request).children(self._seed_for(request), indices)
+        first, *others = self._with_defaults(request).children(self._seed_for(request), indices)
         sequence = self._sequence(first)
         siblings = [sequence.sibling(other, self._seed_for(other)) for other in others]
         return self._submit([sequence, *siblings], callback, block, timeout)
@@ -189,8 +191,9 @@ class ServingEngine:
         request_id = self._submit([self._sequence(request)], deliver)[0]
         try:
             return await future
-        finally:
+        except BaseException:
             self.cancel(request_id)
+            raise
 
     async def stream(self, request: InferenceRequest) -> AsyncIterator[TokenOutput]:
         """Submits a request and yields its tokens. Leaving the loop early cancels the request.
@@ -210,14 +213,15 @@ class ServingEngine:
                 self.cancel(output.request_id, reason)
 
         request_id = self._submit([self._sequence(request)], deliver)[0]
+        is_over = False
         try:
-            while True:
+            while not is_over:
                 for output in await buffer.get():
+                    is_over = output.is_final
                     yield output
-                    if output.is_final:
-                        return
         finally:
-            self.cancel(request_id)
+            if not is_over:  # else the id may be that of a new request
+                self.cancel(request_id)
 
     def cancel(self, request_id: RequestId, reason: str | None = None) -> bool:
         """Cancels a request in any state. Its KV blocks are free within a step. Returns False if it had ended
@@ -238,9 +242,10 @@ class ServingEngine:
         return finished
 
     def is_complete(self, request_id: RequestId) -> bool:
-        """Whether a submitted request has ended. Its result may be dropped already (`max_kept_results`)."""
+        """Whether a submitted request has ended. Its result may be dropped already (`max_kept_results`). True also for
+        an id that was never submitted: ids of dropped results are not kept."""
         with self._lock:
-            return 0 <= request_id < self._next_id and request_id not in self._unfinished
+            return request_id not in self._unfinished
 
     def get_result(self, request_id: RequestId, wait: float | None = None) -> GenerationResult | None:
         """Returns the result, or None if there is none. Waits up to `wait` seconds for a request that has not ended."""
@@ -252,19 +257,19 @@ class ServingEngine:
 
     def _sequence(self, request: InferenceRequest) -> Sequence:
         """Checks a request and prepares its sequence. This is the slow part of `submit`; it runs without the lock."""
-        request = self._with_deadline(request)
-        sequence = Sequence(request, RequestId(-1), self._seed_for(request))
+        request = self._with_defaults(request)
+        sequence = Sequence(request, self._seed_for(request))
         self.scheduler.prepare(sequence)
         if request.params.grammar is not None:
             self._backend.check_grammar(request.params.grammar)
         return sequence
 
-    def _with_deadline(self, request: InferenceRequest) -> InferenceRequest:
-        """Adds the engine's `request_timeout` to a request without a deadline."""
-        timeout = self.config.request_timeout
-        return (
-            request if timeout is None or request.deadline is not None else request.replaced(deadline=timeout)
-        )
+    def _with_defaults(self, request: InferenceRequest) -> InferenceRequest:
+        """Adds an id to a request without one, and the engine's `request_timeout` to one without a deadline."""
+        deadline = self.config.request_timeout if request.deadline is None else request.deadline
+        if request.request_id and deadline == request.deadline:
+            return request
+        return request.replaced(request_id=request.request_id or self.new_id(), deadline=deadline)
 
     def _submit(
         self,
@@ -274,13 +279,16 @@ class ServingEngine:
         timeout: float | None = None,
     ) -> tuple[RequestId, ...]:
         deadline = None if timeout is None else time.monotonic() + timeout
+        ids = tuple(sequence.request_id for sequence in sequences)
         with self._changed:
             while True:
                 if self._stopping:
                     cause = self._failure or "the engine was stopped"
                     raise EngineStoppedError(f"{cause} and accepts no more requests")
-                for number, sequence in enumerate(sequences):
-                    sequence.request_id = RequestId(self._next_id + number)
+                for request_id in ids:
+                    # A callback that still runs may refer to its request by this id.
+                    if request_id in self._unfinished or request_id in self._callbacks:
+                        raise id_in_use(request_id)
                 try:
                     self.scheduler.add(*sequences)
                     break
@@ -290,8 +298,6 @@ class ServingEngine:
                     if not block or self._is_in_callback or (left is not None and left <= 0):
                         raise
                     self._changed.wait(left)
-            ids = tuple(sequence.request_id for sequence in sequences)
-            self._next_id += len(ids)
             self._unfinished.update(ids)
             if self._texts is not None:
                 for sequence in sequences:
@@ -434,6 +440,7 @@ class ServingEngine:
                 outputs, results = self._texts.fill(outputs, results)
             self._metrics.record(results, self._clock())
             for result in results:
+                self._results.pop(result.request_id, None)  # of an earlier request with this id
                 self._results[result.request_id] = result
                 self._unfinished.discard(result.request_id)
             callbacks = self._callbacks
@@ -441,13 +448,15 @@ class ServingEngine:
             callback = callbacks.get(output.request_id)
             if callback is None:
                 continue
-            if output.is_final:
-                callbacks.pop(output.request_id, None)
+            is_last = output.is_final
             try:
                 callback(output)
             except Exception as error:
-                callbacks.pop(output.request_id, None)
+                is_last = True
                 self._fail_for_callback(output.request_id, f"callback raised {type(error).__name__}: {error}")
+            finally:
+                if is_last:
+                    callbacks.pop(output.request_id, None)
         if self._after_delivery is not None:
             self._after_delivery()
         with self._changed:

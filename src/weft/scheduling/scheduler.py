@@ -13,7 +13,7 @@ from operator import eq
 
 from weft.clock import Clock
 from weft.config import PriorityPolicy, SchedulerConfig
-from weft.errors import InvalidRequestError
+from weft.errors import InvalidRequestError, id_in_use
 from weft.metrics import SchedulerStats
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import (
@@ -155,8 +155,10 @@ class ContinuousBatchScheduler:
         for sequence in sequences:
             if not sequence.is_prepared:
                 self.prepare(sequence)
-            if sequence.request_id in self.sequences:
-                raise InvalidRequestError(f"request_id {sequence.request_id} is in use", field="request_id")
+            request_id = sequence.request_id
+            # A request that was cancelled holds its memory until its last step ends.
+            if request_id in self.sequences or self.kv_cache.holds(request_id):
+                raise id_in_use(request_id)
         self.queue.check_room(sum(s.prompt_length for s in sequences), len(sequences))
         now = self._clock()
         for sequence in sequences:
@@ -172,7 +174,7 @@ class ContinuousBatchScheduler:
 
     def cancel(self, request_id: RequestId, reason: str | None = None) -> bool:
         """Ends a request in any state. False: it has ended already, or is unknown."""
-        return self._end_early(request_id, Failure(FailureKind.CANCELLED, reason or ""))
+        return self._end_early(self.sequences.get(request_id), Failure(FailureKind.CANCELLED, reason or ""))
 
     def finish(self, request_id: RequestId, num_tokens: int) -> bool:
         """Ends a request after `num_tokens` generated tokens, because a stop string was found. False: it has ended
@@ -182,11 +184,11 @@ class ContinuousBatchScheduler:
             return False
         del sequence.tokens[sequence.prompt_length + num_tokens :]
         del sequence.logprobs[num_tokens:]
-        return self._end_early(request_id, None)
+        return self._end_early(sequence, None)
 
     def fail_request(self, request_id: RequestId, failure: Failure) -> bool:
         """Ends a request with an error from outside the steps. False: it has ended already."""
-        return self._end_early(request_id, failure)
+        return self._end_early(self.sequences.get(request_id), failure)
 
     def abandon(self, error: str) -> None:
         """Reports every request as failed, and frees nothing: for a scheduler whose state is broken."""
@@ -200,10 +202,10 @@ class ContinuousBatchScheduler:
         self._outputs, self._results = [], []
         return outputs, results
 
-    def _end_early(self, request_id: RequestId, failure: Failure | None) -> bool:
-        """Ends a request without a new token: it failed, or, with None, a stop string was found."""
-        sequence = self.sequences.get(request_id)
-        if sequence is None:
+    def _end_early(self, sequence: Sequence | None, failure: Failure | None) -> bool:
+        """Ends a request without a new token: it failed, or, with None, a stop string was found. False: it has ended
+        already. Its id may be that of a new request then."""
+        if sequence is None or sequence.finish_reason is not None:
             return False
         self._sequence_table.remove(sequence)
         self._report_end(sequence, failure)
@@ -242,7 +244,7 @@ class ContinuousBatchScheduler:
         for sequence in deadlines.take_expired(now):
             waited = now - sequence.arrival
             message = f"deadline of {sequence.request.deadline:g} s passed after {waited:.3f} s"
-            self._end_early(sequence.request_id, Failure(FailureKind.DEADLINE, message))
+            self._end_early(sequence, Failure(FailureKind.DEADLINE, message))
         deadlines.compact(len(self.sequences))
 
     # ------------------------------------------------------------------ planning
@@ -293,7 +295,7 @@ class ContinuousBatchScheduler:
         self._sequence_table.applied_step = plan.step
         now = self._clock()
         num_reported = len(self._outputs)
-        self._take_prompt_logprobs(result)
+        self._take_prompt_logprobs(pending, result)
         self._commit_decodes(pending, result, now)
         self._commit_drafts(pending, result, now)
         self._commit_prefills(pending, result, now)
@@ -382,10 +384,10 @@ class ContinuousBatchScheduler:
         if sequence.admitted_step <= step:
             sequence.computed = end
 
-    def _take_prompt_logprobs(self, result: StepResult) -> None:
-        for request_id, (first, logprobs) in result.prompt_logprobs.items():
-            if request_id in self.sequences:
-                self.sequences[request_id].prompt_logprobs.update(enumerate(logprobs, first))
+    def _take_prompt_logprobs(self, pending: PendingPlan, result: StepResult) -> None:
+        for sequence in pending.sequences if result.prompt_logprobs else ():
+            first, logprobs = result.prompt_logprobs.get(sequence.request_id, (0, ()))
+            sequence.prompt_logprobs.update(enumerate(logprobs, first))
 
     def _take_token(
         self,
@@ -472,15 +474,16 @@ class ContinuousBatchScheduler:
         self._roll_back()
         for step_result in (result, *later_results):
             self._finish_swaps(step_result)
-        for request_id, failure in result.errors.items():
-            self._end_early(request_id, failure)
+        for sequence in failed.sequences if result.errors else ():
+            if (failure := result.errors.get(sequence.request_id)) is not None:
+                self._end_early(sequence, failure)
         if any(request_id in result.errors for request_id in failed.plan.request_ids):
             return
         message = result.error or "; ".join(failure.message for failure in result.errors.values())
         alive = [s for s in failed.sequences if s.finish_reason is None]
         if failed.is_retry:
             for sequence in alive:
-                self._end_early(sequence.request_id, Failure(FailureKind.STEP, message))
+                self._end_early(sequence, Failure(FailureKind.STEP, message))
         else:
             half = (len(alive) + 1) // 2
             self._retries.extend(part for part in (alive[:half], alive[half:]) if part)

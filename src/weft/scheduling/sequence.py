@@ -12,7 +12,6 @@ from weft.request import (
     FinishReason,
     GenerationResult,
     InferenceRequest,
-    RequestId,
     RequestState,
     TokenLogprobs,
 )
@@ -96,9 +95,9 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, request: InferenceRequest, request_id: RequestId, seed: int) -> None:
+    def __init__(self, request: InferenceRequest, seed: int) -> None:
         self.request = request
-        self.request_id = request_id
+        self.request_id = request.request_id
         self.seed = seed
         self.priority = int(request.priority)
         self.tokens = list(request.prompt)
@@ -149,7 +148,7 @@ class Sequence:
         """Another answer to the same prompt, for a sequence that is prepared but not queued. Copies the block hashes
         and stop ids instead of computing them again."""
         other = copy(self)
-        other.request, other.seed = request, seed
+        other.request, other.request_id, other.seed = request, request.request_id, seed
         other.tokens, other.block_hashes = self.tokens.copy(), self.block_hashes.copy()
         other.phase_times, other.logprobs, other.prompt_logprobs = [0.0, 0.0, 0.0], [], {}
         if self.draft_proposer is not None:

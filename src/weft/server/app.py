@@ -141,7 +141,7 @@ class ServerApp:
                 )
             ]
         app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
-        return AccessLog(Guard(app, self.settings), self._log, self._metrics.failed)
+        return AccessLog(Guard(app, self.settings), self._log, self.engine.new_id, self._metrics.failed)
 
     # ------------------------------------------------------------------ generating
 
@@ -162,9 +162,7 @@ class ServerApp:
         answer_bytes: RequestBytes = request.scope[ANSWER]
         choices = Choices(self.engine, self.text.tokenizer, answer_bytes)
         record = current_record()
-        active = self._active_requests.begin(key, choices, record.request_id if record.is_id_given else None)
-        if not record.is_id_given:
-            record.request_id = active.id  # the id in the response ends with it
+        active = self._active_requests.begin(key, choices, record.id, record.given_id)
         outcome: Outcome = None
         is_owned_by_response = False
         try:
@@ -318,7 +316,8 @@ class ServerApp:
         self._active_requests.check_capacity(key)
         body = await read_body(request)
         choices = Choices(self.engine, self.text.tokenizer)
-        active = self._active_requests.begin(key, choices, current_record().request_id)
+        record = current_record()
+        active = self._active_requests.begin(key, choices, record.id, record.given_id)
         try:
             await self._loop_turns.wait()
             with renamed_fields({}):

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from weft.request import GenerationResult
+from weft.request import GenerationResult, RequestId
 from weft.server.settings import LogFormat
 
 _MAX_LINES = 8192
@@ -35,8 +35,10 @@ class Record:
 
     method: str
     path: str
-    request_id: str
-    is_id_given: bool
+    id: RequestId
+    """The id of the request in the engine, in the response and in /admin/requests."""
+    given_id: str | None = None
+    """The id in the client's X-Request-Id header."""
     began: float = field(default_factory=time.monotonic)
     status: int = 0
     key_name: str | None = None
@@ -46,10 +48,16 @@ class Record:
     results: Sequence[GenerationResult] = ()
     num_choices_per_prompt: int = 1
 
+    @property
+    def request_id(self) -> str:
+        """The value of the X-Request-Id header in the response."""
+        return self.given_id or self.id
+
     def fields(self, seconds: float) -> dict[str, Any]:
         """The fields of the log line. Unknown and false values are left out."""
         known: dict[str, Any] = {
             "request_id": self.request_id,
+            "id": None if self.given_id is None else self.id,
             "key": self.key_name,
             "method": self.method,
             "route": self.path,
@@ -79,7 +87,7 @@ record_of_task: ContextVar[Record | None] = ContextVar("record_of_task", default
 
 def current_record() -> Record:
     """The record of the current request. Outside of a request, a new record that is never logged."""
-    return record_of_task.get() or Record("", "", "", False)
+    return record_of_task.get() or Record("", "", RequestId(""))
 
 
 class ServerLog:

@@ -12,7 +12,7 @@ from weft.clock import VirtualClock
 from weft.engine.serving import ServingEngine
 from weft.errors import InvalidRequestError, QueueFullError
 from weft.plan import IterationPlan, StepResult
-from weft.request import RequestId, RequestState, TokenOutput
+from weft.request import RequestId, RequestState, TokenOutput, numbered_ids
 from weft.scheduling.sequence import Sequence
 from weft.simulation.invariants import OutputChecker, PlanChecker, check_empty, check_result
 from weft.simulation.require import require
@@ -106,6 +106,7 @@ class Simulation:
             config,
             clock=self.clock,
             seed=scenario.seed,
+            new_id=numbered_ids(),
             max_failed_steps=None,  # many random faults in a row do not mean that the backend is broken
         )
         self.backend.plan_checker = PlanChecker(self.engine.scheduler)

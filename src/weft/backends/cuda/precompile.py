@@ -293,7 +293,7 @@ def _plans(sizes: Sizes) -> Iterator[IterationPlan]:
         yield replace(
             second,
             num_decodes=1,
-            request_ids=(RequestId(0), RequestId(1)),
+            request_ids=(RequestId("0"), RequestId("1")),
             rows=(0, 1),
             starts=(prompt, 0),
             counts=(1, prompt - 1),
@@ -321,16 +321,16 @@ def _plans(sizes: Sizes) -> Iterator[IterationPlan]:
 
 
 def _start(row: int, params: SamplingParams, tokens: int = 1) -> RowStart:
-    return RowStart(row, RequestId(row), (1,) * tokens, tokens, params, 0, (0,))
+    return RowStart(row, RequestId(str(row)), (1,) * tokens, tokens, params, 0, (0,))
 
 
 def _prompt_plan(row: int, length: int) -> IterationPlan:
     starts = (_start(row, _GREEDY, length),)
-    return IterationPlan(0, 0, (RequestId(row),), (row,), (0,), (length,), (True,), row_starts=starts)
+    return IterationPlan(0, 0, (RequestId(str(row)),), (row,), (0,), (length,), (True,), row_starts=starts)
 
 
 def _decode_plan(count: int, position: int) -> IterationPlan:
-    ids = tuple(RequestId(row) for row in range(count))
+    ids = tuple(RequestId(str(row)) for row in range(count))
     rows, starts = tuple(range(count)), (position,) * count
     return IterationPlan(0, count, ids, rows, starts, (1,) * count, (True,) * count)
 

@@ -19,6 +19,8 @@ from weft.sampling.noise import as_seed
 MAX_ENDS = 1024
 
 _HEADER = kernels.HEADER.value
+_DOUBLES = slice(2, kernels.PROMPT_LENGTH.value)
+_INTEGERS = slice(kernels.PROMPT_LENGTH.value, _HEADER - 1)
 ROW_WORDS = _HEADER + 3 * MAX_LOGIT_BIAS + MAX_ENDS
 
 # More than the steps in flight, so that the GPU has nearly always read a staging buffer before it is written again.
@@ -162,8 +164,8 @@ class SamplingRows:
         biases = params.logit_bias
         words = np.zeros(_HEADER + 3 * len(biases) + len(ends), np.int32)
         words[:2].view(np.uint64)[0] = as_seed(start.seed)
-        words[2 : kernels.PROMPT_LENGTH.value].view(np.float64)[:] = sampler_words(params)
-        words[kernels.PROMPT_LENGTH.value : _HEADER - 1] = (
+        words[_DOUBLES].view(np.float64)[:] = sampler_words(params)
+        words[_INTEGERS] = (
             start.prompt_length,
             min(params.min_tokens, 2**31 - 1),
             len(biases),

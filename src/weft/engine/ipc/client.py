@@ -18,10 +18,11 @@ from weft.engine.ipc.launch import LaunchedEngine, launch_engine
 from weft.engine.ipc.liveness import state_of
 from weft.engine.ipc.process_watch import WatchedProcess
 from weft.engine.ipc.remote_answer import RemoteAnswer
+from weft.engine.request_ids import new_request_id
 from weft.errors import EngineStoppedError, WeftError
 from weft.metrics import ServingMetrics
 from weft.plan import BackendInfo
-from weft.request import GenerationResult, InferenceRequest
+from weft.request import InferenceRequest, RequestId
 
 _RESTART_SECONDS = (0.0, 0.5, 2.0, 5.0, 10.0)
 """Delay before a restart, indexed by the number of restarts since the engine last ran for a minute."""
@@ -54,10 +55,11 @@ class EngineClient:
         stall_seconds: float = 120.0,
         log: Callable[..., object] = lambda name, message, level="info", **fields: None,
         launched: LaunchedEngine | None = None,
+        new_id: Callable[[], RequestId] = new_request_id,
     ) -> None:
         """A process that makes no progress for `stall_seconds` is replaced. `log` gets the name, message, level and
         fields of each event. `launched` is a process that was already started with the same arguments; it is used
-        first."""
+        first. `new_id` makes the ids of requests that have none."""
         self.state = EngineState.STOPPED
         self.info: BackendInfo | None = None
         self.max_sequence_length = 0
@@ -71,7 +73,9 @@ class EngineClient:
         self._capacity = config.stream_buffer
         self._stall_seconds = stall_seconds
         self._log = log
+        self.new_id = new_id
         self._answers: dict[int, RemoteAnswer] = {}
+        """Unfinished answers, by handle."""
         self._numbers = itertools.count()
         self._metrics: dict[int, asyncio.Future[ServingMetrics]] = {}
         self._connection: Connection | None = None
@@ -123,9 +127,12 @@ class EngineClient:
         if self.state is not EngineState.READY:
             raise EngineStoppedError("the engine is not ready; try again in a moment")
         indices = range(request.params.n) if indices is None else indices
+        if not request.request_id:
+            request = request.replaced(request_id=self.new_id())
         answers = [
             RemoteAnswer(
                 self,
+                request.answer_id(index),
                 next(self._numbers),
                 None if is_unbounded else self._capacity,
                 arrived or asyncio.Event(),
@@ -133,12 +140,12 @@ class EngineClient:
                 wake_every,
                 may_grow,
             )
-            for _ in indices
+            for index in indices
         ]
-        ids = tuple(answer.id for answer in answers)
-        self._send(wire.Submit.of(ids, request, indices.start, waited))
+        handles = tuple(answer.handle for answer in answers)
+        self._send(wire.Submit.of(handles, request, indices.start, waited))
         # Only after sending: a request that cannot be encoded raises, and must not stay in `_answers`.
-        self._answers.update({answer.id: answer for answer in answers})
+        self._answers.update(zip(handles, answers, strict=True))
         assert self._connection is not None
         try:
             await self._connection.drain()
@@ -285,8 +292,8 @@ class EngineClient:
             self._connection.send(message)
 
     def _cancel(self, answer: RemoteAnswer, reason: str | None) -> None:
-        if answer.id in self._answers:
-            self._send(wire.Cancel(answer.id, reason))
+        if answer.handle in self._answers:
+            self._send(wire.Cancel(answer.request_id, answer.handle, reason))
 
     def _take(self, message: wire.FromEngine) -> None:
         if isinstance(message, wire.StepReport):
@@ -297,10 +304,10 @@ class EngineClient:
             if self._running is not None:
                 self._running.liveness.on_heartbeat(message)
         elif isinstance(message, wire.PromptLogprobs):
-            self._answers[message.id].put_prompt_logprobs(message.encoded)
+            self._answers[message.handle].put_prompt_logprobs(message.encoded)
         elif isinstance(message, wire.Refused):
-            for answer_id in message.ids:
-                self._answers.pop(answer_id).fail(_refusal(message))
+            for handle in message.handles:
+                self._answers.pop(handle).fail(_refusal(message))
             self.on_progress()
         elif isinstance(message, wire.Metrics):
             future = self._metrics.get(message.number)
@@ -321,17 +328,17 @@ class EngineClient:
     def _take_step(self, step: wire.StepReport) -> None:
         answers = self._answers
         has_first_token = False
-        for answer_id, token in zip(step.ids, step.tokens, strict=True):
-            if answers[answer_id].put_token(token):
+        for handle, token in zip(step.handles, step.tokens, strict=True):
+            if answers[handle].put_token(token):
                 has_first_token = True
-        ended: dict[int, GenerationResult] = {result.request_id: result for result in step.ended}
+        results = iter(step.ended)
         for output in step.outputs:
-            answer = answers[output.request_id]
+            answer = answers[output.handle]
             has_first_token = answer.put(output) or has_first_token
             if output.finish_reason is not None:
-                answer.result = ended[output.request_id]
-                del answers[output.request_id]
-        if has_first_token or ended:
+                answer.result = next(results)
+                del answers[output.handle]
+        if has_first_token or step.ended:
             self.on_progress()
 
     def _fail_all(self, error: WeftError) -> None:

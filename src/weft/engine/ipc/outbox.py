@@ -94,7 +94,7 @@ def _merged(messages: list[wire.Message]) -> list[wire.Message]:
             and len(last.tokens) + len(last.outputs) < _LARGE_STEP
         ):
             merged[-1] = wire.StepReport(
-                last.ids + message.ids,
+                last.handles + message.handles,
                 last.tokens + message.tokens,
                 last.outputs + message.outputs,
                 last.ended + message.ended,

@@ -35,15 +35,13 @@ from weft.engine.ipc import wire
 from weft.engine.ipc.liveness import HEARTBEAT_SECONDS
 from weft.engine.ipc.outbox import Outbox
 from weft.engine.serving import ServingEngine
-from weft.errors import WeftError
+from weft.errors import WeftError, id_in_use
 from weft.request import GenerationResult, InferenceRequest, RequestId, TokenOutput
 
 _READ_BYTES = 1 << 18
 _COMPILERS = 2
 _PROMPT_LOGPROBS = 64
 """Prompt tokens in one message of logprobs."""
-
-Command = Callable[[RequestId], object]
 
 
 class _Warnings(logging.Handler):
@@ -58,25 +56,22 @@ class _Warnings(logging.Handler):
 
 
 class EngineProcess:
-    """Owns the connection and the mapping between the client's answer ids and the engine's request ids."""
+    """Owns the connection, and the handles of unfinished answers."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._frames = wire.Frames()
         self._outbox = Outbox(connection)
-        self._request_ids: dict[int, RequestId] = {}
-        """Request ids of unfinished answers, by client id."""
-        self._client_ids: dict[RequestId, int] = {}
-        """The inverse of `_request_ids`."""
-        self._client_id_added = threading.Condition()
-        self._compiling: dict[int, list[Command]] = {}
-        """Answers with a grammar that are not submitted yet, by client id, with the commands to run once they are."""
+        self._handles: dict[RequestId, int] = {}
+        """The client's handles of unfinished answers. An answer has its handle before the engine gets its request."""
+        self._compiling: dict[int, list[wire.Cancel | wire.Finish]] = {}
+        """Answers with a grammar that are not submitted yet, by handle, with the messages to handle once they are."""
         self._to_compile = CompileQueue()
         """Those whose compilation has not started."""
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="weft-compiler")
         self._lock = threading.Lock()
         """Guards `_compiling` and `_to_compile`."""
-        self._token_client_ids: list[int] = []
+        self._token_handles: list[int] = []
         self._tokens: list[int] = []
         self._outputs: list[wire.Output] = []
         self._ended: list[GenerationResult] = []
@@ -142,46 +137,51 @@ class EngineProcess:
     def _handle(self, message: wire.ToEngine) -> None:
         if isinstance(message, wire.Submit):
             request = message.whole_request
+            ids = [request.answer_id(index) for index in message.indices]
+            if used := [request_id for request_id in ids if request_id in self._handles]:
+                self._refuse(message, request, id_in_use(used[0]))
+                return
+            self._handles.update(zip(ids, message.handles, strict=True))
             if request.params.grammar is None:
                 self._submit(message, request)
             else:
                 with self._lock:
-                    self._compiling.update((client_id, []) for client_id in message.ids)
+                    self._compiling.update((handle, []) for handle in message.handles)
                     self._to_compile.add(message, request)
                 self._compilers.submit(self._compile_next)
-        elif isinstance(message, wire.Cancel):
-            if self._drop(message.id):
-                return
-            reason = message.reason
-            self._run_command(message.id, lambda request_id: self._engine.cancel(request_id, reason))
-        elif isinstance(message, wire.Finish):
-            num_tokens = message.num_tokens
-            self._run_command(message.id, lambda request_id: self._engine.finish(request_id, num_tokens))
+        elif isinstance(message, wire.Cancel | wire.Finish):
+            if isinstance(message, wire.Finish) or not self._drop(message.handle):
+                self._end_answer(message)
         elif isinstance(message, wire.GetMetrics):
             self._outbox.send(wire.Metrics(message.number, self._engine.metrics()))
         elif isinstance(message, wire.Stop):
             self._engine.stop()
 
-    def _run_command(self, client_id: int, command: Command) -> None:
-        """Runs a command on an answer: now, or once the answer is submitted. Does nothing if the answer has ended."""
+    def _end_answer(self, message: wire.Cancel | wire.Finish) -> None:
+        """Ends an answer: now, or once it is submitted. Does nothing if it has ended."""
         with self._lock:
-            if client_id in self._compiling:
-                self._compiling[client_id].append(command)
+            if message.handle in self._compiling:
+                self._compiling[message.handle].append(message)
                 return
-        if (request_id := self._request_ids.get(client_id)) is not None:
-            command(request_id)
+        if self._handles.get(message.request_id) != message.handle:
+            return
+        if isinstance(message, wire.Cancel):
+            self._engine.cancel(message.request_id, message.reason)
+        else:
+            self._engine.finish(message.request_id, message.num_tokens)
 
-    def _drop(self, cancelled_id: int) -> bool:
+    def _drop(self, handle: int) -> bool:
         """Cancels an answer that waits for compilation. Drops the request, and returns True, if it was its last
         answer."""
         with self._lock:
-            message = self._to_compile.cancel(cancelled_id)
-            if message is None:
+            waiting = self._to_compile.cancel(handle)
+            if waiting is None:
                 return False
-            for client_id in message.ids:
-                del self._compiling[client_id]
-        text = "the request was cancelled before its grammar was compiled"
-        self._outbox.send(wire.Refused(message.ids, WeftError.__name__, text))
+            message, request = waiting
+            for one in message.handles:
+                del self._compiling[one]
+        error = WeftError("the request was cancelled before its grammar was compiled")
+        self._refuse(message, request, error)
         return True
 
     def _compile_next(self) -> None:
@@ -194,29 +194,26 @@ class EngineProcess:
         try:
             self._submit(message, request)
         except BaseException as error:  # also a panic in a library: nothing else would report it
-            text = f"the grammar failed ({type(error).__name__}: {error})"
-            self._outbox.send(wire.Refused(message.ids, WeftError.__name__, text))
+            self._refuse(message, request, WeftError(f"the grammar failed ({type(error).__name__}: {error})"))
         with self._lock:
-            commands = [
-                (client_id, command)
-                for client_id in message.ids
-                for command in self._compiling.pop(client_id)
-            ]
-        for client_id, command in commands:
-            self._run_command(client_id, command)
+            deferred = [one for handle in message.handles for one in self._compiling.pop(handle)]
+        for one in deferred:
+            self._end_answer(one)
 
     def _submit(self, message: wire.Submit, request: InferenceRequest) -> None:
-        indices = range(message.first, message.first + len(message.ids))
         try:
-            ids = self._engine.submit_choices(request, self._take, indices=indices)
+            self._engine.submit_choices(request, self._take, indices=message.indices)
         except WeftError as error:
-            field, code = getattr(error, "field", ""), getattr(error, "code", "")
-            self._outbox.send(wire.Refused(message.ids, type(error).__name__, str(error), field, code))
-            return
-        self._request_ids.update(zip(message.ids, ids, strict=True))
-        with self._client_id_added:
-            self._client_ids.update(zip(ids, message.ids, strict=True))
-            self._client_id_added.notify_all()
+            self._refuse(message, request, error)
+
+    def _refuse(self, message: wire.Submit, request: InferenceRequest, error: WeftError) -> None:
+        """Reports an error instead of answers."""
+        for index, handle in zip(message.indices, message.handles, strict=True):
+            request_id = request.answer_id(index)
+            if self._handles.get(request_id) == handle:  # else it is the id of another answer
+                del self._handles[request_id]
+        field, code = getattr(error, "field", ""), getattr(error, "code", "")
+        self._outbox.send(wire.Refused(message.handles, type(error).__name__, str(error), field, code))
 
     # -- in the heartbeat thread
 
@@ -234,24 +231,21 @@ class EngineProcess:
 
     def _take(self, output: TokenOutput) -> None:
         """The callback of all requests. One closure per request was slower: each call missed the CPU cache."""
-        client_id = self._client_ids.get(output.request_id)
-        if client_id is None:
-            client_id = self._wait_for_client_id(output.request_id)
+        handle = self._handles[output.request_id]
         if output.token_id is not None and output.logprob is None and not output.is_final:
-            self._token_client_ids.append(client_id)
+            self._token_handles.append(handle)
             self._tokens.append(output.token_id)
             return
-        self._outputs.append(wire.Output.of(output, client_id))
+        self._outputs.append(wire.Output.of(output, handle))
         if output.is_final:
-            del self._request_ids[client_id], self._client_ids[output.request_id]
+            del self._handles[output.request_id]
             result = self._engine.get_result(output.request_id)
             assert result is not None
             for start in range(0, len(result.prompt_logprobs or ()), _PROMPT_LOGPROBS):
                 some = (result.prompt_logprobs or ())[start : start + _PROMPT_LOGPROBS]
-                self._outbox.send(wire.PromptLogprobs(client_id, wire.encode(some)))
+                self._outbox.send(wire.PromptLogprobs(handle, wire.encode(some)))
             reported = dataclasses.replace(
                 result,
-                request_id=RequestId(client_id),
                 tokens=(),
                 num_tokens=len(result.tokens),
                 logprobs=None,
@@ -259,17 +253,11 @@ class EngineProcess:
             )
             self._ended.append(reported)
 
-    def _wait_for_client_id(self, request_id: RequestId) -> int:
-        """The first token may arrive before `_submit` has stored the client id."""
-        with self._client_id_added:
-            self._client_id_added.wait_for(lambda: request_id in self._client_ids)
-            return self._client_ids[request_id]
-
     def _flush(self) -> None:
         if self._tokens or self._outputs:
-            ids, tokens = tuple(self._token_client_ids), tuple(self._tokens)
-            self._outbox.send(wire.StepReport(ids, tokens, tuple(self._outputs), tuple(self._ended)))
-            self._token_client_ids.clear()
+            handles, tokens = tuple(self._token_handles), tuple(self._tokens)
+            self._outbox.send(wire.StepReport(handles, tokens, tuple(self._outputs), tuple(self._ended)))
+            self._token_handles.clear()
             self._tokens.clear()
             self._outputs.clear()
             self._ended.clear()

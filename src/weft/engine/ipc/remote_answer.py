@@ -32,7 +32,8 @@ class RemoteAnswer:
     def __init__(
         self,
         client: EngineClient,
-        answer_id: int,
+        request_id: RequestId,
+        handle: int,
         capacity: int | None,
         arrived: asyncio.Event,
         prompt_length: int,
@@ -42,7 +43,8 @@ class RemoteAnswer:
         """`capacity` limits the number of unread tokens; None: no limit. `may_grow` is called with the size of each
         output that arrives, and with a negative size when outputs are read. If it returns False, the answer is
         cancelled."""
-        self.id = answer_id
+        self.request_id = request_id
+        self.handle = handle
         self.result: GenerationResult | None = None
         """Set before the final output can be read. It has no tokens, no text and no logprobs."""
         self.num_tokens = 0
@@ -92,9 +94,9 @@ class RemoteAnswer:
     def _output(self, unread: Unread) -> TokenOutput:
         if isinstance(unread, int):
             self._length += 1
-            return TokenOutput(RequestId(self.id), unread, "", None, False, None, self._length)
+            return TokenOutput(self.request_id, unread, "", None, False, None, self._length)
         self._length += unread.token_id is not None
-        return unread.as_token_output(self._length)
+        return unread.as_token_output(self.request_id, self._length)
 
     async def read(self) -> list[TokenOutput]:
         """Like `take`, but waits for at least one output."""
@@ -115,7 +117,7 @@ class RemoteAnswer:
 
     def finish(self, num_tokens: int) -> None:
         """Ends the answer after its first `num_tokens` tokens, because its text contains a stop string."""
-        self._client._send(wire.Finish(self.id, num_tokens))
+        self._client._send(wire.Finish(self.request_id, self.handle, num_tokens))
 
     def cancel(self, reason: str | None = None) -> None:
         """Cancels the answer in any state. Does nothing if it has ended."""

@@ -46,14 +46,16 @@ class Start(Message):
 
 
 class Submit(Message):
-    """Submits `len(ids)` of the `n` answers of a request, starting with answer number `first`.
+    """Submits `len(handles)` of the `n` answers of a request, starting with answer number `first`.
+
+    An answer handle is a number that the client gives to an answer. Step reports name answers by it: a request id for every
+    token would make a report ten times as long.
 
     The params are encoded separately. All prompts of one HTTP body share them, and they may have thousands of entries.
     The engine decodes and checks them once (`decode_params`), not for every prompt and answer.
     """
 
-    ids: tuple[int, ...]
-    """The client's ids for the answers."""
+    handles: tuple[int, ...]
     request: InferenceRequest
     """Has default params: the real ones are in `params`."""
     params: msgspec.Raw
@@ -63,10 +65,10 @@ class Submit(Message):
 
     @classmethod
     def of(
-        cls, ids: tuple[int, ...], request: InferenceRequest, first: int = 0, waited: float = 0.0
+        cls, handles: tuple[int, ...], request: InferenceRequest, first: int = 0, waited: float = 0.0
     ) -> Submit:
         params = msgspec.Raw(encode(request.params))
-        return cls(ids, request.replaced(params=_NO_PARAMS), params, first, waited)
+        return cls(handles, request.replaced(params=_NO_PARAMS), params, first, waited)
 
     @property
     def whole_request(self) -> InferenceRequest:
@@ -78,16 +80,24 @@ class Submit(Message):
         }
         return self.request.replaced(params=decode_params(bytes(self.params)), **left)
 
+    @property
+    def indices(self) -> range:
+        return range(self.first, self.first + len(self.handles))
+
 
 class Cancel(Message):
-    id: int
+    """The handle says which answer is meant if the id was used again."""
+
+    request_id: RequestId
+    handle: int
     reason: str | None = None
 
 
 class Finish(Message):
     """The text contains a stop string: the answer ends after its first `num_tokens` tokens."""
 
-    id: int
+    request_id: RequestId
+    handle: int
     num_tokens: int
 
 
@@ -134,9 +144,9 @@ class Warned(Message):
 
 
 class Refused(Message):
-    """The engine did not accept the request with these answer ids."""
+    """The engine did not accept these answers of a request."""
 
-    ids: tuple[int, ...]
+    handles: tuple[int, ...]
     kind: str
     """The name of the error's class in `weft.errors`."""
     message: str
@@ -148,16 +158,16 @@ class Output(msgspec.Struct, array_like=True, gc=False):
     """An output with logprobs, or the final one. The top logprobs stay encoded until they are read, because many
     outputs may be buffered: 13 bytes per logprob instead of 130."""
 
-    request_id: int
+    handle: int
     token_id: int | None
     logprob: float | None = None
     finish_reason: FinishReason | None = None
     encoded_top: bytes = b""
 
     @classmethod
-    def of(cls, output: TokenOutput, client_id: int) -> Output:
+    def of(cls, output: TokenOutput, handle: int) -> Output:
         top = encode(output.top_logprobs) if output.top_logprobs else b""
-        return cls(client_id, output.token_id, output.logprob, output.finish_reason, top)
+        return cls(handle, output.token_id, output.logprob, output.finish_reason, top)
 
     @property
     def read_cost(self) -> int:
@@ -170,10 +180,9 @@ class Output(msgspec.Struct, array_like=True, gc=False):
             return None
         return TokenLogprobs(self.logprob, _decode_top(self.encoded_top) if self.encoded_top else ())
 
-    def as_token_output(self, sequence_length: int) -> TokenOutput:
+    def as_token_output(self, request_id: RequestId, sequence_length: int) -> TokenOutput:
         top = self.logprobs.top if self.logprobs is not None else ()
         reason = self.finish_reason
-        request_id = RequestId(self.request_id)
         return TokenOutput(
             request_id, self.token_id, "", self.logprob, reason is not None, reason, sequence_length, top
         )
@@ -183,23 +192,24 @@ class PromptLogprobs(Message):
     """Logprobs of some prompt tokens, in order; sent before the end of the answer. Long prompts are split into many
     messages: decoding one large message would block the client's event loop."""
 
-    id: int
+    handle: int
     encoded: bytes
     """The decoder is `prompt_logprobs`."""
 
 
 class StepReport(Message):
-    """All outputs since the last report. Ids are the client's.
+    """All outputs since the last report.
 
-    `ids[i]` got the token `tokens[i]`: most outputs are a token only, and two columns cost a tenth of objects.
+    The answer `handles[i]` got the token `tokens[i]`: most outputs are a token only, and two columns cost a tenth of objects.
     `outputs` have logprobs or are final. They come after the columns, so the final output of an answer is its last.
     """
 
-    ids: tuple[int, ...]
+    handles: tuple[int, ...]
     tokens: tuple[int, ...]
     outputs: tuple[Output, ...]
     ended: tuple[GenerationResult, ...]
-    """Results without tokens and logprobs, which were sent as outputs. `num_tokens` of those belong to the result."""
+    """Results of the final outputs, in the same order. Without tokens and logprobs, which were sent as outputs:
+    `num_tokens` of those belong to the result."""
 
 
 class Metrics(Message):

@@ -233,6 +233,10 @@ class KvCacheManager:
         """The requests that hold rows, blocks or swap slots."""
         return list(self._allocations)
 
+    def holds(self, request_id: RequestId) -> bool:
+        """Whether a request with this id holds memory, in blocks or in swap space."""
+        return request_id in self._allocations
+
     def block_table(self, request_id: RequestId) -> tuple[int, ...]:
         return tuple(self._allocations[request_id].blocks)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 
 from weft.clock import Clock
 from weft.engine.ipc.client import EngineClient, EngineState
-from weft.request import GenerationResult, InferenceRequest
+from weft.request import GenerationResult, InferenceRequest, RequestId
 from weft.server.admission.completion_rate import CompletionRate
 from weft.server.admission.fairness import AnswerJob, FairGate, GateTicket
 from weft.server.admission.keys import ApiKey
@@ -49,9 +48,10 @@ class ActiveRequest:
         limits: KeyLimits | None,
         choices: Choices,
         began: float,
+        request_id: RequestId,
         given_id: str | None = None,
     ) -> None:
-        self.id = uuid.uuid4().hex
+        self.id = request_id
         self.given_id = given_id
         """The id in the client's X-Request-Id header."""
         self.key = key
@@ -160,14 +160,16 @@ class ActiveRequests:
             code="queue_full",
         )
 
-    def begin(self, key: ApiKey | None, choices: Choices, given_id: str | None = None) -> ActiveRequest:
+    def begin(
+        self, key: ApiKey | None, choices: Choices, request_id: RequestId, given_id: str | None = None
+    ) -> ActiveRequest:
         """Adds a request. Raises a 429 if it does not fit, or if its key has reached a limit."""
         self.check_capacity(key)  # again: other requests may have arrived while the body was read
         limits = self._limits[key.name] if key else None
         if limits is not None:
             limits.take_request()
             limits.num_open += 1
-        active = ActiveRequest(key, limits, choices, self._clock(), given_id)
+        active = ActiveRequest(key, limits, choices, self._clock(), request_id, given_id)
         self._open[active.id] = active
         self._idle.clear()
         return active

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -56,7 +55,7 @@ class ResponseBuilder:
     """Answers may have thoughts or tool calls besides content."""
     is_named_call: bool = False
     """tool_choice names a function. The finish reason is then "stop", as in the OpenAI API."""
-    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    request_id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from weft.request import InferenceRequest
+from weft.request import InferenceRequest, RequestId
 from weft.server.admission.keys import ApiKey
 from weft.server.api import structured
 from weft.server.api.openai import ApiFormat, Echo, ResponseBuilder
@@ -67,7 +67,7 @@ class Preparer:
         self,
         api_request: ChatRequest | CompletionRequest,
         size: int,
-        request_id: str,
+        request_id: RequestId,
         key: ApiKey | None,
         client_id: str,
     ) -> Prepared:
@@ -128,7 +128,12 @@ class Preparer:
         )
         options = api_request.stream_options
         return Prepared(
-            [inference_request(api_request, prompt, params, key) for prompt in prompts],
+            [
+                inference_request(
+                    api_request, prompt, params, key, _prompt_id(request_id, index, len(prompts))
+                )
+                for index, prompt in enumerate(prompts)
+            ],
             builder,
             answer_form,
             api_request.stream,
@@ -168,6 +173,11 @@ class Preparer:
         if size <= _SMALL_BYTES:
             return work(*arguments)
         return await self._encoder.run_in_thread(size, client_id, work, *arguments)
+
+
+def _prompt_id(request_id: RequestId, index: int, num_prompts: int) -> RequestId:
+    """The id of one prompt: the id of the request, and with several prompts the index."""
+    return request_id if num_prompts == 1 else RequestId(f"{request_id}-{index}")
 
 
 def client_field_names(api_request: ChatRequest | CompletionRequest) -> AbstractContextManager[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.request import MAX_LOGIT_BIAS, PARAMETERS, InferenceRequest, Priority, SamplingParams
+from weft.request import MAX_LOGIT_BIAS, PARAMETERS, InferenceRequest, Priority, RequestId, SamplingParams
 from weft.server.admission.keys import ApiKey
 from weft.server.api.schema import ChatRequest, CompletionRequest, GenerationRequest
 from weft.server.errors import ApiError
@@ -160,7 +160,11 @@ def check_completion(api_request: CompletionRequest) -> None:
 
 
 def inference_request(
-    api_request: GenerationRequest, prompt: Sequence[int], params: SamplingParams, key: ApiKey | None = None
+    api_request: GenerationRequest,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    key: ApiKey | None,
+    request_id: RequestId,
 ) -> InferenceRequest:
     """The request for the engine. Raises a 403 if `key` may not use its priority."""
     request = InferenceRequest(
@@ -171,6 +175,7 @@ def inference_request(
         ttft_target=api_request.ttft_target,
         deadline=api_request.deadline,
         cache_salt=key.salt_for(api_request.cache_salt) if key else api_request.cache_salt,
+        request_id=request_id,
     )
     if key is not None and request.priority > key.max_priority:
         raise ApiError(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import traceback
-import uuid
 from collections.abc import Callable
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weft.request import REQUEST_ID_PATTERN, RequestId
 from weft.server.errors import ApiError
 from weft.server.logs import QUIET_PATHS, Record, ServerLog, record_of_task
 
-_GIVEN_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _LONGEST_PATH = 200
 
 
@@ -22,17 +20,23 @@ class AccessLog:
     """Also catches unexpected exceptions of the application: sends a 500 and logs where the error happened."""
 
     def __init__(
-        self, app: ASGIApp, log: ServerLog, on_error: Callable[[int], object] = lambda status: None
+        self,
+        app: ASGIApp,
+        log: ServerLog,
+        new_id: Callable[[], RequestId],
+        on_error: Callable[[int], object] = lambda status: None,
     ) -> None:
-        """`on_error` is called with the status of each request that ended with an error status."""
+        """`new_id` makes the ids of requests. `on_error` is called with the status of each request that ended with an
+        error status."""
         self._app = app
+        self._new_id = new_id
         self._log = log
         self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return  # there are no lifespan events and no websockets
-        record = _record(scope)
+        record = Record(scope["method"], scope["path"][:_LONGEST_PATH], self._new_id(), _given_id(scope))
         token = record_of_task.set(record)
 
         # Not a coroutine: a stream sends thousands of messages, and only the first one matters here.
@@ -63,9 +67,9 @@ class AccessLog:
         self._log.event("mistake", message, "error", request_id=record.request_id, traceback=frames)
 
 
-def _record(scope: Scope) -> Record:
-    """A record with the id that the client sent, if it is valid, else with a new id."""
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    is_given = _GIVEN_ID.fullmatch(given) is not None
-    request_id = given.decode() if is_given else uuid.uuid4().hex
-    return Record(scope["method"], scope["path"][:_LONGEST_PATH], request_id, is_given)
+def _given_id(scope: Scope) -> str | None:
+    """The id that the client sent, if it is valid."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode(
+        "latin-1"
+    )
+    return given if REQUEST_ID_PATTERN.fullmatch(given) else None
