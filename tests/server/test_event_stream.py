@@ -55,15 +55,12 @@ class Engine(EngineClient):
     async def submit(
         self,
         request: InferenceRequest,
-        arrived: asyncio.Event | None = None,
+        arrived: asyncio.Event,
         *,
         wake_every: int = 1,
-        indices: range | None = None,
-        waited: float = 0.0,
-        is_unbounded: bool = False,
         may_grow: Callable[[int], bool] = lambda num_bytes: True,
+        **unused: Any,
     ) -> list[RemoteAnswer]:
-        assert arrived is not None
         self.answer = RemoteAnswer(
             self, RequestId("0"), 0, 100, arrived, len(request.prompt), wake_every, may_grow
         )
