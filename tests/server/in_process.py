@@ -4,16 +4,18 @@ requests a second."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from server_process import MODEL
 
 from weft.engine.ipc.client import EngineClient
 from weft.loading.checkpoint import open_checkpoint
+from weft.server.api.formats import FORMATS, Formats
 from weft.server.app import ServerApp
 from weft.server.logs import ServerLog
 from weft.server.settings import ServerSettings
@@ -39,6 +41,7 @@ class InProcess:
         leaves_after: float | None = None,
         method: str = "POST",
         key: str | None = None,
+        more_headers: Mapping[bytes, bytes] = MappingProxyType({}),
     ) -> Reply:
         """Sends a request and returns the response. The client disconnects after `leaves_after` seconds."""
         messages = [{"type": "http.request", "body": body, "more_body": False}]
@@ -61,6 +64,7 @@ class InProcess:
             "query_string": b"",
         }
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        headers += more_headers.items()
         if key is not None:
             headers.append((b"authorization", b"Bearer " + key.encode()))
         await self._asgi({**scope, "root_path": "", "headers": headers}, receive, send)  # type: ignore[arg-type]
@@ -69,13 +73,15 @@ class InProcess:
 
 
 @asynccontextmanager
-async def in_process(model_path: Path, *, max_context: int = 64, **settings: Any) -> AsyncIterator[InProcess]:
+async def in_process(
+    model_path: Path, *, max_context: int = 64, formats: Formats = FORMATS, **settings: Any
+) -> AsyncIterator[InProcess]:
     checkpoint = open_checkpoint(model_path)
     text = open_model_text(checkpoint)
     chosen = ServerSettings(str(model_path), (MODEL,), **settings)
     engine = EngineClient("noop", {"vocabulary_size": 49152, "max_context": max_context}, chosen.engine)
     await engine.start()
-    server = ServerApp(chosen, text, checkpoint.generation, engine, ServerLog("off"))
+    server = ServerApp(chosen, text, checkpoint.generation, engine, ServerLog("off"), formats)
     try:
         yield InProcess(server)
     finally:

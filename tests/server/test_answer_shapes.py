@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from weft.request import (
     SamplingParams,
     TokenOutput,
 )
-from weft.server.api.openai import ResponseBuilder, TokenOffsets
+from weft.server.api.answer_format import AnswerContext
+from weft.server.api.chat import ChatWriter
 from weft.server.http.byte_budget import ByteBudget, RequestBytes, answer_budget_error
 from weft.server.stream.choices import Choice, Choices
 from weft.server.stream.loop_turns import LoopTurns
@@ -68,7 +70,8 @@ class ReadAnswer:
         *,
         step: int = 1,
         reason: FinishReason = FinishReason.END_OF_SEQUENCE,
-        **builder: Any,
+        is_named_call: bool = False,
+        wants_logprobs: bool = False,
     ) -> None:
         answer, outputs = answered(text, tokenizer, reason)
         params = SamplingParams(logprobs=0)
@@ -76,20 +79,19 @@ class ReadAnswer:
             tokenizer, params, visible_control_ids=form.visible_control_ids(tokenizer), keeps_text=False
         )
         self.choice = Choice(0, answer, answer_text, AnswerReader(form))
-        self.builder = ResponseBuilder("chat", "m", tokenizer, has_parts=True, **builder)
-        events = [self.builder.opening(0)]
-        offsets = TokenOffsets(tokenizer)
-        whole = WholeAnswer(self.builder, RequestBytes(ByteBudget(1 << 20, 1 << 20, answer_budget_error)))
+        context = AnswerContext("m", tokenizer, "id", has_parts=True, wants_logprobs=wants_logprobs)
+        writer = ChatWriter(context, is_named_call=is_named_call)
+        events = b""
+        whole = WholeAnswer(writer, RequestBytes(ByteBudget(1 << 20, 1 << 20, answer_budget_error)))
         for start in range(0, len(outputs), step):
             for output in outputs[start : start + step]:
                 answer.put(output)
             piece = self.choice.take(effort=10_000)
             assert piece is not None
-            events += self.builder.pieces(piece, offsets)
+            events += writer.events([piece])
             whole.add([piece])
         assert self.choice.result is not None
-        events.append(self.builder.closing(self.choice, self.choice.result))
-        self.chunks = [self.builder.chunk([event]) for event in events]
+        self.chunks = [json.loads(event.removeprefix(b"data: ")) for event in events.strip().split(b"\n\n")]
         choices = Choices(answer._client, tokenizer)
         choices._choices = [self.choice]
         asyncio.run(whole.write(choices, LoopTurns()))

@@ -31,7 +31,8 @@ from weft.request import (
     RequestState,
     SamplingParams,
 )
-from weft.server.api.openai import ResponseBuilder
+from weft.server.api.answer_format import AnswerContext
+from weft.server.api.completion import CompletionWriter
 from weft.server.errors import ApiError
 from weft.server.http.protocol import WRITER, TimedProtocol
 from weft.server.metrics import ServerMetrics
@@ -54,15 +55,12 @@ class Engine(EngineClient):
     async def submit(
         self,
         request: InferenceRequest,
-        arrived: asyncio.Event | None = None,
+        arrived: asyncio.Event,
         *,
         wake_every: int = 1,
-        indices: range | None = None,
-        waited: float = 0.0,
-        is_unbounded: bool = False,
         may_grow: Callable[[int], bool] = lambda num_bytes: True,
+        **unused: Any,
     ) -> list[RemoteAnswer]:
-        assert arrived is not None
         self.answer = RemoteAnswer(
             self, RequestId("0"), 0, 100, arrived, len(request.prompt), wake_every, may_grow
         )
@@ -145,11 +143,10 @@ async def streamed(tokenizer: Tokenizer) -> AsyncIterator[Streamed]:
     await choices.submit([InferenceRequest((1,), SamplingParams(max_tokens=100))])
     stream = EventStream(
         choices,
-        ResponseBuilder("completion", "m", tokenizer),
+        CompletionWriter(AnswerContext("m", tokenizer, "id")),
         ServerMetrics("m"),
         loop_turns=LoopTurns(),
         began=0.0,
-        include_usage=False,
         headers={},
         on_end=lambda outcome: found.outcomes.append(outcome),
     )

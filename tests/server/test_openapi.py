@@ -20,15 +20,11 @@ from weft.errors import InvalidRequestError
 from weft.request import InferenceRequest, SamplingParams
 from weft.server.admission.keys import plain_keys
 from weft.server.api import response_shapes as shapes
+from weft.server.api.chat import ChatRequest
+from weft.server.api.completion import CompletionFormat, CompletionRequest
 from weft.server.api.field_docs import FIELDS, Field
 from weft.server.api.openapi import OPERATIONS
-from weft.server.api.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    StreamOptions,
-    TokenizeRequest,
-)
+from weft.server.api.schema import DetokenizeRequest, StreamOptions, TokenizeRequest
 
 KINDS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
 
@@ -97,7 +93,7 @@ def test_the_documented_ranges_are_those_that_are_checked(document: dict[str, An
     checked = 0
     properties = document["components"]["schemas"]["CompletionRequest"]["properties"]
     for name in properties:
-        field: Field = FIELDS[name]
+        field: Field = {**FIELDS, **CompletionFormat.fields}[name]
         for limit, beyond in ((field.minimum, -1), (field.maximum, 1), (field.above, 0)):
             if limit is None or name not in (
                 *SamplingParams.__dataclass_fields__,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, get_args
+from typing import Any
 
 import h11
 import msgspec
@@ -14,28 +14,28 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from weft.engine.ipc.client import EngineClient
 from weft.errors import EngineStoppedError
 from weft.request import SamplingParams
-from weft.server.api.openai import ApiFormat, ResponseBuilder
+from weft.server.api.answer_format import AnswerContext
+from weft.server.api.chat import ChatWriter
+from weft.server.api.completion import CompletionWriter
 from weft.server.http.protocol import BodyWriter, _Connection
 from weft.server.metrics import _TOKEN_SECONDS, ServerMetrics
-from weft.server.stream.chunks import Chunks
 from weft.text.answer_text import AnswerText
 from weft.text.tokenizer import Tokenizer
 
 TEXTS = ("", "a", ' "quoted" \\ / \n\t\x00\x7f', "naïve 日本 \U0001f600", '"",[]', "[]")
 
 
-@pytest.mark.parametrize("api_format", get_args(ApiFormat))
+@pytest.mark.parametrize("kind", [ChatWriter, CompletionWriter])
 @pytest.mark.parametrize("more", [{}, {"usage": None}])
 def test_a_chunk_from_cached_parts_equals_the_encoded_chunk(
-    api_format: ApiFormat, more: dict[str, Any], default_tokenizer: Tokenizer
+    kind: type[ChatWriter | CompletionWriter], more: dict[str, Any], default_tokenizer: Tokenizer
 ) -> None:
-    builder = ResponseBuilder(api_format, 'a "model" [] ""', default_tokenizer)
-    chunks = Chunks(builder, include_usage=bool(more))
+    writer = kind(AnswerContext('a "model" [] ""', default_tokenizer, "id"), include_usage=bool(more))
     for index in (0, 1, 0, 12):
         for text in TEXTS:
-            choice = builder.text(index, text)
-            whole = b"data: " + msgspec.json.encode(builder.chunk([choice], **more)) + b"\n\n"
-            assert chunks.text(index, text) == chunks.event(choice) == whole
+            choice = writer.text(index, text)
+            whole = b"data: " + msgspec.json.encode(writer.chunk([choice], **more)) + b"\n\n"
+            assert writer.text_event(index, text) == writer.event(choice) == whole
 
 
 def begin(connection: h11.Connection, http_version: bytes) -> None:

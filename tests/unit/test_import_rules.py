@@ -34,7 +34,7 @@ NONDETERMINISM = (
 ARRAY_LIBRARIES = ("cupy", "flax", "jax", "mlx", "safetensors.torch", "tensorflow")
 
 # Only here may an import take a name that is computed: the public names, and the backend registry.
-COMPUTED_IMPORTS = ("weft", "weft.backends.registry")
+COMPUTED_IMPORTS = ("weft", "weft.backends.registry", "weft.server.http.bodies")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,9 +24,10 @@ from weft.errors import WeftError
 from weft.server.admission.active_requests import ActiveRequest, ActiveRequests, Outcome
 from weft.server.admission.keys import ApiKey
 from weft.server.api import docs_page
-from weft.server.api.openai import ResponseBuilder
-from weft.server.api.preparing import Prepared, Preparer, client_field_names
-from weft.server.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from weft.server.api.answer_format import AnswerFormat, B
+from weft.server.api.formats import FORMATS, Formats
+from weft.server.api.preparing import Prepared, Preparer
+from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
 from weft.server.errors import ApiError, as_api_error, json_response, renamed_fields
 from weft.server.http.access_log import AccessLog
 from weft.server.http.bodies import BodyReader, read_body
@@ -70,8 +71,10 @@ class ServerApp:
         generation_defaults: Mapping[str, Any],
         engine: EngineClient,
         log: ServerLog,
+        formats: Formats = FORMATS,
     ) -> None:
         self.settings = settings
+        self._formats = formats
         self.text = text
         self.engine = engine
         self.is_draining = False
@@ -103,8 +106,7 @@ class ServerApp:
     def asgi(self) -> ASGIApp:
         post, get = ["POST"], ["GET"]
         routes = [
-            Route("/v1/chat/completions", self._chat, methods=post),
-            Route("/v1/completions", self._completion, methods=post),
+            *(Route(path, partial(self._generate, one), methods=post) for path, one in self._formats.items()),
             Route("/v1/models", self._models, methods=get),
             Route("/v1/models/{name:path}", self._model, methods=get),
             Route("/tokenize", self._tokenize, methods=post),
@@ -141,19 +143,13 @@ class ServerApp:
                 )
             ]
         app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
-        return AccessLog(Guard(app, self.settings), self._log, self.engine.new_id, self._metrics.failed)
+        return AccessLog(
+            Guard(app, self.settings, self._formats), self._log, self.engine.new_id, self._metrics.failed
+        )
 
     # ------------------------------------------------------------------ generating
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._generate(request, ChatRequest)
-
-    async def _completion(self, request: Request) -> Response:
-        return await self._generate(request, CompletionRequest)
-
-    async def _generate(
-        self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
-    ) -> Response:
+    async def _generate(self, answer_format: AnswerFormat[Any], request: Request) -> Response:
         key: ApiKey | None = request.scope[KEY]
         self._check_open()
         self._active_requests.check_capacity(key)
@@ -169,14 +165,14 @@ class ServerApp:
             await self._loop_turns.wait()
             client_id = _client_id(request)
             api_request, unknown = await unless_disconnected(
-                request.receive, self._bodies.read(kind, body, client_id)
+                request.receive, self._bodies.read(answer_format.request_type, body, client_id)
             )
             headers = (
                 {"Warning": f'299 weft "unknown fields ignored: {", ".join(unknown)}"'} if unknown else {}
             )
-            with client_field_names(api_request):
+            with renamed_fields(answer_format.field_names(api_request)):
                 self._active_requests.set_deadline(active, api_request.deadline)
-                beginning = self._begin(api_request, size, active, answer_bytes, client_id)
+                beginning = self._begin(answer_format, api_request, size, active, answer_bytes, client_id)
                 prepared = await unless_disconnected(request.receive, beginning)
                 record.is_streamed = prepared.is_streamed
                 # From here on only the tokens are needed: free the body.
@@ -186,21 +182,20 @@ class ServerApp:
                 if prepared.is_streamed:
                     stream = EventStream(
                         choices,
-                        prepared.builder,
+                        prepared.writer,
                         self._metrics,
                         loop_turns=self._loop_turns,
                         began=active.began,
-                        include_usage=prepared.include_usage,
                         headers=headers,
-                        on_end=lambda outcome: self._end(outcome, prepared.builder, active),
+                        on_end=lambda outcome: self._end(outcome, prepared, active),
                     )
                     is_owned_by_response = True
                     return stream
-                whole_answer = WholeAnswer(prepared.builder, answer_bytes)
+                whole_answer = WholeAnswer(prepared.writer, answer_bytes)
                 results = await unless_disconnected(
                     request.receive, whole_answer.collect(choices, self._loop_turns)
                 )
-            self._end(results, prepared.builder, active, is_streamed=False)
+            self._end(results, prepared, active)
             is_owned_by_response = True
             return whole_answer.response(headers)
         except ApiError as error:
@@ -215,7 +210,8 @@ class ServerApp:
 
     async def _begin(
         self,
-        api_request: ChatRequest | CompletionRequest,
+        answer_format: AnswerFormat[B],
+        api_request: B,
         size: int,
         active: ActiveRequest,
         answer_bytes: RequestBytes,
@@ -224,10 +220,12 @@ class ServerApp:
         """Prepares the request and submits it, or leaves it waiting at the gate. Raises if the engine refuses it."""
         self._check_model(api_request.model)
         async with active.until_deadline():
-            prepared = await self._preparer.prepare(api_request, size, active.id, active.key, client_id)
+            prepared = await self._preparer.prepare(
+                answer_format, api_request, size, active.id, active.key, client_id
+            )
             if not prepared.is_streamed:
                 length = self.engine.max_sequence_length
-                answer_bytes.check(min_response_bytes(prepared.requests, prepared.builder, length))
+                answer_bytes.check(min_response_bytes(prepared.requests, prepared.writer, length))
             await self._active_requests.submit(
                 active, prepared.requests, prepared.answer_form, is_streamed=prepared.is_streamed
             )
@@ -239,9 +237,7 @@ class ServerApp:
             active.choices.check()
         return prepared
 
-    def _end(
-        self, outcome: Outcome, builder: ResponseBuilder, active: ActiveRequest, is_streamed: bool = True
-    ) -> None:
+    def _end(self, outcome: Outcome, prepared: Prepared, active: ActiveRequest) -> None:
         """Records the outcome of a request in the metrics and in its log record."""
         self._active_requests.end(active, outcome)
         record = current_record()
@@ -250,11 +246,10 @@ class ServerApp:
             record.error_code = outcome.code
             self._metrics.failed(outcome.status)
         elif outcome:
-            record.results, record.num_choices_per_prompt = outcome, builder.num_choices_per_prompt
-            num_prompts = len(outcome) // builder.num_choices_per_prompt
-            self._metrics.answered(outcome, num_prompts, time.monotonic() - active.began)
+            record.results, record.num_choices_per_prompt = outcome, prepared.requests[0].params.n
+            self._metrics.answered(outcome, len(prepared.requests), time.monotonic() - active.began)
             first = outcome[0].time_to_first_token
-            if not is_streamed and first is not None:
+            if not prepared.is_streamed and first is not None:
                 self._metrics.first_token(first)
 
     def _check_open(self) -> None:
@@ -392,7 +387,9 @@ class ServerApp:
         """Built on the first request, so that it does not delay the start of the server."""
         from weft.server.api import openapi
 
-        return msgspec.json.encode(openapi.document(self._routes, needs_key=bool(self.settings.api_keys)))
+        return msgspec.json.encode(
+            openapi.document(self._routes, self._formats, needs_key=bool(self.settings.api_keys))
+        )
 
     async def _openapi(self, request: Request) -> Response:
         return Response(self._document, media_type="application/json")
@@ -403,7 +400,7 @@ class ServerApp:
     async def _respond_with_error(self, request: Request, error: ApiError) -> Response:
         if error.status in (429, 503) and error.retry_after is None:
             error.retry_after = self._retry_seconds()
-        return error.response()
+        return error.response(request.scope)
 
     async def _respond_with_weft_error(self, request: Request, error: WeftError) -> Response:
         return await self._respond_with_error(request, as_api_error(error))
@@ -424,7 +421,7 @@ async def _respond_with_http_error(request: Request, error: HTTPException) -> Re
         message = f"{request.method} is not allowed for {request.url.path!r:.200}"
     else:
         message = error.detail
-    return ApiError(error.status_code, message, headers=error.headers).response()
+    return ApiError(error.status_code, message, headers=error.headers).response(request.scope)
 
 
 async def _respond_to_disconnected(request: Request, error: Exception) -> Response:
@@ -433,4 +430,4 @@ async def _respond_to_disconnected(request: Request, error: Exception) -> Respon
 
 
 async def _respond_with_internal_error(request: Request, error: Exception) -> Response:
-    return ApiError.internal_error().response()
+    return ApiError.internal_error().response(request.scope)

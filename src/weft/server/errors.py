@@ -1,4 +1,4 @@
-"""Errors in the format of the OpenAI API: a status, and a body with a message, a type, a field and a code."""
+"""Errors: a status, and a body with a message, a type, a field and a code. API formats may write them differently."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Scope
 
 from weft.engine.ipc.client import EngineDiedError, EngineStalledError
 from weft.engine.ipc.remote_answer import SlowReaderError
@@ -15,6 +16,8 @@ from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError,
 from weft.server.admission.completion_rate import retry_after
 from weft.server.logs import current_record
 
+ERROR_WRITER = "weft.error_writer"
+"""Scope entry with `AnswerFormat.error`, if the route has an API format."""
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -57,15 +60,19 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
+        """The body in the form of the OpenAI API, which weft's own routes have too."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
+    def response(self, scope: Scope) -> Response:
+        """The response, in the API format of the route."""
         current_record().error_code = self.code
+        write = scope.get(ERROR_WRITER)
+        status, content = (self.status, self.body) if write is None else write(self)
         headers = self.headers
         if self.retry_after is not None:
             headers = {**headers, "Retry-After": retry_after(self.retry_after)}
-        return json_response(self.body, self.status, headers)
+        return json_response(content, status, headers)
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -1,4 +1,5 @@
-"""Descriptions and ranges of the fields of requests, for the OpenAPI document.
+"""Descriptions and ranges of the fields of requests, for the OpenAPI document. A field that only one API format has is
+in the file of that format.
 
 `schema` has the types, and `weft.request` checks the values. Tests fail if a range here differs from the checked one,
 or if a field has no description.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from weft.request import (
     MAX_LOGIT_BIAS,
@@ -33,12 +35,17 @@ class Field:
     minimum: float | None = None
     maximum: float | None = None
     above: float | None = None
+    schema: Mapping[str, Any] | None = None
+    """Replaces the schema that is made from the type of the field."""
 
 
 FIELDS: Mapping[str, Field] = {
     # generating
     "model": Field("Name of the model, as listed by /v1/models. Default: the model of the server."),
-    "messages": Field(f"The messages of the conversation, oldest first; at most {MAX_ENTRIES['messages']}."),
+    "messages": Field(
+        f"The messages of the conversation, oldest first; at most {MAX_ENTRIES['messages']}.",
+        schema={"type": "array", "items": {"$ref": "#/components/schemas/Message"}, "minItems": 1},
+    ),
     "prompt": Field(
         "Text to continue, or a list of token ids. A list of texts or of such lists is several prompts. "
         "For /tokenize: the text to tokenise."
@@ -54,7 +61,6 @@ FIELDS: Mapping[str, Field] = {
         1,
         MAX_TOKENS,
     ),
-    "max_completion_tokens": Field("The newer name of max_tokens.", 1, MAX_TOKENS),
     "min_tokens": Field(
         "Minimum number of generated tokens. A grammar can end the answer earlier.", 0, MAX_TOKENS
     ),
@@ -78,14 +84,6 @@ FIELDS: Mapping[str, Field] = {
         f"Chat: true returns the logprob of each generated token. Completion: a number, 0 to {MAX_LOGPROBS}; returns also "
         "the logprobs of this many most likely tokens."
     ),
-    "top_logprobs": Field(
-        "For each token, also return the logprobs of this many most likely tokens. Needs logprobs.",
-        0,
-        MAX_LOGPROBS,
-    ),
-    "echo": Field("Repeat the prompt before its answer."),
-    "suffix": Field("Not supported: weft only continues a prompt."),
-    "best_of": Field("Accepted only if equal to n: all answers are returned."),
     # extensions of weft
     "priority": Field(
         "low, normal, high or critical, or its number, 0 to 3. Higher priorities are scheduled first.", 0, 3
@@ -125,9 +123,6 @@ FIELDS: Mapping[str, Field] = {
         "Functions that the model may call, each with a name, a description and a JSON schema of its parameters; "
         f"at most {MAX_ENTRIES['tools']}."
     ),
-    "tool_choice": Field("auto, none, required, or an object that names the function to call."),
-    "parallel_tool_calls": Field("Whether an answer may have several tool calls."),
-    "documents": Field(f"Documents for chat templates that use them; at most {MAX_ENTRIES['documents']}."),
     "chat_template_kwargs": Field(
         f"Options of the chat template, such as enable_thinking; at most {MAX_ENTRIES['chat_template_kwargs']}."
     ),

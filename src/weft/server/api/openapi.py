@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -12,8 +11,10 @@ from starlette.routing import BaseRoute, Route
 
 from weft import __version__
 from weft.server.api import response_shapes as shapes
-from weft.server.api.field_docs import FIELDS
-from weft.server.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from weft.server.api.answer_format import HELLO, Operation
+from weft.server.api.field_docs import FIELDS, Field
+from weft.server.api.formats import FORMATS, Formats
+from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
 
 _REFERENCE = "#/components/schemas/{name}"
 _DESCRIPTION = """\
@@ -45,84 +46,8 @@ _MESSAGE: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Operation:
-    """One route: its request and response types."""
-
-    summary: str
-    description: str
-    tag: str
-    answer: type | None
-    """Type of the response. None: plain text."""
-    request: type | None = None
-    event: type | None = None
-    """Type of the events, if the route can stream."""
-    examples: Mapping[str, Any] = field(default_factory=dict)
-    errors: tuple[int, ...] = ()
-    media_type: str = "application/json"
-    is_open: bool = False
-    """True: the route never needs a key."""
-
-
-_GENERATING = (400, 404, 408, 413, 429, 500, 503, 504)
-_HELLO = [{"role": "user", "content": "Hello"}]
-_CITY = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 40}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
-    ("post", "/v1/chat/completions"): Operation(
-        "Chat completion",
-        "The chat template turns the messages into a prompt. Control tokens inside messages are plain text.",
-        "Generating",
-        shapes.ChatCompletion,
-        ChatRequest,
-        shapes.ChatCompletionChunk,
-        {
-            "Question": {"messages": _HELLO, "temperature": 0, "max_tokens": 64},
-            "Stream": {
-                "messages": _HELLO,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-                "temperature": 0,
-                "max_tokens": 64,
-            },
-            "With a seed": {"messages": _HELLO, "temperature": 0.7, "seed": 7, "max_tokens": 64},
-            "JSON schema": {
-                "messages": [{"role": "user", "content": "Name a city."}],
-                "response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": _CITY}},
-                "temperature": 0,
-                "max_tokens": 64,
-            },
-            "Tool call": {
-                "messages": [{"role": "user", "content": "What is the weather in Rome?"}],
-                "tools": [{"type": "function", "function": {"name": "weather", "parameters": _CITY}}],
-                "tool_choice": "required",
-                "temperature": 0,
-                "max_tokens": 64,
-            },
-            "Logprobs": {"messages": _HELLO, "logprobs": True, "top_logprobs": 3, "max_tokens": 4},
-        },
-        _GENERATING,
-    ),
-    ("post", "/v1/completions"): Operation(
-        "Text completion",
-        "The model continues the prompt. No chat template is applied.",
-        "Generating",
-        shapes.Completion,
-        CompletionRequest,
-        shapes.Completion,
-        {
-            "Text": {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
-            "Token ids": {"prompt": [504, 3575, 282], "max_tokens": 8},
-            "Several prompts": {"prompt": ["One, two,", "Red, green,"], "n": 2, "max_tokens": 8},
-            "Score a text": {"prompt": "Hello", "max_tokens": 1, "echo": True, "logprobs": 1},
-        },
-        _GENERATING,
-    ),
+    **{("post", path): one.operation for path, one in FORMATS.items()},
     ("get", "/v1/models"): Operation("List models", "A server has one model.", "Models", shapes.ModelList),
     ("get", "/v1/models/{name}"): Operation(
         "Describe a model", "Accepts any name of the model.", "Models", shapes.Model, errors=(404,)
@@ -133,7 +58,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "Text",
         shapes.Tokens,
         TokenizeRequest,
-        examples={"Text": {"prompt": "Hello"}, "Messages": {"messages": _HELLO}},
+        examples={"Text": {"prompt": "Hello"}, "Messages": {"messages": HELLO}},
         errors=(400, 404, 408, 413, 429, 500, 503),
     ),
     ("post", "/detokenize"): Operation(
@@ -203,11 +128,12 @@ _STATUSES = {
 }
 
 
-def document(routes: Iterable[BaseRoute], *, needs_key: bool) -> dict[str, Any]:
+def document(routes: Iterable[BaseRoute], formats: Formats = FORMATS, *, needs_key: bool) -> dict[str, Any]:
     """The document for these routes."""
     paths: dict[str, Any] = {}
     existing = set(_methods(routes))
-    for (method, path), operation in OPERATIONS.items():
+    operations = {**OPERATIONS, **{("post", path): one.operation for path, one in formats.items()}}
+    for (method, path), operation in operations.items():
         if (method, path) in existing:
             paths.setdefault(path, {})[method] = _described(method, path, operation, needs_key)
     tags = dict.fromkeys(one["tags"][0] for each in paths.values() for one in each.values())
@@ -217,7 +143,7 @@ def document(routes: Iterable[BaseRoute], *, needs_key: bool) -> dict[str, Any]:
         "tags": [{"name": name} for name in tags],
         "paths": paths,
         "components": {
-            "schemas": _schemas(),
+            "schemas": _schemas(operations.values(), formats),
             "securitySchemes": {
                 "key": {
                     "type": "http",
@@ -266,20 +192,20 @@ def _responses(operation: Operation) -> dict[str, Any]:
     else:
         good = {"application/json": {"schema": _reference(operation.answer)}}
     if operation.event is not None:
-        note = "Each `data:` line is one event with a JSON object of this type. The last one is `[DONE]` or an error."
-        good["text/event-stream"] = {"schema": {"description": note}, "x-event": _reference(operation.event)}
+        event = {"schema": {"description": operation.event_note}, "x-event": _reference(operation.event)}
+        good[operation.event_media_type] = event
     responses: dict[str, Any] = {"200": {"description": "Success.", "content": good}}
     shown = sorted({*operation.errors, *((401, 403) if not operation.is_open else ())})
     for status in shown:
-        responses[str(status)] = _error(_STATUSES[status])
+        responses[str(status)] = _error(_STATUSES[status], operation)
     if operation.is_open and 503 in operation.errors:  # the 503 of /health has a status, not an error
         responses["503"] = {"description": "The engine is down.", "content": good}
-    responses["default"] = _error("Any other error.")
+    responses["default"] = _error("Any other error.", operation)
     return responses
 
 
-def _error(description: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": _reference(shapes.Error)}}
+def _error(description: str, operation: Operation) -> dict[str, Any]:
+    content = {"application/json": {"schema": _reference(operation.error or shapes.Error)}}
     return {"description": description, "content": content}
 
 
@@ -287,33 +213,38 @@ def _reference(kind: type) -> dict[str, str]:
     return {"$ref": _REFERENCE.format(name=kind.__name__)}
 
 
-def _schemas() -> dict[str, Any]:
-    requests = {one.request for one in OPERATIONS.values() if one.request is not None}
-    responses = {one.answer for one in OPERATIONS.values() if one.answer not in (None, dict)}
-    events = {one.event for one in OPERATIONS.values() if one.event is not None}
-    kinds = sorted(requests | responses | events | {shapes.Error}, key=lambda kind: kind.__name__)
+def _schemas(operations: Iterable[Operation], formats: Formats) -> dict[str, Any]:
+    operations = list(operations)
+    requests = {one.request for one in operations if one.request is not None}
+    responses = {
+        kind for one in operations for kind in (one.answer, one.event, one.error) if kind is not None
+    }
+    kinds = sorted((requests | responses | {shapes.Error}) - {dict}, key=lambda kind: kind.__name__)
     _, found = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
     _, request_schemas = msgspec.json.schema_components(list(requests), ref_template=_REFERENCE)
     body_types = {kind.__name__ for kind in requests}
+    own_fields = {one.request_type.__name__: one.fields for one in formats.values()}
     for name in request_schemas:
-        found[name] = _with_field_docs(found[name], may_be_null=name in body_types)
+        fields = {**FIELDS, **own_fields.get(name, {})}
+        found[name] = _with_field_docs(found[name], fields, may_be_null=name in body_types)
     return {"Message": _MESSAGE, **found}
 
 
-def _with_field_docs(schema: dict[str, Any], may_be_null: bool) -> dict[str, Any]:
+def _with_field_docs(
+    schema: dict[str, Any], fields: Mapping[str, Field], may_be_null: bool
+) -> dict[str, Any]:
     """Adds descriptions and ranges to a request type. Optional fields of a body may also be null."""
     required = set(schema.get("required", ()))
     properties = {}
     for name, given in schema["properties"].items():
-        content = dict(given)
-        if name == "messages":
-            content = {"type": "array", "items": {"$ref": _REFERENCE.format(name="Message")}, "minItems": 1}
+        docs = fields.get(name)
+        content = dict(docs.schema if docs is not None and docs.schema is not None else given)
         default = content.pop("default", None)
         if may_be_null and name not in required and {"type": "null"} not in content.get("anyOf", ()):
             content = {"anyOf": [content, {"type": "null"}]}
         if default is not None:
             content["default"] = default
-        if (docs := FIELDS.get(name)) is not None:
+        if docs is not None:
             content["description"] = docs.description
             limits = {"minimum": docs.minimum, "maximum": docs.maximum, "exclusiveMinimum": docs.above}
             content |= {limit: value for limit, value in limits.items() if value is not None}

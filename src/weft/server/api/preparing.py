@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from weft.request import InferenceRequest, RequestId
+from weft.request import Grammar, InferenceRequest, RequestId
 from weft.server.admission.keys import ApiKey
-from weft.server.api import structured
-from weft.server.api.openai import ApiFormat, Echo, ResponseBuilder
-from weft.server.api.requests import check_completion, inference_request, prompts_of, sampling_params
-from weft.server.api.schema import ChatRequest, CompletionRequest, TokenizeRequest
-from weft.server.api.tool_use import NO_TOOLS, ToolUse, tool_use
+from weft.server.api.answer_format import (
+    AnswerContext,
+    AnswerFormat,
+    AnswerWriter,
+    B,
+    Echo,
+    ParsedRequest,
+    Prompt,
+    ServedModel,
+)
+from weft.server.api.requests import inference_request
+from weft.server.api.schema import TokenizeRequest
+from weft.server.api.tool_use import ToolUse
 from weft.server.errors import ApiError, renamed_fields
 from weft.server.settings import ServerSettings
 from weft.server.text_work.grammar_check import GrammarChecker
@@ -34,10 +41,9 @@ class Prepared:
     """A request that is ready for the engine."""
 
     requests: list[InferenceRequest]
-    builder: ResponseBuilder
+    writer: AnswerWriter
     answer_form: AnswerSyntax | None
     is_streamed: bool
-    include_usage: bool
 
 
 class Preparer:
@@ -54,9 +60,9 @@ class Preparer:
         self._encoder = PromptEncoder(text, settings.model, max_context, settings.chat_template)
         self._grammars = GrammarChecker(settings.model, vocabulary_size)
         self._text = text
-        self._generation_defaults = generation_defaults
-        self._name = settings.names[0]
-        self._max_answers = settings.max_answers
+        self._model = ServedModel(
+            settings.names[0], text.tokenizer, generation_defaults, settings.max_answers
+        )
         _ = text.tool_format  # detected now by rendering the template, so that no request waits for it
 
     async def close(self) -> None:
@@ -65,7 +71,8 @@ class Preparer:
 
     async def prepare(
         self,
-        api_request: ChatRequest | CompletionRequest,
+        answer_format: AnswerFormat[B],
+        api_request: B,
         size: int,
         request_id: RequestId,
         key: ApiKey | None,
@@ -73,72 +80,73 @@ class Preparer:
     ) -> Prepared:
         """Prepares a request with a body of `size` bytes. Raises if it is invalid. Text work is shared fairly between
         clients, by `client_id`."""
-        params = sampling_params(api_request, self._generation_defaults)
-        grammar = await self._run_in_thread_if_large(
-            size, client_id, structured.requested_grammar, api_request
+        parsed: ParsedRequest = await self._run_in_thread_if_large(
+            size, client_id, answer_format.parse, api_request, self._model
         )
+        grammar, answer_form = parsed.grammar, None
+        echoes: Sequence[Echo] = ()
         if grammar is not None:
             grammar = await self._grammars.check(grammar, client_id)
-        api_format: ApiFormat
-        echoes: list[Echo] = []
-        tools = NO_TOOLS
-        answer_form = None
-        if isinstance(api_request, ChatRequest):
-            tools = await self._run_in_thread_if_large(size, client_id, tool_use, api_request)
-            api_format = "chat"
-            prompts = [await self._encoder.encode(_chat_prompt(api_request, tools), size, client_id)]
-            answer_form = tools.answer_form(self._text, prompts[0])
-            written = await self._run_in_thread_if_large(
-                size, client_id, tools.grammar, grammar, answer_form, self._text
-            )
-            if written is not None and written is not grammar:
-                # The grammar of the answer was checked above, so an error here is caused by the tools.
-                with renamed_fields({"grammar": "tools"} if tools.tools else {}):
-                    grammar = await self._grammars.check(written, client_id)
+        if isinstance(parsed.prompt, Chat):
+            prompts = [await self._encoder.encode(parsed.prompt, size, client_id)]
+            answer_form = parsed.tools.answer_form(self._text, prompts[0])
+            grammar = await self._answer_grammar(parsed.tools, grammar, answer_form, size, client_id)
         else:
-            api_format = "completion"
-            check_completion(api_request)
-            texts = prompts_of(api_request, self._max_answers)
-            encoded = iter(
-                await self._encoder.encode_texts([one for one in texts if isinstance(one, str)], client_id)
-            )
-            prompts = [
-                next(encoded) if isinstance(one, str) else self._encoder.check_tokens(one) for one in texts
-            ]
-            if api_request.echo:
-                decoded = iter(
-                    await self._encoder.decode([one for one in texts if not isinstance(one, str)], client_id)
-                )
-                echoes = [
-                    Echo(one if isinstance(one, str) else next(decoded), tokens)
-                    for one, tokens in zip(texts, prompts, strict=True)
-                ]
-        if grammar is not None:
-            params = replace(params, grammar=grammar)
-        builder = ResponseBuilder(
-            api_format,
-            self._name,
-            self._text.tokenizer,
+            prompts = await self._prompt_tokens(parsed.prompt, client_id)
+            if parsed.echoes_prompts:
+                echoes = await self._echoes(parsed.prompt, prompts, client_id)
+        params = parsed.params if grammar is None else replace(parsed.params, grammar=grammar)
+        context = AnswerContext(
+            self._model.name,
+            self._model.tokenizer,
+            request_id,
             wants_logprobs=params.logprobs is not None,
             num_choices_per_prompt=params.n,
-            echoes=echoes,
-            request_id=request_id,
             has_parts=answer_form is not None,
-            is_named_call=tools.is_named,
+            echoes=echoes,
         )
-        options = api_request.stream_options
         return Prepared(
             [
-                inference_request(
-                    api_request, prompt, params, key, _prompt_id(request_id, index, len(prompts))
-                )
+                inference_request(parsed, prompt, params, key, _prompt_id(request_id, index, len(prompts)))
                 for index, prompt in enumerate(prompts)
             ],
-            builder,
+            answer_format.writer(api_request, context),
             answer_form,
-            api_request.stream,
-            options is not None and bool(options.include_usage),
+            parsed.is_streamed,
         )
+
+    async def _answer_grammar(
+        self,
+        tools: ToolUse,
+        grammar: Grammar | None,
+        answer_form: AnswerSyntax | None,
+        size: int,
+        client_id: str,
+    ) -> Grammar | None:
+        """The grammar of whole answers, with thoughts and tool calls. `grammar` is that of content."""
+        written = await self._run_in_thread_if_large(
+            size, client_id, tools.grammar, grammar, answer_form, self._text
+        )
+        if written is None or written is grammar:
+            return grammar
+        # The grammar of content is checked already, so an error here is caused by the tools.
+        with renamed_fields({"grammar": "tools"} if tools.tools else {}):
+            return await self._grammars.check(written, client_id)
+
+    async def _prompt_tokens(self, prompts: Sequence[Prompt], client_id: str) -> list[list[int]]:
+        texts = [one for one in prompts if isinstance(one, str)]
+        encoded = iter(await self._encoder.encode_texts(texts, client_id))
+        return [next(encoded) if isinstance(one, str) else self._encoder.check_tokens(one) for one in prompts]
+
+    async def _echoes(
+        self, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]], client_id: str
+    ) -> list[Echo]:
+        ids = [one for one in prompts if not isinstance(one, str)]
+        decoded = iter(await self._encoder.decode(ids, client_id))
+        return [
+            Echo(one if isinstance(one, str) else next(decoded), each)
+            for one, each in zip(prompts, tokens, strict=True)
+        ]
 
     async def tokens(self, api_request: TokenizeRequest, size: int, client_id: str) -> list[int]:
         """The prompt tokens that a completion or a chat with these fields would have."""
@@ -146,12 +154,18 @@ class Preparer:
             raise ApiError(
                 400, "send either prompt or messages, not both", param="prompt", code="invalid_value"
             )
-        prompt = (
-            _chat_prompt(api_request)
-            if api_request.prompt is None
-            else Text(api_request.prompt, api_request.add_special_tokens)
+        if api_request.prompt is not None:
+            text = Text(api_request.prompt, api_request.add_special_tokens)
+            return await self._encoder.encode(text, size, client_id)
+        chat = Chat(
+            api_request.messages or [],
+            api_request.tools or None,
+            None,
+            api_request.chat_template_kwargs,
+            api_request.add_generation_prompt and not api_request.continue_final_message,
+            api_request.continue_final_message,
         )
-        return await self._encoder.encode(prompt, size, client_id)
+        return await self._encoder.encode(chat, size, client_id)
 
     async def text(self, tokens: list[int], client_id: str) -> str:
         """The text of tokens, with control tokens. Raises ApiError for invalid tokens."""
@@ -178,26 +192,3 @@ class Preparer:
 def _prompt_id(request_id: RequestId, index: int, num_prompts: int) -> RequestId:
     """The id of one prompt: the id of the request, and with several prompts the index."""
     return request_id if num_prompts == 1 else RequestId(f"{request_id}-{index}")
-
-
-def client_field_names(api_request: ChatRequest | CompletionRequest) -> AbstractContextManager[None]:
-    """Translates field names of `InferenceRequest` in errors to the fields that the client sent."""
-    names = {"grammar": structured.grammar_param(api_request)}
-    if isinstance(api_request, ChatRequest):
-        names["prompt"] = "messages"
-        if api_request.max_completion_tokens is not None:
-            names["max_tokens"] = "max_completion_tokens"
-        if api_request.top_logprobs is not None:
-            names["logprobs"] = "top_logprobs"
-    return renamed_fields(names)
-
-
-def _chat_prompt(api_request: ChatRequest | TokenizeRequest, tools: ToolUse | None = None) -> Chat:
-    return Chat(
-        api_request.messages or [],
-        (api_request.tools if tools is None else tools.template_tools) or None,
-        api_request.documents if isinstance(api_request, ChatRequest) else None,
-        api_request.chat_template_kwargs,
-        api_request.add_generation_prompt and not api_request.continue_final_message,
-        api_request.continue_final_message,
-    )

@@ -1,6 +1,7 @@
-"""The types of responses, for the OpenAPI document and for tests that compare responses with it.
+"""The types of responses, for the OpenAPI document and for tests that compare responses with it. Types that only one API
+format has are in its file.
 
-`openai` builds responses as plain dicts: the server never creates instances of these types.
+The server builds responses as plain dicts, and never creates instances of these types.
 """
 
 from __future__ import annotations
@@ -55,114 +56,6 @@ class Timings(Shape):
     prefill: float
     decode: float
     preemptions: int
-
-
-class FunctionCall(Shape):
-    name: str | UnsetType = UNSET
-    arguments: Annotated[
-        str | UnsetType, Meta(description="The arguments as JSON text, as the model wrote them.")
-    ] = UNSET
-
-
-class ToolCall(Shape):
-    function: FunctionCall
-    id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-    index: int | UnsetType = UNSET
-
-
-class TopLogprob(Shape):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(Shape):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(Shape):
-    content: list[TokenLogprob]
-
-
-class AnswerMessage(Shape):
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
-    reasoning_content: str | UnsetType | None = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
-
-
-class ChatChoice(Shape):
-    index: int
-    message: AnswerMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
-    timings: Timings
-
-
-class ChatCompletion(Shape):
-    id: str
-    object: Literal["chat.completion"]
-    created: Annotated[int, Meta(description="Seconds since 1970.")]
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class Delta(Shape):
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType | None = UNSET
-    reasoning_content: str | UnsetType | None = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
-
-
-class ChunkChoice(Shape):
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-    timings: Timings | UnsetType = UNSET
-
-
-class ChatCompletionChunk(Shape):
-    """One event of a chat stream."""
-
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
-
-
-class CompletionLogprobs(Shape):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class CompletionChoice(Shape):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
-    timings: Timings | UnsetType = UNSET
-
-
-class Completion(Shape):
-    """A completion, or one event of a completion stream."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
 
 
 class Model(Shape):

@@ -63,7 +63,7 @@ else:
 
 
 class GenerationRequest(_SamplingFields, frozen=True, kw_only=True):
-    """Fields of both chats and completions. A null means the default, and is removed before the conversion.
+    """Fields of all formats of the OpenAI API. A null means the default, and is removed before the conversion.
 
     Of its bases, one has the first fields for the order of documents, the other the table of sampling parameters."""
 
@@ -94,28 +94,6 @@ class GenerationRequest(_SamplingFields, frozen=True, kw_only=True):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-
-
-class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    documents: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-
-
-class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
-    prompt: str | list[Any]
-    logprobs: int | None = None
-    echo: bool = False
-    suffix: str = ""
-    best_of: int | None = None
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True):

@@ -9,7 +9,6 @@ from typing import Any
 
 from weft.request import Grammar
 from weft.server.api.closed_schema import closed
-from weft.server.api.schema import ChatRequest
 from weft.server.errors import ApiError
 from weft.text.answer_reader import AnswerSyntax
 from weft.text.model_text import ModelText
@@ -73,10 +72,11 @@ class ToolUse:
 NO_TOOLS = ToolUse()
 
 
-def tool_use(api_request: ChatRequest) -> ToolUse:
-    """The tools of a request. Raises ApiError if tools or tool_choice are invalid."""
-    tools = _checked_tools(api_request.tools or [])
-    choice = api_request.tool_choice
+def tool_use(
+    template_tools: list[dict[str, Any]], choice: str | Mapping[str, Any] | None, may_be_parallel: bool | None
+) -> ToolUse:
+    """The tools of a request, in the form of the OpenAI API. Raises ApiError if tools or tool_choice are invalid."""
+    tools = _checked_tools(template_tools)
     name = _named(choice) if isinstance(choice, Mapping) else None
     if name is None and choice not in (None, "auto", "none", "required"):
         shown = str(choice) if isinstance(choice, str) else "an object without the name of a function"
@@ -97,8 +97,8 @@ def tool_use(api_request: ChatRequest) -> ToolUse:
                 "tool_choice",
             )
     is_forced = name is not None or choice == "required"
-    is_single = name is not None or api_request.parallel_tool_calls is False
-    return ToolUse(tools, api_request.tools, is_forced, name is not None, 1 if is_single else None)
+    is_single = name is not None or may_be_parallel is False
+    return ToolUse(tools, template_tools, is_forced, name is not None, 1 if is_single else None)
 
 
 def _named(choice: Mapping[str, Any]) -> str | None:

@@ -51,7 +51,7 @@ class AccessLog:
         except Exception as error:
             self._log_exception(error, record)
             if not record.status:
-                await ApiError.internal_error().response()(scope, receive, send_recorded)
+                await ApiError.internal_error().response(scope)(scope, receive, send_recorded)
         finally:
             record_of_task.reset(token)
             key = scope.get("weft.key")  # set by the guard

@@ -8,6 +8,7 @@ the parsed request or the error.
 from __future__ import annotations
 
 import gc
+from importlib import import_module
 from typing import Any, TypeVar
 
 import msgspec
@@ -61,7 +62,7 @@ class BodyReader:
         """Does the same as `schema.read`."""
         if len(body) <= _SMALL_BYTES:
             return schema.read(kind, bytes(body))
-        name, cost = kind.__name__.encode() + b"\n", _SECONDS_PER_BYTE * len(body)
+        name, cost = f"{kind.__module__} {kind.__name__}\n".encode(), _SECONDS_PER_BYTE * len(body)
         try:
             content = await self._workers.run(name, body, client_id=client_id, cost=cost, seconds=_SECONDS)
         except TimeoutError:
@@ -82,7 +83,8 @@ class BodyReader:
 
 def _parse(job: bytes) -> bytes:
     name, _, body = job.partition(b"\n")
-    kind: type[msgspec.Struct] = getattr(schema, name.decode())
+    module, _, kind_name = name.decode().partition(" ")
+    kind: type[msgspec.Struct] = getattr(import_module(module), kind_name)  # both are from the server
     try:
         api_request, unknown = schema.read(kind, body)
         # A cheap upper bound first: each value but the first follows a comma or opens its list or object.

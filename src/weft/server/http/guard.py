@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.server.admission.keys import ApiKey, KeyRing
-from weft.server.errors import ApiError
+from weft.server.api.formats import Formats
+from weft.server.errors import ERROR_WRITER, ApiError
 from weft.server.http.byte_budget import ByteBudget, RequestBytes, answer_budget_error, body_budget_error
 from weft.server.settings import ServerSettings
 
@@ -29,8 +30,9 @@ ANSWER = "weft.answer"
 class Guard:
     """Middleware before every route."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, formats: Formats) -> None:
         self._app = app
+        self._formats = formats
         self._max_body_bytes = settings.max_body_bytes
         self._bodies = ByteBudget(settings.max_body_bytes, settings.max_buffered_bytes, body_budget_error)
         self._answers = ByteBudget(
@@ -49,7 +51,7 @@ class Guard:
             self._check(scope)
         except ApiError as error:
             error.headers |= self._cors_headers(scope)
-            await error.response()(scope, receive, send)
+            await error.response(scope)(scope, receive, send)
             return
         body = scope[BODY] = RequestBytes(self._bodies)
         answer = scope[ANSWER] = RequestBytes(self._answers)
@@ -61,11 +63,15 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
+        answer_format = self._formats.get(scope["path"])
+        if answer_format is not None:
+            scope[ERROR_WRITER] = answer_format.error
         self._check_host(headers.get(b"host"))
         self._check_origin(headers.get(b"origin"), headers.get(b"host"))
         scope[KEY] = None
         if scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
-            key = self._keys.find(headers.get(b"authorization", b""))
+            given = headers.get(b"authorization", b"")
+            key = self._keys.find(answer_format.authorization(headers) if answer_format else given)
             if scope["path"] == _ADMIN_PATHS or scope["path"].startswith(_ADMIN_PATHS + "/"):
                 self._check_admin(key)
             elif key is None and self._keys.keys:

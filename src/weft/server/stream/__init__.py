@@ -1,1 +1,1 @@
-"""Sends answers to the client, as server-sent events or as one body, and shares the event loop between requests."""
+"""Sends answers to the client, as a stream of events or as one body, and shares the event loop between requests."""

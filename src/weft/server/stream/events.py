@@ -1,4 +1,4 @@
-"""Streams answers as server-sent events. The first token is sent at once; under load an event has several tokens."""
+"""Streams answers as events. The first token is sent at once; under load an event has several tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from weft.errors import WeftError
 from weft.request import GenerationResult
-from weft.server.api.openai import ResponseBuilder, TokenOffsets
+from weft.server.api.answer_format import AnswerWriter
 from weft.server.errors import ApiError, as_api_error
 from weft.server.http.protocol import WRITER, BodyWriter
 from weft.server.metrics import ServerMetrics
 from weft.server.stream.choices import Choices, Piece
-from weft.server.stream.chunks import Chunks, event
 from weft.server.stream.loop_turns import LoopTurns
 
 _SECONDS_PER_EVENT = 1e-4
@@ -65,24 +64,21 @@ class EventStream(Response):
     def __init__(
         self,
         choices: Choices,
-        builder: ResponseBuilder,
+        writer: AnswerWriter,
         metrics: ServerMetrics,
         *,
         loop_turns: LoopTurns,
         began: float,
-        include_usage: bool,
         headers: dict[str, str],
         on_end: Callable[[list[GenerationResult] | ApiError | None], object],
     ) -> None:
         super().__init__(None, 200, {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
-        self.headers["content-type"] = "text/event-stream; charset=utf-8"
+        self.headers["content-type"] = writer.stream_type
         del self.headers["content-length"]
         self._choices = choices
-        self._builder = builder
-        self._chunks = Chunks(builder, include_usage=include_usage)
+        self._answer_writer = writer
         self._metrics = metrics
         self._loop_turns = loop_turns
-        self._include_usage = include_usage
         self._on_end = on_end
         self._last = began
         self._loop = asyncio.get_running_loop()
@@ -91,8 +87,7 @@ class EventStream(Response):
         self._writer: BodyWriter | None = None
         self._stopped: asyncio.Future[bytes] | None = None
         """Set when direct writing stops: at the end of the answers, or with bytes that the writer did not accept."""
-        self._offsets: dict[int, TokenOffsets] = {}
-        """Token offsets of each answer that has sent an event."""
+        self._has_events = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         EventStream.open_streams += 1
@@ -121,13 +116,11 @@ class EventStream(Response):
             outcome = as_api_error(error)
         except ApiError as error:
             outcome = error
-        # The status is sent already: an error is the last event, and replaces [DONE].
+        # The status is sent already: an error is the last event.
         if isinstance(outcome, ApiError):
-            last = event(outcome.body)
+            last = self._answer_writer.error(outcome)
         else:
-            last = b"data: [DONE]\n\n"
-            if self._include_usage:
-                last = event(self._builder.chunk([], usage=self._builder.usage(self._choices))) + last
+            last = self._answer_writer.end(self._choices)
         await send({"type": "http.response.body", "body": last, "more_body": False})
         return outcome
 
@@ -172,7 +165,7 @@ class EventStream(Response):
             if not pieces:
                 return
             self._measure(pieces, now)
-            content = self._events(pieces)
+            content = self._answer_writer.events(pieces)
             if content and not (self._writer is not None and self._writer.write(content)):
                 self._stopped.set_result(content)
             elif pieces[-1].is_last and self._choices.is_over:
@@ -180,41 +173,14 @@ class EventStream(Response):
         except Exception as error:
             self._stopped.set_exception(error)
 
-    def _events(self, pieces: list[Piece]) -> bytes:
-        builder, chunks = self._builder, self._chunks
-        events: list[bytes] = []
-        for piece in pieces:
-            choice = piece.choice
-            offsets = self._offsets.get(choice.index)
-            if offsets is None:
-                offsets = self._offsets[choice.index] = TokenOffsets(
-                    builder.tokenizer, self._open(choice.index, events)
-                )
-            if piece.deltas is not None or builder.wants_logprobs:
-                events += map(chunks.event, builder.pieces(piece, offsets))
-            elif piece.text:
-                events.append(chunks.text(choice.index, piece.text))
-            if choice.result is not None:
-                events.append(chunks.event(builder.closing(choice, choice.result)))
-        return events[0] if len(events) == 1 else b"".join(events)
-
-    def _open(self, index: int, events: list[bytes]) -> int:
-        """Adds the events before the first token: the role of a chat, or the echoed prompt. Returns the text offset."""
-        if self._builder.api_format == "chat":
-            events.append(self._chunks.event(self._builder.opening(index)))
-            return 0
-        echo = self._builder.echo(index)
-        if echo.text:
-            events.append(self._chunks.text(index, echo.text))
-        return len(echo.text)
-
     def _measure(self, pieces: list[Piece], now: float) -> None:
         num_tokens = len(pieces[0].tokens) if len(pieces) == 1 else sum(len(piece.tokens) for piece in pieces)
-        if num_tokens and not self._offsets:
+        if num_tokens and not self._has_events:
             self._metrics.first_token(now - self._last)
         elif num_tokens:
             self._metrics.delivery(now - self._last, num_tokens)
         self._last = now
+        self._has_events = True
 
 
 def _body(content: bytes) -> Message:

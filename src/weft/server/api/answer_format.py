@@ -1,0 +1,204 @@
+"""What an API format is: how its requests are read, and how its answers are written.
+
+An `AnswerFormat` serves one route and has no state. For each request it makes an `AnswerWriter`, which owns what the
+format must remember while answers arrive. No other module asks which format a request has.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from weft.request import GenerationResult, Grammar, Priority, SamplingParams, TokenLogprobs
+from weft.server.api.field_docs import Field
+from weft.server.api.tool_use import NO_TOOLS, ToolUse
+from weft.server.errors import ApiError
+from weft.server.stream.choices import Choices, Piece
+from weft.server.stream.loop_turns import LoopTurns
+from weft.server.text_work.text_process import Chat
+from weft.text.answer_parts import AnswerParts
+from weft.text.tokenizer import Tokenizer
+
+Prompt = str | list[int]
+"""Text or token ids."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a format may know of the server."""
+
+    name: str
+    tokenizer: Tokenizer
+    generation_defaults: Mapping[str, Any]
+    max_answers: int
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """What a body asks for, in no format."""
+
+    prompt: Chat | Sequence[Prompt]
+    """One conversation, or the prompts to continue."""
+    params: SamplingParams
+    is_streamed: bool = False
+    grammar: Grammar | None = None
+    """The grammar of content. It is not checked yet, and not yet part of `params`."""
+    tools: ToolUse = NO_TOOLS
+    echoes_prompts: bool = False
+    priority: Priority | int = Priority.NORMAL
+    session_id: str | None = None
+    ttft_target: float | None = None
+    deadline: float | None = None
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that is repeated before its answers."""
+
+    text: str = ""
+    tokens: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class AnswerContext:
+    """What a writer knows of its request."""
+
+    model: str
+    tokenizer: Tokenizer
+    request_id: str
+    wants_logprobs: bool = False
+    num_choices_per_prompt: int = 1
+    has_parts: bool = False
+    """Answers may have thoughts or tool calls besides content."""
+    echoes: Sequence[Echo] = ()
+    """One entry per prompt if prompts are echoed, else empty."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class AnswerWriter(ABC):
+    """Writes the answers of one request: as a stream, or as one body."""
+
+    stream_type: ClassVar[str] = "text/event-stream; charset=utf-8"
+    smallest_entry: ClassVar[int] = 0
+    """Lower bound for the JSON of one token with its logprob. Each token of an answer has 1 + `logprobs` of them."""
+
+    def __init__(self, context: AnswerContext) -> None:
+        self.context = context
+
+    # ------------------------------------------------------------------ a stream
+
+    @abstractmethod
+    def events(self, pieces: Sequence[Piece]) -> bytes:
+        """The events for new pieces. The first piece of an answer opens it. The last one closes it: its choice then has
+        a result. Called for every token of every stream."""
+
+    @abstractmethod
+    def end(self, choices: Choices) -> bytes:
+        """The last bytes of a stream, after all answers."""
+
+    @abstractmethod
+    def error(self, error: ApiError) -> bytes:
+        """The last bytes of a stream that failed. Its status was sent before."""
+
+    # ------------------------------------------------------------------ one body
+
+    @abstractmethod
+    def answer(self, index: int, result: GenerationResult, answer: str | AnswerParts) -> tuple[bytes, bytes]:
+        """The JSON of one answer, split at the place for its logprobs."""
+
+    def envelope(self, choices: Choices) -> tuple[bytes, bytes]:
+        """The JSON before and after the answers. Commas are between the answers."""
+        return b"", b""
+
+    async def before_answers(self, loop_turns: LoopTurns) -> None:
+        """Work before the first answer of a body. Runs while the engine computes."""
+        return
+
+    def logprobs(
+        self, index: int, tokens: Sequence[int], token_logprobs: Sequence[TokenLogprobs | None]
+    ) -> dict[str, list[Any]]:
+        """The lists of the logprobs object for the next tokens of an answer. The lists of all calls are joined."""
+        raise NotImplementedError
+
+    def prompt_logprobs(
+        self, index: int, start: int, token_logprobs: Sequence[TokenLogprobs | None]
+    ) -> dict[str, list[Any]]:
+        """The same for the tokens from `start` on of an echoed prompt."""
+        raise NotImplementedError
+
+
+class RequestBody(Protocol):
+    """The fields that every request type has. It is a msgspec type."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def deadline(self) -> float | None: ...
+    @property
+    def __struct_fields__(self) -> tuple[str, ...]: ...
+
+
+B = TypeVar("B", bound=RequestBody)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One route in the OpenAPI document."""
+
+    summary: str
+    description: str
+    tag: str
+    answer: type | None
+    """Type of the response. None: plain text."""
+    request: type | None = None
+    event: type | None = None
+    """Type of the events, if the route can stream."""
+    examples: Mapping[str, Any] = field(default_factory=dict)
+    errors: tuple[int, ...] = ()
+    media_type: str = "application/json"
+    is_open: bool = False
+    """True: the route never needs a key."""
+    event_note: str = ""
+    """How a client separates events, and which one is the last."""
+    event_media_type: str = "text/event-stream"
+    error: type | None = None
+    """Type of the body of an error. None: that of weft's own routes."""
+
+
+GENERATING = (400, 404, 408, 413, 429, 500, 503, 504)
+"""The statuses of errors of a route that generates."""
+HELLO = [{"role": "user", "content": "Hello"}]
+"""The messages of examples."""
+
+
+class AnswerFormat(ABC, Generic[B]):
+    """One API format."""
+
+    request_type: type[B]
+    operation: Operation
+    fields: Mapping[str, Field] = {}
+    """Words and ranges of the fields that only this format has. `FIELDS` has the others."""
+
+    @abstractmethod
+    def parse(self, api_request: B, model: ServedModel) -> ParsedRequest:
+        """Converts a body. Raises ApiError or InvalidRequestError. May run in a thread."""
+
+    @abstractmethod
+    def writer(self, api_request: B, context: AnswerContext) -> AnswerWriter:
+        """The writer of the answers. It must not keep the body, which may have megabytes."""
+
+    def field_names(self, api_request: B) -> Mapping[str, str]:
+        """For errors: from field names of `InferenceRequest` and `Chat` to those that the client sent."""
+        return {}
+
+    def error(self, error: ApiError) -> tuple[int, Any]:
+        """The status and the JSON of an error, also of one that is found before the body is read."""
+        return error.status, error.body
+
+    def authorization(self, headers: Mapping[bytes, bytes]) -> bytes:
+        """The API key, in the form of an Authorization header."""
+        return headers.get(b"authorization", b"")

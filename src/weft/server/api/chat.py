@@ -1,0 +1,343 @@
+"""The format of `/v1/chat/completions`: messages in, one message with thoughts and tool calls out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from weft.request import MAX_LOGPROBS, MAX_TOKENS, GenerationResult, TokenLogprobs
+from weft.server.api import structured
+from weft.server.api.answer_format import (
+    GENERATING,
+    HELLO,
+    AnswerContext,
+    AnswerWriter,
+    Operation,
+    ParsedRequest,
+    ServedModel,
+)
+from weft.server.api.field_docs import Field
+from weft.server.api.openai import EVENT_NOTE, OpenAIFormat, OpenAIWriter, includes_usage, parsed_request
+from weft.server.api.requests import sampling_params
+from weft.server.api.response_shapes import FinishReason, Shape, Timings, Usage
+from weft.server.api.schema import MAX_ENTRIES, GenerationRequest
+from weft.server.api.tool_use import tool_use
+from weft.server.errors import ApiError
+from weft.server.stream.choices import Choice, Piece
+from weft.server.text_work.text_process import Chat
+from weft.text.answer_parts import AnswerParts, Content, ParsedCall, Reasoning, ToolCallStart
+from weft.text.answer_parts import Delta as AnswerDelta
+
+# ---------------------------------------------------------------------- the types of requests and responses
+
+
+class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class FunctionCall(Shape):
+    name: str | UnsetType = UNSET
+    arguments: Annotated[
+        str | UnsetType, Meta(description="The arguments as JSON text, as the model wrote them.")
+    ] = UNSET
+
+
+class ToolCall(Shape):
+    function: FunctionCall
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+
+
+class TopLogprob(Shape):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(Shape):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Shape):
+    content: list[TokenLogprob]
+
+
+class AnswerMessage(Shape):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | UnsetType | None = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(Shape):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    timings: Timings
+
+
+class ChatCompletion(Shape):
+    id: str
+    object: Literal["chat.completion"]
+    created: Annotated[int, Meta(description="Seconds since 1970.")]
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(Shape):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType | None = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChunkChoice(Shape):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    timings: Timings | UnsetType = UNSET
+
+
+class ChatCompletionChunk(Shape):
+    """One event of a chat stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+_CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 40}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+class ChatFormat(OpenAIFormat[ChatRequest]):
+    request_type = ChatRequest
+    operation = Operation(
+        "Chat completion",
+        "The chat template turns the messages into a prompt. Control tokens inside messages are plain text.",
+        "Generating",
+        ChatCompletion,
+        ChatRequest,
+        ChatCompletionChunk,
+        {
+            "Question": {"messages": HELLO, "temperature": 0, "max_tokens": 64},
+            "Stream": {
+                "messages": HELLO,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "temperature": 0,
+                "max_tokens": 64,
+            },
+            "With a seed": {"messages": HELLO, "temperature": 0.7, "seed": 7, "max_tokens": 64},
+            "JSON schema": {
+                "messages": [{"role": "user", "content": "Name a city."}],
+                "response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": _CITY}},
+                "temperature": 0,
+                "max_tokens": 64,
+            },
+            "Tool call": {
+                "messages": [{"role": "user", "content": "What is the weather in Rome?"}],
+                "tools": [{"type": "function", "function": {"name": "weather", "parameters": _CITY}}],
+                "tool_choice": "required",
+                "temperature": 0,
+                "max_tokens": 64,
+            },
+            "Logprobs": {"messages": HELLO, "logprobs": True, "top_logprobs": 3, "max_tokens": 4},
+        },
+        GENERATING,
+        event_note=EVENT_NOTE,
+    )
+    fields: Mapping[str, Field] = {
+        "max_completion_tokens": Field("The newer name of max_tokens.", 1, MAX_TOKENS),
+        "top_logprobs": Field(
+            "For each token, also return the logprobs of this many most likely tokens. Needs logprobs.",
+            0,
+            MAX_LOGPROBS,
+        ),
+        "tool_choice": Field("auto, none, required, or an object that names the function to call."),
+        "parallel_tool_calls": Field("Whether an answer may have several tool calls."),
+        "documents": Field(
+            f"Documents for chat templates that use them; at most {MAX_ENTRIES['documents']}."
+        ),
+    }
+
+    def parse(self, api_request: ChatRequest, model: ServedModel) -> ParsedRequest:
+        params = sampling_params(api_request, model.generation_defaults, **_sampling(api_request))
+        grammar = structured.requested_grammar(api_request)
+        tools = tool_use(api_request.tools or [], api_request.tool_choice, api_request.parallel_tool_calls)
+        chat = Chat(
+            api_request.messages,
+            tools.template_tools,
+            api_request.documents,
+            api_request.chat_template_kwargs,
+            api_request.add_generation_prompt and not api_request.continue_final_message,
+            api_request.continue_final_message,
+        )
+        return parsed_request(api_request, chat, params, grammar, tools=tools)
+
+    def writer(self, api_request: ChatRequest, context: AnswerContext) -> AnswerWriter:
+        return ChatWriter(
+            context,
+            include_usage=includes_usage(api_request),
+            is_named_call=isinstance(api_request.tool_choice, dict),
+        )
+
+    def field_names(self, api_request: ChatRequest) -> Mapping[str, str]:
+        names = {**super().field_names(api_request), "prompt": "messages"}
+        if api_request.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        if api_request.top_logprobs is not None:
+            names["logprobs"] = "top_logprobs"
+        return names
+
+
+def _sampling(api_request: ChatRequest) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    if api_request.max_completion_tokens is not None:
+        if api_request.max_tokens not in (None, api_request.max_completion_tokens):
+            raise ApiError(
+                400,
+                f"max_tokens is {api_request.max_tokens} and max_completion_tokens is "
+                f"{api_request.max_completion_tokens}; send one of them",
+                param="max_completion_tokens",
+                code="invalid_value",
+            )
+        given["max_tokens"] = api_request.max_completion_tokens
+    if api_request.logprobs:
+        given["logprobs"] = api_request.top_logprobs or 0
+    elif api_request.top_logprobs:
+        raise ApiError(
+            400,
+            "top_logprobs needs logprobs; send logprobs: true too",
+            param="top_logprobs",
+            code="invalid_value",
+        )
+    return given
+
+
+class ChatWriter(OpenAIWriter):
+    id_prefix = "chatcmpl"
+    answer_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    smallest_entry = 50
+
+    def __init__(
+        self, context: AnswerContext, *, include_usage: bool = False, is_named_call: bool = False
+    ) -> None:
+        """`is_named_call`: tool_choice names a function. The finish reason is then "stop", as in the OpenAI API."""
+        super().__init__(context, include_usage=include_usage)
+        self._is_named_call = is_named_call
+        self._token_bytes = context.tokenizer.token_bytes
+
+    def opening(self, index: int) -> bytes:
+        # Clients concatenate contents. None, since an answer with tool calls may have no content.
+        content = None if self.context.has_parts else ""
+        return self.event(_choice(index, {"role": "assistant", "content": content}))
+
+    def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+        return _choice(index, {"content": text}, logprobs)
+
+    def pieces(self, piece: Piece) -> list[dict[str, Any]]:
+        if piece.deltas is None:
+            return super().pieces(piece)
+        index = piece.choice.index
+        choices: list[dict[str, Any]] = [
+            {"index": index, "delta": _delta(delta), "logprobs": None, "finish_reason": None}
+            for delta in piece.deltas
+        ]
+        if self._wants_logprobs and piece.tokens:
+            # The logprobs of all tokens, also of thoughts and tool calls, are in the first event.
+            choices = choices or [_choice(index, {})]
+            choices[0]["logprobs"] = self.logprobs(index, piece.tokens, piece.logprobs)
+        return choices
+
+    def closing(self, choice: Choice, result: GenerationResult) -> dict[str, Any]:
+        return {**super().closing(choice, result), "delta": {}}
+
+    def content(self, index: int, answer: str | AnswerParts) -> dict[str, Any]:
+        return {"message": _message(answer)}
+
+    def finish_reason(self, result: GenerationResult, has_calls: bool) -> str:
+        reason = super().finish_reason(result, has_calls)
+        is_call = has_calls and not self._is_named_call
+        return "tool_calls" if is_call and reason == "stop" else reason
+
+    def logprobs(
+        self, index: int, tokens: Sequence[int], token_logprobs: Sequence[TokenLogprobs | None]
+    ) -> dict[str, list[Any]]:
+        return {"content": [self._entry(*pair) for pair in zip(tokens, token_logprobs, strict=True)]}
+
+    def _entry(self, token: int, logprobs: TokenLogprobs | None) -> dict[str, Any]:
+        assert logprobs is not None, (
+            "only the first token of an echoed prompt has no logprobs, and chats have no echo"
+        )
+        return {
+            **self._token_entry(token, logprobs.logprob),
+            "top_logprobs": [self._token_entry(*other) for other in logprobs.top],
+        }
+
+    def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
+        content = self._token_bytes(token)
+        return {"token": content.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(content)}
+
+
+def _choice(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+
+def _message(answer: str | AnswerParts) -> dict[str, Any]:
+    if isinstance(answer, str):
+        return {"role": "assistant", "content": answer, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["content"] = answer.content or None
+        message["tool_calls"] = [_call(call) for call in answer.calls]
+    return message
+
+
+def _call(call: ParsedCall) -> dict[str, Any]:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _delta(delta: AnswerDelta) -> dict[str, Any]:
+    if isinstance(delta, Content):
+        return {"content": delta.text}
+    if isinstance(delta, Reasoning):
+        return {"reasoning_content": delta.text}
+    if isinstance(delta, ToolCallStart):
+        return {"tool_calls": [{"index": delta.index, **_call(ParsedCall(delta.id, delta.name))}]}
+    return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
