@@ -36,6 +36,7 @@ from weft.request import (
     RequestId,
     RequestState,
     SamplingParams,
+    numbered_ids,
 )
 from weft.text.grammar import GrammarCompiler
 from weft.text.tokenizer import Tokenizer
@@ -154,7 +155,7 @@ def make_engine(decoder: Decoder, compiler: GrammarCompiler) -> Callable[..., Se
             cache=KvCachePoolConfig(num_blocks=blocks, block_size=8, swap_blocks=swap_blocks),
             overlap=overlap,
         )
-        return ServingEngine(backend(decoder, ENDS, compiler), config)
+        return ServingEngine(backend(decoder, ENDS, compiler), config, new_id=numbered_ids())
 
     return make
 
@@ -222,9 +223,9 @@ def test_rows_that_skip_steps_get_the_same_tokens(
     # Only while other rows keep a step in flight: alone, a row with a grammar is in every step.
     steps = pairwise(backend.steps[: MAX_TOKENS - 1])
     in_adjacent_steps = {request_id for before, after in steps for request_id in before & after}
-    with_grammar = {index for index in range(12) if requests[index].params.grammar is not None}
+    with_grammar = {str(index) for index in range(12) if requests[index].params.grammar is not None}
     assert in_adjacent_steps & with_grammar == (set() if overlap else with_grammar)
-    assert in_adjacent_steps - with_grammar == set(range(12)) - with_grammar, (
+    assert in_adjacent_steps - with_grammar == set(map(str, range(12))) - with_grammar, (
         "rows without a grammar are in every step"
     )
 
