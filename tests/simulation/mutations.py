@@ -569,6 +569,13 @@ TIER_MUTATIONS = (
         "self.registered += registered",
         "pass",
     ),
+    Mutation(
+        "two sequences that need each other's blocks preempt themselves in turn",
+        f"{PLANNER}._victim_is_in_plan",
+        "return outranks and self._is_on_time(builder.step, sequence)",
+        "return False",
+        first_seed=801_100,
+    ),
     # -- hits, swaps
     Mutation(
         "prefix hit without its full blocks",

@@ -42,6 +42,7 @@ REGRESSION_SEEDS = [
     339498,
     500592,
     686581,
+    801108,
 ]
 """Seeds of scenarios that once found an error in the scheduler or in the checks."""
 

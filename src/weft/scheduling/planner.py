@@ -185,7 +185,7 @@ class Planner:
                 continue  # preempted for an earlier sequence of this loop
             needed = self._needed(sequence, 1) if self._info.store_blocks else ONE_BLOCK
             if not self._grow(builder, sequence, needed):
-                if self._may_skip_step(builder, sequence):
+                if self._may_skip_step(builder, sequence) or self._victim_is_in_plan(builder, sequence):
                     builder.drop(sequence)
                 else:
                     self._preempt(builder, sequence)  # no victim ranks below it
@@ -222,6 +222,14 @@ class Planner:
         """Whether this step or those in flight will free blocks, and the sequence may still wait for them."""
         blocks_are_coming = bool(builder.moving) or self._sequences.blocks_will_be_freed
         return blocks_are_coming and self._is_on_time(builder.step, sequence)
+
+    def _victim_is_in_plan(self, builder: PlanBuilder, sequence: Sequence) -> bool:
+        """Whether a prompt of this plan ranks below the sequence, so that a later step can preempt it.
+
+        NOTE: without this wait, two sequences that need each other's blocks could preempt themselves in turn forever.
+        """
+        outranks = any(is_below(prompt, sequence) for prompt, *_ in builder.prefills)
+        return outranks and self._is_on_time(builder.step, sequence)
 
     def _is_on_time(self, step: int, sequence: Sequence) -> bool:
         """Whether the sequence ran or was admitted at most one rotation ago. A rotation is as many steps as all running
