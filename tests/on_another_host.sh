@@ -12,8 +12,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # What weft and its tests need beside those, with what these need. No package brings another: numpy, torch and transformers stay that
 # machine's own.
 packages=(
-  annotated-doc anyio certifi click gguf h11 httpcore httpx idna llguidance markdown-it-py mdurl minijinja msgspec pip
-  prometheus-client rich shellingham sniffio starlette typer typing_extensions uvicorn
+  annotated-doc annotated-types anyio certifi click gguf h11 httpcore httpx idna llguidance markdown-it-py mdurl minijinja msgspec pip
+  prometheus-client pydantic pydantic-core rich shellingham sniffio starlette typer typing_extensions typing-inspection uvicorn
   nanobind pathspec scikit-build-core
   execnet hypothesis iniconfig packaging pluggy pygments pytest pytest-xdist sortedcontainers
 )
