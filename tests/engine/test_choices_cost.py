@@ -37,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(module, name, counting)
 
     count(weft.request, "check_integer", "checks")
-    count(weft.request, "_number", "checks")
+    count(weft.request, "check_number", "checks")
     count(blocks.hashlib, "sha256", "digests")
     return counted
 
