@@ -59,6 +59,13 @@ class ManyPieces:
         return [Piece(None, "", (), (), is_last=self.is_over)]  # type: ignore[arg-type]
 
 
+class NoEvents:
+    """Stands in for `AnswerWriter`."""
+
+    def events(self, pieces: list[Piece]) -> bytes:
+        return b""
+
+
 @pytest.mark.parametrize("open_streams", [1, 2])
 def test_one_stream_of_many_answers_lets_other_tasks_run(
     open_streams: int, monkeypatch: pytest.MonkeyPatch
@@ -76,7 +83,8 @@ def test_one_stream_of_many_answers_lets_other_tasks_run(
         stream = EventStream.__new__(EventStream)
         stream._choices, stream._loop_turns = ManyPieces(), LoopTurns()  # type: ignore[assignment]
         stream._loop, stream._paused_until, stream._pause_timer = asyncio.get_running_loop(), 0.0, None
-        stream._measure = stream._events = lambda *_: b""  # type: ignore[assignment, method-assign]
+        stream._measure = lambda *_: None  # type: ignore[method-assign]
+        stream._answer_writer = NoEvents()  # type: ignore[assignment]
         other_task = asyncio.create_task(count_turns())
         await stream._send_pieces(None)  # type: ignore[arg-type]  # nothing is sent
         other_task.cancel()

@@ -21,7 +21,7 @@ from weft.ops.base import AttentionShape
 from weft.ops.reference import ReferenceOps
 from weft.ops.triton.device import Device
 from weft.ops.triton.ops import TritonOps
-from weft.request import GenerationResult, InferenceRequest, SamplingParams
+from weft.request import GenerationResult, InferenceRequest, SamplingParams, numbered_ids
 from weft.text.grammar import GrammarCompiler
 from weft.text.tokenizer import Tokenizer
 
@@ -94,7 +94,8 @@ def engine_of(
         store_bits=store_bits,
         store_blocks=store_blocks,
     )
-    return ServingEngine(backend, ServingEngineConfig(scheduler, cache, overlap=overlap), seed=1)
+    config = ServingEngineConfig(scheduler, cache, overlap=overlap)
+    return ServingEngine(backend, config, seed=1, new_id=numbered_ids())
 
 
 def run(
