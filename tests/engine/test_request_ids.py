@@ -14,7 +14,7 @@ import pytest
 
 from weft.backends.noop import NoopBackend
 from weft.clock import VirtualClock
-from weft.config import KvCachePoolConfig, ServingEngineConfig
+from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
 from weft.engine.ipc.client import EngineClient
 from weft.engine.replay import replay
 from weft.engine.serving import ServingEngine
@@ -29,6 +29,8 @@ from weft.request import (
     TokenOutput,
     numbered_ids,
 )
+from weft.scheduling.scheduler import ContinuousBatchScheduler
+from weft.scheduling.sequence import Sequence
 
 POOL = KvCachePoolConfig(num_blocks=256, block_size=4)
 MINE = RequestId("mine")
@@ -145,6 +147,19 @@ def test_an_id_is_free_once_the_last_step_of_a_cancelled_request_has_ended(overl
     result, untouched = engine.get_result(MINE), engine.get_result(other)
     assert result is not None and result.state is RequestState.COMPLETED and len(result.tokens) == 3
     assert untouched is not None and len(untouched.tokens) == 50
+
+
+def test_the_scheduler_refuses_an_id_whose_request_holds_memory_for_a_step_in_flight() -> None:
+    backend = NoopBackend()
+    scheduler = ContinuousBatchScheduler(SchedulerConfig(), backend.allocate(POOL, 4), VirtualClock())
+    scheduler.add(Sequence(request(), 1))
+    plan = scheduler.schedule()
+    assert plan is not None and scheduler.cancel(MINE) and MINE not in scheduler.sequences
+    with pytest.raises(InvalidRequestError, match="'mine' belongs to a request"):
+        scheduler.add(Sequence(request(), 1))
+    scheduler.apply(plan, backend.submit(plan).result())
+    scheduler.add(Sequence(request(), 1))
+    scheduler.check_integrity()
 
 
 def test_the_deadline_of_an_ended_request_does_not_end_a_new_one_with_its_id() -> None:
