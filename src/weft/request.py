@@ -211,9 +211,8 @@ class SamplingParams:
         if self.max_tokens is not None:
             check_integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         check_integer("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_TOKENS)
-        for value, (name, parameter, default, kind, low, high) in zip(_values(self), _CHECKS, strict=True):
-            # Nearly all values are good. `check` decides about the others, and refuses them with a message.
-            if value is not default and not (type(value) is kind and low < value <= high):
+        for value, (name, parameter) in zip(_values(self), PARAMETERS.items(), strict=True):
+            if value is not parameter.default:
                 parameter.check(name, value)
         if self.seed is not None:
             check_integer("seed", self.seed, -(2**63), MAX_SEED)
@@ -266,34 +265,22 @@ PARAMETERS: Mapping[str, Parameter] = declared_in(SamplingParams)
 """The table of the sampling parameters that are numbers. Samplers use its order."""
 
 _values = operator.attrgetter(*PARAMETERS)
-_CHECKS = [(name, each, each.default, each.kind, each.low, each.high) for name, each in PARAMETERS.items()]
 _OFF_VALUES = [(each.default,) if each.off is None else each.off for each in PARAMETERS.values()]
 _FLAGS = [1 << place if off else 0 for place, off in enumerate(_OFF_VALUES)]
 
 
-def _log(value: float) -> float:
-    return math.log(value) if value > 0.0 else -math.inf
+def sampler_words(params: SamplingParams) -> list[float]:
+    """The numbers that samplers get, in the order of `PARAMETERS`."""
+    return [
+        (math.log(value) if value > 0.0 else -math.inf) if each.is_logarithm else value
+        for value, each in zip(_values(params), PARAMETERS.values(), strict=True)
+    ]
 
 
-def _compiled(expression: str) -> Callable[[SamplingParams], Any]:
-    """A function of `params`. A loop over the table would take three times as long, at every start of a row."""
-    function: Callable[[SamplingParams], Any] = eval(f"lambda params: {expression}", {"log": _log})
-    return function
-
-
-sampler_words: Callable[[SamplingParams], list[float]] = _compiled(
-    f"[{', '.join(f'log(params.{name})' if each.is_logarithm else f'params.{name}' for name, each in PARAMETERS.items())}]"
-)
-"""The numbers that samplers get, in the order of `PARAMETERS`."""
-
-sampler_flags: Callable[[SamplingParams], int] = _compiled(
-    " | ".join(
-        f"({flag} if params.{name} not in {off} else 0)"
-        for name, flag, off in zip(PARAMETERS, _FLAGS, _OFF_VALUES, strict=True)
-        if flag
-    )
-)
-"""The parameters that have an effect: one bit for each, in the order of `PARAMETERS`, the first is the lowest."""
+def sampler_flags(params: SamplingParams) -> int:
+    """The parameters that have an effect: one bit for each, in the order of `PARAMETERS`, the first is the lowest."""
+    rows = zip(_values(params), _FLAGS, _OFF_VALUES, strict=True)
+    return sum(flag for value, flag, off in rows if value not in off)
 
 
 def flags_of(*names: str) -> int:
