@@ -212,7 +212,7 @@ class SamplingParams:
             check_integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         check_integer("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_TOKENS)
         for value, (name, parameter, default, kind, low, high) in zip(_values(self), _CHECKS, strict=True):
-            # Nearly all values are good. `check` decides about the others, and refuses them with a message.
+            # A fast test first: nearly all values are valid. `check` tests the others and raises for invalid ones.
             if value is not default and not (type(value) is kind and low < value <= high):
                 parameter.check(name, value)
         if self.seed is not None:
@@ -276,7 +276,8 @@ def _log(value: float) -> float:
 
 
 def _compiled(expression: str) -> Callable[[SamplingParams], Any]:
-    """A function of `params`. A loop over the table would take three times as long, at every start of a row."""
+    """Compiles a function of `params`. It runs at every start of a row; a loop over the table takes three times as
+    long."""
     function: Callable[[SamplingParams], Any] = eval(f"lambda params: {expression}", {"log": _log})
     return function
 
@@ -284,7 +285,7 @@ def _compiled(expression: str) -> Callable[[SamplingParams], Any]:
 sampler_words: Callable[[SamplingParams], list[float]] = _compiled(
     f"[{', '.join(f'log(params.{name})' if each.is_logarithm else f'params.{name}' for name, each in PARAMETERS.items())}]"
 )
-"""The numbers that samplers get, in the order of `PARAMETERS`."""
+"""Returns the numbers that samplers get, in the order of `PARAMETERS`."""
 
 sampler_flags: Callable[[SamplingParams], int] = _compiled(
     " | ".join(
@@ -293,7 +294,7 @@ sampler_flags: Callable[[SamplingParams], int] = _compiled(
         if flag
     )
 )
-"""The parameters that have an effect: one bit for each, in the order of `PARAMETERS`, the first is the lowest."""
+"""Returns a bit mask of the parameters that have an effect. Bit i is the i-th parameter of `PARAMETERS`."""
 
 
 def flags_of(*names: str) -> int:
@@ -329,7 +330,7 @@ class InferenceRequest:
     """For the caller: copied to the result, otherwise ignored."""
     request_id: RequestId = RequestId("")
     """The id of the request. "": the engine makes one when the request is submitted. It must not be the id of a request
-    that has not ended, or whose last step has not."""
+    that has not ended, or whose last step is in flight."""
 
     def __post_init__(self) -> None:
         try:
@@ -369,13 +370,14 @@ class InferenceRequest:
                 refuse("request_id", self.request_id, REQUEST_ID_RULE + with_index)
 
     def answer_id(self, index: int) -> RequestId:
-        """The id of answer `index`: the id of the request, and with several answers the index."""
+        """The id of answer `index`: the id of the request. With several answers, the index is appended."""
         return self.request_id if self.params.n == 1 else RequestId(f"{self.request_id}-{index}")
 
     def children(self, seed: int, indices: range | None = None) -> list[InferenceRequest]:
         """One request for each of the `n` answers, or for those in `indices`. `seed` is the seed of the whole request.
 
-        Only the first one has prompt_logprobs, because they are the same for all. All share the lists of the params.
+        Only the first one has prompt_logprobs, because they are the same for all. The requests share the lists of
+        `params`.
         """
         params = self.params
         return [
@@ -435,7 +437,7 @@ class TokenOutput(NamedTuple):
     token_id: int | None
     """None if the request ended without a token in this output."""
     text: str
-    """Text that this token adds. Characters that are not complete, or may begin a stop string, come with a later token.
+    """Text that this token adds. Incomplete characters, and text that may begin a stop string, come with a later token.
     "" if the engine has no tokenizer."""
     logprob: float | None
     is_final: bool
