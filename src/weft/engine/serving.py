@@ -260,7 +260,7 @@ class ServingEngine:
             return self._results.get(request_id)
 
     def _sequence(self, request: InferenceRequest) -> Sequence:
-        """Checks a request and prepares its sequence. This is the slow part of `submit`, so it runs without the lock."""
+        """Checks a request and prepares its sequence. It is the slow part of `submit`, so it runs without the lock."""
         request = self._with_defaults(request)
         sequence = Sequence(request, self._seed_for(request))
         self.scheduler.prepare(sequence)
@@ -444,7 +444,7 @@ class ServingEngine:
                 outputs, results = self._texts.fill(outputs, results)
             self._metrics.record(results, self._clock())
             for result in results:
-                self._results.pop(result.request_id, None)  # drops the result of an earlier request with this id
+                self._results.pop(result.request_id, None)  # result of an earlier request with this id
                 self._results[result.request_id] = result
                 self._unfinished.discard(result.request_id)
             callbacks = self._callbacks

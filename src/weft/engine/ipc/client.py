@@ -150,7 +150,7 @@ class EngineClient:
         try:
             await self._connection.drain()
         except asyncio.CancelledError:
-            for answer in answers:  # the caller gets an exception instead of the answers, and cannot cancel them
+            for answer in answers:  # the caller does not get the answers and cannot cancel them
                 answer.cancel()
             raise
         return answers

@@ -166,8 +166,8 @@ class RemoteAnswer:
         )
 
     def _discard(self, error: WeftError, reason: str) -> None:
-        """Fails and cancels the answer, and frees its unread outputs. An output did not fit the buffer, so the text would
-        have a gap."""
+        """Fails and cancels the answer, and frees its unread outputs. An output did not fit the buffer, so the text
+        would have a gap."""
         if self._failure is None:
             self._may_grow(-sum(map(_size, self._unread)))
             self._unread.clear()
