@@ -1,7 +1,7 @@
 """What an API format is: how its requests are read, and how its answers are written.
 
-An `AnswerFormat` serves one route and has no state. For each request it makes an `AnswerWriter`, which owns the state of
-the response. No other module depends on the format of a request.
+An `AnswerFormat` serves one route and has no state. For each request it makes an `AnswerWriter`, which owns the state
+of the response. No other module depends on the format of a request.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def events(self, pieces: Sequence[Piece]) -> bytes:
-        """The events for new pieces, called for every token of every stream. The first piece of an answer also makes its
-        opening event. The last piece makes its closing event: its choice has a result."""
+        """The events for new pieces, called for every token of every stream. The first piece of an answer also makes
+        its opening event. The last piece makes its closing event: its choice has a result."""
 
     @abstractmethod
     def end(self, choices: Choices) -> bytes:

@@ -1,7 +1,8 @@
 """Closes the objects of a JSON schema: an object that names its properties gets `"additionalProperties": false`.
 
-JSON Schema allows additional properties by default. A model that may add properties sometimes never stops adding them, and
-clients discard them. llama.cpp and xgrammar close objects too. `"additionalProperties": true` in the schema keeps an object open.
+JSON Schema allows additional properties by default. A model that may add properties sometimes never stops, and clients
+discard them. llama.cpp and xgrammar close objects too. `"additionalProperties": true` in the schema keeps an object
+open.
 """
 
 from __future__ import annotations
