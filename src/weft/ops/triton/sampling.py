@@ -339,9 +339,9 @@ def choose_kernel(
                 best, best_noise, winners, is_close = _race(
                     best, best_noise, winners, is_close, kept_scores, token_ids, bits, inverse_temperature
                 )
-            # In the remaining tiles, noise is computed only for the few tokens that may beat the best token of the first
-            # tiles. The test is cheap: exponential noise is at least the uniform value that it is made from, and the
-            # bits are that uniform value.
+            # In the remaining tiles, noise is computed only for the few tokens that may beat the best token of the
+            # first tiles. The test is cheap: exponential noise is at least the uniform value that it is made from,
+            # and the bits are that uniform value.
             leading = tl.max(best, 0)
             bound = tl.max(tl.exp((best - leading) * inverse_temperature) / best_noise, 0)
             most_bits = 32.0 + _ROOM - tl.log2(bound)

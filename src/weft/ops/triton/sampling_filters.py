@@ -87,7 +87,8 @@ def survey_kernel(
     GROUPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Stores the best score of every group (infinity if a score is NaN). Grid (entries, pieces); a piece is GROUPS groups.
+    """Stores the best score of every group (infinity if a score is NaN). Grid (entries, pieces); a piece has GROUPS
+    groups.
 
     With MASSES, also stores three values per piece: its best score, its mass and its moment. The mass is the sum of
     exp(relative score), with scores relative to the best of the piece. The moment is the sum of relative score x
@@ -263,7 +264,7 @@ def shortlist_kernel(
                     bit = bit >> 1
                 negligible = ordered((best.to(tl.float64) - _NEGLIGIBLE_BELOW * temperature).to(tl.float32))
                 low = tl.where(has_top_k, low, tl.maximum(low, negligible))
-                # Collect the groups whose best token reaches the threshold, then the tokens of these groups that reach it.
+                # Collect the groups whose best token reaches the threshold, then their tokens that reach it.
                 is_chosen = (keys >= low) & (maxima > float("-inf"))
                 group_places = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
                 tl.store(groups_ptr + entry * num_groups + group_places, lanes, mask=is_chosen)
@@ -413,8 +414,8 @@ def shortlist_kernel(
                         TILE=TILE,
                     )
                     tl.store(ceiling_ptr, ceiling.to(tl.int32, bitcast=True))
-                    # If xtc is the only filter, nearly all tokens are kept, and `choose_kernel` samples. The list is long
-                    # enough if it has all tokens that xtc may remove.
+                    # If xtc is the only filter, nearly all tokens are kept, and `choose_kernel` samples. The list is
+                    # long enough if it has all tokens that xtc may remove.
                     is_settled = xtc_is_alone & (is_covered == 0) & (reach_relative <= limit)
             if is_whole:
                 tl.store(floors_ptr + entry, by_count.to(tl.int32, bitcast=True))

@@ -95,7 +95,7 @@ def find_floor(
                 is_kept = is_kept & are_kept(scores, relative, by_count, by_mass, log_min_p)
                 keys = surprise_keys(scores, best, temperature, mean)
                 is_kept = is_kept & (keys > reach)
-            part = (keys - low) >> shift  # keys below `low` wrap around to a large number, so they are in no part
+            part = (keys - low) >> shift  # keys below `low` wrap around: they are in no part
             weights = tl.where(is_kept, weights, 0.0)
             sums += tl.where(part[None, :] == parts[:, None], weights[None, :], 0.0)
         totals = tl.sum(sums, 1).to(tl.float64)
@@ -132,7 +132,8 @@ def mass_and_mean(
     TOUCHED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Returns the probability mass of the tokens that top-k, top-p and min-p keep, and the mean of their relative scores.
+    """Returns the probability mass of the tokens that top-k, top-p and min-p keep, and the mean of their relative
+    scores.
 
     A relative score is (score - best score) / temperature. The mean is weighted by probability. Typical-p needs it:
     surprise - entropy = mean - relative score."""
@@ -171,7 +172,7 @@ def find_ceiling(
     """Finds the ceiling of xtc among the tokens that the other filters keep.
 
     Returns the lowest key of a token with at least the probability of the threshold, and the relative score that has
-    exactly this probability. The mass of the tokens is `known_total`, or is summed here if `known_total` is negative."""
+    exactly this probability. The mass of the tokens is `known_total`, or their sum if `known_total` is negative."""
     total = known_total
     if known_total < 0.0:
         masses = tl.zeros((TILE,), tl.float64)
