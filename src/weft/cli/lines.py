@@ -1,7 +1,7 @@
 """Parses the lines of a batch file: from JSON to a job, or to an error that names the invalid field.
 
-A line is a string (a prompt), an object with "prompt" or "messages" and sampling parameters, or an object of the OpenAI
-batch format, whose "body" is a request to the server.
+A line has one of three forms. It is a string (a prompt), or an object with "prompt" or "messages" and sampling
+parameters, or an object of the OpenAI batch format. The "body" of the last is a request to the server.
 """
 
 from __future__ import annotations

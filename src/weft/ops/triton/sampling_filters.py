@@ -1,9 +1,10 @@
-"""Top-k, top-p, min-p, typical-p and xtc: finds the tokens that they keep, and samples one of them. Both need only a
-list of the most likely tokens, not a sorted row.
+"""Top-k, top-p, min-p, typical-p and xtc: finds the tokens that they keep, and samples one of them. A list of the most
+likely tokens is enough for both; the row is not sorted.
 
     survey      the best score of every group of tokens, and the mass of every piece of the vocabulary: one read
-    shortlist   one program per entry: a threshold from the groups' maxima, a list of the tokens that reach it, the
-                floors of the filters (the lowest score that each keeps), and the winner of the draw on that list
+    shortlist   one program per entry. It finds a threshold from the maxima of the groups and lists the tokens that
+                reach it. From this list it finds the floor of each filter (the lowest score that it keeps), then
+                samples a token.
 
 The threshold is the n-th best group maximum. At least n tokens reach it, and rarely many more. If thousands of tokens
 have similar probabilities, a list may lack tokens that the filters keep. Then a longer list is made. If that fails too,

@@ -35,7 +35,7 @@ _GRACE_SECONDS = 1.0
 _WAKE_EVERY = 64
 _WAKE_EVERY_FOR_STOPS = 8
 """The server reads an answer that is not streamed after every so many tokens. Only then it finds a stop string or the
-last tool call in the text, so the engine may generate up to this many tokens too many."""
+last tool call in the text. The engine may generate up to this many tokens too many."""
 
 
 class ActiveRequest:
