@@ -8,7 +8,7 @@ The process and the client share a socket pair. The process ends when the client
     compilers         submit requests with a grammar: compiling may take long and must not delay other requests
     heartbeat         reports twice a second whether the loop and the reader make progress
 
-No slow client and no long message delays a step, because the main thread only runs the loop.
+A slow client or a long message delays no step: other threads wait for the socket and decode messages.
 """
 
 from __future__ import annotations

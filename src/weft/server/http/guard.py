@@ -105,8 +105,8 @@ class Guard:
             )
 
     def _check_origin(self, origin: bytes | None, host: bytes | None) -> None:
-        """Refuses requests of web pages to a loopback server, except from allowed origins. Browsers send the origin of
-        the page that makes a request."""
+        """Refuses requests of web pages to a loopback server, except from allowed origins and from its own pages.
+        Browsers send the origin of the page that makes a request."""
         if origin is None or not self._is_loopback or "*" in self._origins:
             return
         name = origin.decode("latin-1")
