@@ -11,7 +11,7 @@
 namespace weft {
 namespace {
 
-uint32_t ordered_bits(float value) {   // for values >= 0: bits are ordered like the values
+uint32_t ordered_bits(float value) {   // for values >= 0, the bits have the same order as the values
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
   return bits;
@@ -26,12 +26,13 @@ uint64_t ordered_bits(double value) {
 template <typename Value>
 struct Cutoff {
   Value value;
-  double before;    // weight of all smaller values
-  double through;   // and of all values equal to it
+  double before;    // sum of the weights of all smaller values
+  double through;   // `before` and the weights of all values equal to it
 };
 
-// Of the values in ascending order, each with a weight: finds the last one with a weight below `threshold` before it.
-// It does not sort: it fixes 11 leading bits per pass, and the next pass examines only the values that match so far.
+// Each value has a weight. Returns the largest value for which the weights of all smaller values sum up to less than
+// `threshold`. It does not sort: each pass finds the next 11 bits of the result, from the highest bits down. The next
+// pass examines only values that begin with the bits found so far.
 template <typename Value, typename Weight>
 Cutoff<Value> find_cutoff(const Value* values, int64_t count, double threshold, std::vector<int32_t>& matching, Weight&& weight) {
   constexpr int digit_bits = 11;
@@ -145,7 +146,7 @@ void Candidates::filter(const ScannedRow& row, const Parameters& parameters, uin
   if ((noise_bits(key, -1) + 0.5) * 0x1p-32 < parameters.xtc_probability) exclude_top_choices(parameters.log_xtc_threshold);
 }
 
-// The nucleus of the candidates: how far below the best score its last token is.
+// The nucleus (top-p) of the candidates. Returns how far below the best score its least likely token is.
 float Candidates::nucleus_floor(double top_p) {
   weigh();
   double total = 0.0;
@@ -153,15 +154,14 @@ float Candidates::nucleus_floor(double top_p) {
   return find_cutoff(below_.data(), count_, top_p * total, matching_, [&](int64_t i) { return weights_[i]; }).value;
 }
 
-// The same for a whole row, of which few tokens matter. It uses an approximate total, and exact weights only for
-// tokens that can be in the nucleus. If the error of the total could change the result, all weights are summed
-// exactly.
+// The same for a whole row. Few of its tokens matter, so exact weights are computed only for tokens that can be in the
+// nucleus, and the total is approximate. If its error could change the result, all weights are summed exactly.
 float Candidates::nucleus_floor(const ScannedRow& row, double top_p) {
   double near[num_near];
   const float factor = static_cast<float>(std::min(factor_, static_cast<double>(FLT_MAX)));
   const double total = kernels().sum_weights_roughly(row.scores, row.count, row.scan.best, factor, near);
   const double least = top_p * total * (1.0 - rough_share), most = top_p * total * (1.0 + rough_share);
-  // All tokens beyond this distance together have less than the weight that may be dropped.
+  // All tokens further below the best score have together less than the weight that top-p removes.
   double distance = -std::log((1.0 - top_p) * total * (1.0 - rough_share) / static_cast<double>(row.count));
   for (int i = num_near - 1; i >= 0; i--)
     if (near[i] * (1.0 - rough_share) > most) distance = std::min(distance, static_cast<double>(near_distances[i]));
@@ -175,8 +175,8 @@ float Candidates::nucleus_floor(const ScannedRow& row, double top_p) {
   return weight_cutoff(top_p * kernels().sum_weights(row.scores, row.count, row.scan.best, factor_)).value;
 }
 
-// Keeps the tokens with a surprise (-log of the probability) nearest to the average surprise. surprise = below /
-// temperature + log(total); the logarithm is in both terms and cancels.
+// Typical-p. Keeps the tokens whose surprise, -log(probability), is nearest to the average surprise. The surprise is
+// below / temperature + log(total). The difference of two surprises does not contain log(total), so it is left out.
 void Candidates::keep_typical(double typical_p) {
   weigh();
   double total = 0.0, weighted = 0.0;
@@ -192,7 +192,7 @@ void Candidates::keep_typical(double typical_p) {
   keep([&](int64_t i) { return surprises_[i] <= furthest; });
 }
 
-// Removes the tokens with at least the probability of the threshold, except the least likely of them.
+// xtc. Removes the tokens with at least the probability of the threshold, except the least likely of them.
 void Candidates::exclude_top_choices(double log_threshold) {
   weigh();
   double total = 0.0;
@@ -208,7 +208,7 @@ int64_t Candidates::draw(const ScannedRow& row, double temperature, const Parame
   temperature_ = temperature;
   factor_ = std::min(1.0 / temperature, 1e308);
   filter(row, parameters, key);
-  // Relative to the best remaining score: typical-p or xtc may have removed the best of all.
+  // Scores are relative to the best remaining score, because typical-p or xtc may have removed the best token.
   const double best = -static_cast<double>(*std::min_element(below_.begin(), below_.begin() + count_)) / temperature_;
   double highest = -HUGE_VAL;
   int64_t winner = tokens_[0];

@@ -36,13 +36,13 @@ struct Parameters {
   bool has_penalties() const { return repetition_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0; }
 };
 
-// Reused for all rows, so that its memory is allocated once.
+// The candidates of one row at a time. One object is used for all rows, so that its memory is allocated once.
 class Candidates {
  public:
-  // Of the tokens that the filters keep, the one with the highest sum of score and noise, the lowest token at a tie.
+  // Returns the token with the highest sum of score and noise among those that the filters keep; at a tie, the lowest.
   int64_t draw(const ScannedRow& row, double temperature, const Parameters& parameters, uint64_t key);
 
-  // The `top_count` tokens with the highest scores, best first, the lowest token first at a tie.
+  // Finds the `top_count` tokens with the highest scores, best first; at a tie, the lowest token first.
   void rank(const ScannedRow& row, int64_t top_count);
 
   int32_t token(int64_t index) const { return tokens_[static_cast<size_t>(index)]; }
@@ -64,7 +64,7 @@ class Candidates {
   int64_t count_ = 0;
   double temperature_ = 1.0;
   double factor_ = 1.0;   // 1 / temperature, limited to a finite double
-  // Each has room for a whole row; `count_` elements are used.
+  // Each vector has room for a whole row. The first `count_` elements are the candidates.
   std::vector<int32_t> tokens_;
   std::vector<float> below_;      // distance to the best score
   std::vector<double> weights_;   // exp(-below / temperature)

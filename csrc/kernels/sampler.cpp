@@ -33,8 +33,8 @@ Verdict SamplerScratch::sample(const SampleTask& task, int64_t& token) {
   return Verdict::good;
 }
 
-// The scores after mask, penalties, biases and forbidden ends: a copy, or the logits themselves if nothing changes
-// them.
+// The scores after mask, penalties, biases and min_tokens. If nothing changes the logits, returns the logits
+// themselves, else a changed copy.
 const float* SamplerScratch::shaped_scores(const SampleTask& task) {
   const RowSettings* settings = task.settings;
   const bool forbids_ends = settings != nullptr && task.output_index < settings->min_tokens;
@@ -55,8 +55,8 @@ const float* SamplerScratch::shaped_scores(const SampleTask& task) {
   return scores_.data();
 }
 
-// The repetition penalty scales tokens of prompt and output; frequency and presence penalties subtract for output
-// tokens.
+// The repetition penalty scales the scores of prompt and output tokens. Frequency and presence penalties are subtracted
+// from the scores of output tokens.
 void SamplerScratch::penalise(const SampleTask& task) {
   const Parameters& parameters = task.settings->parameters;
   counts_.resize(static_cast<size_t>(task.vocabulary));
@@ -90,7 +90,7 @@ void SamplerScratch::forbid_ends(const SampleTask& task) {
     scores_[static_cast<size_t>(end)] = -HUGE_VALF;
   }
   if (!task.settings->has_grammar || scan(scores_.data(), task.vocabulary).scan.best > -HUGE_VALF) return;
-  size_t next = 0;   // the grammar is complete: only an end token is left
+  size_t next = 0;   // the grammar is complete and allows only end tokens
   for (const int64_t end : ends)
     if (end < task.vocabulary) scores_[static_cast<size_t>(end)] = saved_end_scores_[next++];
 }

@@ -1,5 +1,5 @@
-// The sampler's passes over a whole row of scores, written with compiler vector types. No fused multiply-add, and
-// sums in eight lanes for any vector width, so that every instruction set gives the same result.
+// The sampler's passes over a whole row of scores, written with compiler vector types. Every instruction set gives the
+// same result: there is no fused multiply-add, and sums have eight lanes for any vector width.
 #include "isa/vec_scores.h"
 #include "kernels/noise.h"
 
@@ -21,7 +21,7 @@ inline void in_steps(const float* scores, int64_t count, Function&& work) {
 inline Doubles exp_of(Doubles value) {
   constexpr double round = 0x1.8p52, lowest = -708.0;
   const Doubles bounded = value > lowest ? value : lowest - Doubles{};
-  const Doubles shifted = bounded * 1.4426950408889634 + round;   // its low bits are the nearest integer
+  const Doubles shifted = bounded * 1.4426950408889634 + round;   // the low bits of `shifted` are the nearest integer
   const Doubles whole = shifted - round;
   const Doubles rest = bounded - whole * 0x1.62e42fefap-1 - whole * 0x1.cf79abc9e3b3ap-40;   // ln 2 in two parts
   // Taylor series up to the eleventh power, in pairs, to shorten the dependency chain.
@@ -169,13 +169,18 @@ int64_t collect_scores(const float* scores, int64_t count, float best, float lim
   return found;
 }
 
-// A token can win only if its noise is at least (highest sum so far - its score); gumbel(u) >= x only if u <=
-// exp(-x). The test compares exponents: float bits read as an integer are the base-2 logarithm (2^23 per unit), or up
-// to 0.09 less. So both sides need only a subtraction, a product and a conversion. Tokens that pass the test are
+// Returns the token with the highest score / temperature + Gumbel noise. The noise is a function of a uniform value u.
+//
+// A cheap test rejects most tokens before their noise is computed:
+//   a token can win only if     gumbel(u) >= x, where x = highest sum so far - score / temperature;
+//   gumbel(u) >= x only if      u <= exp(-x);
+//   so the test is              log2(u) <= -x * log2(e).
+// It needs no logarithm. The bits of a float f > 0, read as an integer, are about (127 + log2(f)) * 2^23. The error in
+// log2(f) is between -0.09 and 0, so the test never rejects a possible winner. For tokens that pass, the sum is
 // computed exactly.
 int64_t draw_scores(const float* scores, int64_t count, float best, double temperature, uint64_t key, int64_t likeliest) {
   constexpr float unit = 0x1p23f, log2e = 1.44269504f, margin = 0x1p-8f;
-  // The noise is halved to 31 bits: converting 31 bits to float is one instruction everywhere.
+  // The test uses the upper 31 of 32 noise bits: a signed integer converts to float in one instruction on all CPUs.
   constexpr float noise_exponent = 127 + 31 + margin, never = (127 - 2) * unit;
   double highest = gumbel(noise_bits(key, likeliest));
   int64_t winner = likeliest;
@@ -183,7 +188,8 @@ int64_t draw_scores(const float* scores, int64_t count, float best, double tempe
   const float slope = steepness < 1e30 ? static_cast<float>(steepness) : 1e30f;
   float start = (noise_exponent - static_cast<float>(highest) * log2e) * unit;
 
-  // Even and odd tokens are separate: the upper halves of two 64-bit words then form two 32-bit lanes, in order.
+  // Even and odd tokens are in separate vectors. The upper half of an even word and the upper half of an odd word are
+  // then combined to one 64-bit word: two 32-bit lanes in token order.
   Words even, odd;
   for (int lane = 0; lane < wide; lane++) {
     even[lane] = key + (2 * static_cast<uint64_t>(lane) + 1) * noise_gamma;
@@ -196,7 +202,7 @@ int64_t draw_scores(const float* scores, int64_t count, float best, double tempe
   };
   in_steps<narrow>(scores, count, [&](const float* from, int64_t token) {
     const Floats limits = start - (best - load<Floats>(from)) * slope;
-    if (bits_of(limits > never) == 0) return;   // even the largest noise would be too small
+    if (bits_of(limits > never) == 0) return;   // even with the largest noise no token here can win
     const uint64_t advance = static_cast<uint64_t>(token) * noise_gamma;
     const Words noise = mixed(even + advance) >> 32 | (mixed(odd + advance) & ~uint64_t{0xffffffff});
     const Floats halves = __builtin_convertvector(reinterpret_cast<Ints>(reinterpret_cast<Uints>(noise) >> 1), Floats);

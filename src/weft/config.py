@@ -1,7 +1,7 @@
 """The options of scheduler, KV cache and engine. Frozen, and checked when they are created.
 
-A field is the one declaration of a setting: its name, type and default, its `Range` and `Flag`, if any, and below it what
-it means. Checks, flags, environment variables, the file and the reference page follow from it.
+A field declares one setting: its name, type and default, its `Range` and `Flag` if it has them. The docstring below the
+field describes it. Checks, flags, environment variables, the TOML file and the reference page are made from the field.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ class Setting(NamedTuple):
     """What the annotation of a field declares."""
 
     type: Any
-    """Without None."""
+    """The type of the value. For an optional setting, the type without None."""
     is_optional: bool
     range: Range | None
     flag: Flag | None
@@ -73,7 +73,8 @@ class Setting(NamedTuple):
 
 @cache
 def declared_settings(config: Any) -> Mapping[str, Setting]:
-    """The fields of a configuration class. Its module must evaluate annotations: no `annotations` of `__future__`."""
+    """The fields of a configuration class. Its module must not import `annotations` from
+    `__future__`: with it, the types would be text."""
     return {one.name: _setting(one.type) for one in dataclasses.fields(config)}
 
 
@@ -122,7 +123,8 @@ def _check_switch(name: str, value: object) -> None:
 
 
 def named_choice(name: str, value: object, choices: type[Enum]) -> object:
-    """Converts the name of a choice, as a user types it. Other types are left to the check of their field."""
+    """Converts the name of a choice, as a user types it. Returns values of other types unchanged: the check of
+    the field refuses them."""
     words = {choice.value: choice for choice in choices}
     if isinstance(value, str) and value not in words:
         raise InvalidRequestError(f"{name} is {value!r}; allowed: {', '.join(words)}", field=name)
@@ -272,7 +274,7 @@ class KvCachePoolConfig:
 
     @property
     def tail_blocks(self) -> int:
-        """The tail in blocks. 0: the cache has one tier."""
+        """The length of the tail in KV blocks. 0: the cache has one tier."""
         return self.tail_length // self.block_size if self.is_two_tier else 0
 
     def blocks_in_memory(self, bytes_per_block: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Measured values: histograms, rates, the snapshot of the engine that `metrics()` returns, and its series for Prometheus."""
+"""Measured values: histograms, rates, the snapshot that `metrics()` of an engine returns, and its Prometheus series."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Histogram:
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> float:
-        """The value that a `share` of the recorded values does not exceed, up to the width of a bucket."""
+        """The quantile `share`, from 0 to 1: 0.99 is the 99th percentile. It is the middle of a bucket: exact
+        within 5%."""
         if not self.count:
             return 0.0
         rank = max(1, math.ceil(share * self.count))
@@ -118,12 +119,12 @@ class TwoTierKvCache:
     """What the current requests hold in each tier of a two-tier cache, and the moves since the start."""
 
     tail_tokens: int
-    """Token positions of the full blocks in use: tails, and prompts in progress."""
+    """Token positions in the full blocks in use: those of tails and of prompts in prefill."""
     store_tokens: int
     tail_bytes: int
     store_bytes: int
     compression_ratio: float
-    """Bytes that a one-tier cache would need for the same tokens, over the bytes in use. 1 if none are in use."""
+    """Bytes that a one-tier cache would need for the same tokens, divided by the bytes in use. 1 if none are in use."""
     migrations: int
     """Blocks that left a tail and moved to the store."""
     migrations_shared: int
@@ -173,9 +174,9 @@ class ServingMetrics:
     inter_token_latency: LatencySummary
     waiting_time: LatencySummary
     batch_utilisation: float
-    """The share of rows in use."""
+    """The fraction of rows in use."""
     cache_utilisation: float
-    """The share of the cache memory in use."""
+    """The fraction of the cache memory in use."""
     slots: tuple[Slot, ...]
     two_tier: TwoTierKvCache | None = None
     """None: the cache has one tier."""
@@ -219,7 +220,7 @@ class EngineSeries(NamedTuple):
     kind: Literal["gauge", "counter"]
     help: str
     without_engine: float = 0.0
-    """What a gauge shows while the engine is down. A counter keeps its value."""
+    """The value of a gauge while the engine is down. A counter keeps its value."""
 
     @property
     def is_two_tier(self) -> bool:

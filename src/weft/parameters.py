@@ -1,7 +1,7 @@
 """Declares the sampling parameters that are numbers, and checks values of requests.
 
-The declaration of a parameter is its field in `SamplingParams`. From it follow the check of values, the field of the
-HTTP API and its description, the default from model files, and what samplers get (`weft.request.PARAMETERS`).
+A field of `SamplingParams` declares a parameter. These are made from it: the check of values, the field of the HTTP API
+and its description, the default from model files, and the input of samplers (`weft.request.PARAMETERS`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ class Parameter:
     low: float
     high: float
     stage: Literal["draw", "filter", "penalty"]
-    """What it changes. Filters have no effect on greedy requests."""
+    """The operation of the sampler that uses it. Filters have no effect on greedy requests."""
     above: bool = False
     """Whether `low` itself is refused."""
     off: tuple[float, ...] | None = None
-    """Values without effect. None: the default. Empty: the parameter only changes the effect of another one."""
+    """Values without effect. None: only the default has no effect. Empty: the parameter modifies another one and has no
+    effect of its own."""
     is_logarithm: bool = False
-    """Whether samplers get the natural logarithm."""
+    """Whether samplers get the natural logarithm of the value."""
     in_generation_config: bool = False
     """Whether generation_config.json may suggest a value."""
     gguf: str = ""

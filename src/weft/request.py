@@ -316,7 +316,7 @@ class InferenceRequest:
     """For the caller: copied to the result, otherwise ignored."""
     request_id: RequestId = RequestId("")
     """The id of the request. "": the engine makes one when the request is submitted. It must not be the id of a request
-    that has not ended, or whose last step has not."""
+    that has not ended, or whose last step is in flight."""
 
     def __post_init__(self) -> None:
         try:
@@ -356,13 +356,14 @@ class InferenceRequest:
                 refuse("request_id", self.request_id, REQUEST_ID_RULE + with_index)
 
     def answer_id(self, index: int) -> RequestId:
-        """The id of answer `index`: the id of the request, and with several answers the index."""
+        """The id of answer `index`: the id of the request. With several answers, the index is appended."""
         return self.request_id if self.params.n == 1 else RequestId(f"{self.request_id}-{index}")
 
     def children(self, seed: int, indices: range | None = None) -> list[InferenceRequest]:
         """One request for each of the `n` answers, or for those in `indices`. `seed` is the seed of the whole request.
 
-        Only the first one has prompt_logprobs, because they are the same for all. All share the lists of the params.
+        Only the first one has prompt_logprobs, because they are the same for all. The requests share the lists of
+        `params`.
         """
         params = self.params
         return [
@@ -422,7 +423,7 @@ class TokenOutput(NamedTuple):
     token_id: int | None
     """None if the request ended without a token in this output."""
     text: str
-    """Text that this token adds. Characters that are not complete, or may begin a stop string, come with a later token.
+    """Text that this token adds. Incomplete characters, and text that may begin a stop string, come with a later token.
     "" if the engine has no tokenizer."""
     logprob: float | None
     is_final: bool

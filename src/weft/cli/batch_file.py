@@ -54,7 +54,7 @@ class Output:
         self._is_writing = True
         try:
             while line:
-                line = line[self._file.write(line) :]  # an unbuffered file may accept only a part
+                line = line[self._file.write(line) :]  # an unbuffered write may accept only a part
             self._file.flush()
         except OSError as error:
             if self._path is None:
@@ -160,7 +160,7 @@ def _key_of_answer(content: dict[str, Any]) -> Key | None:
 
 
 class BatchRun:
-    """One run over a batch file: reads lines only as fast as answers come, and counts them."""
+    """One run over a batch file. It reads a line only when the engine has room for it, and counts the answers."""
 
     def __init__(self, llm: LLM, model: str, defaults: LineDefaults, output: Output) -> None:
         self.num_read = self.num_done = self.num_failed = self.num_skipped = self.num_tokens = 0
@@ -177,7 +177,7 @@ class BatchRun:
             with _progress(source) as show:
                 for job, result in self._llm.run(self._jobs(source)):
                     self._take(job.key, result)
-                    # The position in the file is ahead of the answers.
+                    # Not the position in the file: lines are read before they are answered.
                     answered = self.num_done + self.num_failed + self.num_skipped
                     show(answered / self.num_read, self._summary())
         finally:
@@ -202,7 +202,7 @@ class BatchRun:
             )
             form = line.form
             first = index if line.identifier is None else lines_of.setdefault(line.key, index)
-            # A duplicate is an error even if its id is done: the existing answer belongs to the first line.
+            # A duplicate id is an error even if the output has an answer for it: that answer belongs to the first line.
             if first == index and line.key in self._output.done:
                 self.num_skipped += 1
                 continue
@@ -239,7 +239,7 @@ class BatchRun:
 def _progress(source: IO[bytes]) -> Iterator[Callable[[float, str], None]]:
     """Shows a progress bar in a terminal. The size of a pipe is unknown, so its bar has no total.
 
-    The arguments of the callback: the share of the lines read so far that are answered, and the text beside the bar.
+    The arguments of the callback: the fraction of the lines read so far that are answered, and the text beside the bar.
     """
     console = Console(stderr=True)
     columns = (

@@ -170,7 +170,7 @@ def bench_gpu(
     """Measure the engine on a GPU.
 
     Runs LLM.generate on models with random weights. Compares with recorded figures of vLLM on an H200, and with the
-    limit of that card. Takes some minutes.
+    limit of that GPU. Takes some minutes.
     """
     from weft.bench.gpu import main as run
 
@@ -192,7 +192,8 @@ def bench_start(
 ) -> None:
     """Time the start of the server.
 
-    From the process start to the first token, with CPU time and memory of its processes. Exit code 1: a criterion was missed.
+    From the process start to the first token, with CPU time and memory of its processes. Exit code 1: a criterion was
+    missed.
     """
     from weft.bench.start import main as run_starts
     from weft.bench.start import parse_streams

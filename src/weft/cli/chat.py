@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 
 _RETRY_TEMPERATURE = 0.7
-"""For /regenerate at temperature 0: a greedy answer would be the same again."""
+"""The temperature of /regenerate if the chat has temperature 0: a greedy answer would be the same again."""
 
 _HELP = """  /help          this list
   /clear         forget the conversation
@@ -93,7 +93,7 @@ class _Interrupts:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Defers Ctrl-C to the end of the block: a spinner that is interrupted while it stops would spin forever."""
+        """Defers Ctrl-C to the end of the block. A spinner that is interrupted while it stops would spin forever."""
         self._may_raise, self._is_pending = False, False
         yield
         if self._is_pending:
@@ -253,12 +253,12 @@ class _Conversation:
 
         status = self._console.status("Reading")
 
-        # Includes the tokenising, so that Ctrl-C right after the Enter key stops it too.
+        # `show` includes the tokenising, so that Ctrl-C right after the Enter key stops it too.
         def show() -> None:
             stream = self._llm.stream_chat(
                 messages, params, session_id=self._session_id, on_result=results.append
             )
-            with closing(stream):  # cancels the request
+            with closing(stream):  # closing the stream cancels the request
                 with self._interrupts.deferred():
                     status.start()
                 for piece in stream:

@@ -35,15 +35,15 @@ Status = Literal["ok", "note", "fail"]
 _GIB = 1 << 30
 _PACKAGES = ("numpy", "tokenizers", "minijinja", "msgspec", "starlette", "uvicorn", "llguidance")
 _CUDA_PACKAGES = {"torch": ((2, 11), (2, 14)), "triton": ((3, 6), (4,))}
-"""Packages of the extra `cuda`: the first supported release, and the first that is not supported any more."""
+"""Packages of the extra `cuda`: the first supported release, and the first later release that is not supported."""
 _FLOAT_BYTES = 4
 """numpy computes with float32 weights."""
 _CARD_BYTES = 2
 """A GPU computes with bfloat16 weights."""
 _LOW_DISK = 1 << 30
 _TYPICAL_SHARE = 0.55
-"""Typical share of the speed that the memory bandwidth allows. Measured over HTTP, with the client on the same two
-cores; about the same for numpy."""
+"""Typical speed, as a fraction of the speed that the memory bandwidth allows. Measured over HTTP, with the client on
+the same two cores. The fraction is about the same for numpy."""
 _STYLES = {"ok": "green", "note": "yellow", "fail": "red"}
 
 
@@ -133,7 +133,7 @@ def _version(package: str) -> str | None:
 
 
 def _release(number: str) -> tuple[int, ...]:
-    """2.11.0+cu128 as (2, 11)."""
+    """Parses a version: "2.11.0+cu128" becomes (2, 11)."""
     return tuple(int(part) for part in number.split(".")[:2] if part.isdigit())
 
 

@@ -1,7 +1,7 @@
 """The entry point of the `weft` command.
 
-`weft serve` parses plain arguments itself. Typer would take 0.09 s of processor time, as long as all other work before
-the engine starts, and as much memory as the other imports of the server.
+`weft serve` parses plain arguments itself. Typer would take 0.09 s of CPU time, as much as all other work before the
+engine starts. It would also take as much memory as the other imports of the server.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _serve(settings: dict[str, Any]) -> None:
 
 
 def run(command: Callable[[], object]) -> None:
-    """Runs a command. Only here an expected error becomes a message and an exit code."""
+    """Runs a command. This is the only place that turns an expected error into a message and an exit code."""
     _prepare_streams()
     try:
         command()
@@ -77,7 +77,7 @@ def run(command: Callable[[], object]) -> None:
         print(f"weft: {one_line(error)}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except OSError as error:
-        # From standard output, for example on a full disk: errors of other files are handled where they are opened.
+        # An error of standard output, such as a full disk. Errors of other files are handled where they are opened.
         # Standard output is replaced, because flushing its buffer at exit would fail again.
         sys.stdout = io.StringIO()
         print(f"weft: {error}", file=sys.stderr)

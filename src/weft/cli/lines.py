@@ -1,7 +1,7 @@
 """Parses the lines of a batch file: from JSON to a job, or to an error that names the invalid field.
 
-A line is a string (a prompt), an object with "prompt" or "messages" and sampling parameters, or an object of the OpenAI
-batch format, whose "body" is a request to the server.
+A line has one of three forms. It is a string (a prompt), or an object with "prompt" or "messages" and sampling
+parameters, or an object of the OpenAI batch format. The "body" of the last is a request to the server.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from weft.llm import LLM, PromptJob
 
 MAX_LINE_BYTES = 64 << 20
-"""Larger than any context. It bounds the memory: only one line of a file is in memory at a time."""
+"""Limit for one line. The text of any context is shorter. Only one line is in memory at a time, so the limit bounds the
+memory."""
 
 _URLS: dict[str, Form] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 _PARAMETERS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
@@ -45,7 +46,8 @@ _FIELDS = frozenset(
 )
 
 Key = tuple[Literal["id", "index"], str | int]
-"""Identifies a line in an output. The kind is part of it, because an index and an id may be the same number."""
+"""Identifies a line in an output. The first item is needed because an index and an id may be the same
+number."""
 
 Form = Literal["plain", "chat", "completion"]
 """The format of the answer: weft's own, or one of the OpenAI batch output."""
@@ -131,8 +133,8 @@ def read_line(raw: bytes, index: int, previous: Form) -> tuple[Line, dict[str, A
 
 
 def make_job(line: Line, content: Mapping[str, Any], defaults: LineDefaults, llm: LLM) -> PromptJob:
-    """The job of a line. Raises InvalidRequestError with the invalid field. null stands for the default; in the forms
-    of the OpenAI API that is the default of that API."""
+    """The job of a line. Raises InvalidRequestError with the invalid field. A null means the default. In the
+    forms of the OpenAI API, it is the default of that API."""
     from weft.llm import PromptJob
 
     given = {name: value for name, value in content.items() if value is not None}
@@ -190,7 +192,7 @@ def _sampling(given: dict[str, Any], form: Form) -> dict[str, Any]:
         elif name not in _IGNORED:
             allowed = ", ".join(sorted(_FIELDS | {"id"} if form == "plain" else _FIELDS))
             raise InvalidRequestError(f"{name} is not a field of a request; allowed: {allowed}", field=name)
-    if isinstance(found.get("logprobs"), bool):  # a chat sends a boolean, and the number in top_logprobs
+    if isinstance(found.get("logprobs"), bool):  # in chat requests the number is in top_logprobs
         found["logprobs"] = (top_logprobs or 0) if found["logprobs"] else None
     elif top_logprobs is not None:
         raise InvalidRequestError('top_logprobs needs "logprobs": true', field="top_logprobs")

@@ -93,7 +93,7 @@ def _describe(kept: CachedModel) -> _Description:
 
 
 def _count(number: int) -> str:
-    """1,234,567,890 as 1.23B, as in the names of models."""
+    """Formats a number as in the names of models: 1,234,567,890 becomes 1.23B."""
     for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= unit:
             return f"{number / unit:.3g}{letter}"

@@ -41,7 +41,7 @@ def error_answer(line: Line, error: WeftError) -> dict[str, Any]:
     if line.form == "plain":
         return {**_name(line), "error": {**details, "line": line.index + 1}}
     if line.identifier is None:
-        # Without a custom_id there is no request to respond to.
+        # The line has no custom_id, so the message names the line.
         message = f"line {line.index + 1}: {error}"
         return _openai_line(line, None, {"code": details["code"], "message": message})
     response = {

@@ -29,7 +29,7 @@ _MIB = 1 << 20
 
 
 def serve_command(flags: Mapping[str, Any], config: Path | None, print_config: bool) -> None:
-    """`flags` are by the keys of the settings. A flag that was not given is missing or None."""
+    """`flags` has the values of flags by the keys of their settings. A flag that was not given is missing or None."""
     gc.disable()  # nearly all objects of a start stay alive; the server enables the collector later
     gathered = gather(config, os.environ, flags)
     # All settings are checked before a model is fetched.
@@ -49,7 +49,7 @@ def serve_command(flags: Mapping[str, Any], config: Path | None, print_config: b
         log = ServerLog(settings.log_format)
         serve(settings, lambda started: _announce(settings, started, log), log, launched)
     finally:
-        launched.process.kill()  # still running only if the start was interrupted
+        launched.process.kill()  # the process still runs only if the start was interrupted
 
 
 def _exit(*_: object) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 _MAX_TOKENS = 64
-"""The default for a plain prompt, about a paragraph. The 16 of the API are half a sentence."""
+"""New tokens for a plain prompt by default: about a paragraph. The 16 tokens of the API are half a sentence."""
 
 
 def check_sampling(given: dict[str, object]) -> None:
@@ -29,8 +29,8 @@ def check_sampling(given: dict[str, object]) -> None:
 def command_params(llm: LLM, *, chat: bool, **given: Any) -> SamplingParams:
     """The given parameters with the defaults of the command line.
 
-    The temperature is the one that the model's authors recommend, else 0: with the API's default of 1 small models
-    ramble.
+    The default temperature is the one that the model's authors recommend, else 0. With the API's default of 1, small
+    models write nonsense.
     """
     defaults: dict[str, Any] = {} if "temperature" in llm.suggestions else {"temperature": 0.0}
     if not chat:
@@ -56,7 +56,7 @@ def start(
 
     console = Console(stderr=True, highlight=False)
     with console.status("Loading the model"):
-        from weft.llm import LLM  # here, because importing numpy and the tokenizer takes time too
+        from weft.llm import LLM  # imported after the spinner started: it imports numpy and the tokenizer
 
         llm = LLM(
             str(path), device=device, max_context=context, threads=threads, quantize=quantize, **options

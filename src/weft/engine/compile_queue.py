@@ -12,19 +12,20 @@ Waiting = tuple[wire.Submit, InferenceRequest]
 
 
 class CompileQueue:
-    """Not thread-safe: the owner holds a lock.
+    """Chooses the next grammar to compile. Not thread-safe: the owner holds a lock.
 
-    Serves the cache salts in rotation. Each API key has its own salt, so the grammars of one client do not delay those
-    of another. Within a salt the shortest grammar is next.
+    The salt with the fewest compiled requests is next. Each API key has its own cache salt, so the grammars of one
+    client do not delay those of another. Within a salt, the shortest grammar is next.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[int, Waiting] = {}
-        """By the first handle of each request, in order of arrival."""
+        """The requests in the queue, in order of arrival. The key is the first answer handle of a request."""
         self._by_answer: dict[int, tuple[Waiting, set[int]]] = {}
-        """The same requests by every handle, with the set of handles that are not cancelled."""
+        """Answer handle -> its request, and the set of handles of that request that are not cancelled. The answers of a
+        request share this set. When it is empty, the request leaves the queue."""
         self._num_served: Counter[str] = Counter()
-        """How often each salt was served since the queue was last empty."""
+        """Requests that `take` returned for each salt since the queue was last empty."""
 
     def add(self, message: wire.Submit, request: InferenceRequest) -> None:
         if not self._waiting:

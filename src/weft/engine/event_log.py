@@ -16,7 +16,7 @@ from pathlib import Path
 from weft.errors import InvalidRequestError
 
 _KEPT = 5
-"""Number of older logs: NAME.1 is the newest of them."""
+"""Older logs that are kept. NAME.1 is the newest of them."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 _log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class EventLog:
     def __init__(self, path: str) -> None:
         self._path = path
         self._size = 0
-        """Bytes of whole lines."""
+        """Bytes of complete lines. After a failed write the file is truncated to this size."""
         self._file: int | None = None
         try:
             self._file = _open(Path(os.path.realpath(path)))
@@ -64,7 +64,7 @@ class EventLog:
             self._size,
         )
         if self._file is not None:
-            with suppress(OSError):  # a device cannot be truncated
+            with suppress(OSError):  # the log may be a device, which cannot be truncated
                 os.ftruncate(self._file, self._size)
         self.close()
 
@@ -81,5 +81,5 @@ def _open(path: Path) -> int:
                 newer.chmod(0o600)
                 newer.replace(older)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.fchmod(file, 0o600)  # an empty file that existed keeps its old mode otherwise
+    os.fchmod(file, 0o600)  # an existing empty file would keep its old mode
     return file

@@ -74,10 +74,10 @@ class EngineCore:
         """Plans and submits the next step, then waits for the one before it. Returns False if there was nothing to do.
 
         If the next plan depends on the tokens of the running step, the engine waits for that step first. It then
-        submits the next step before it delivers those tokens, so that the device gets work first.
+        submits the next step before it delivers those tokens, so that the device does not wait for the delivery.
         """
         has_waited = False
-        while self._in_flight and not self._may_plan():  # several may be in flight after an interrupt
+        while self._in_flight and not self._may_plan():  # after an interrupt, several steps may be in flight
             self._finish_oldest()
             has_waited = True
         plan = self._plan()
@@ -116,7 +116,7 @@ class EngineCore:
         return InFlightStep(plan, handle, submitted_at)
 
     def _finish_oldest(self) -> None:
-        # Removed only after its result is applied: an interrupt while waiting must not lose a step.
+        # The step is removed after its result is applied: an interrupt during the wait must not lose it.
         step = self._in_flight[0]
         result = self._result(step)
         now = self._clock()
@@ -145,7 +145,7 @@ class EngineCore:
         try:
             result = step.handle.result()
         except Exception as error:
-            # The outcome of its swaps is unknown, so all swaps in flight count as failed.
+            # The outcome of the swaps of this step is unknown, so all swaps in flight count as failed.
             message = _describe(error)
             with self._lock:
                 lost = self.scheduler.kv_cache.swaps_in_flight

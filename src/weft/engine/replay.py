@@ -138,7 +138,7 @@ class ReplayReport:
     steps: int = 0
     tokens: int = 0
     is_cut: bool = False
-    """The log ends inside a line. All lines before it were replayed."""
+    """Whether the last line of the log is incomplete. All lines before it were replayed."""
 
 
 def replay(path: str) -> ReplayReport:

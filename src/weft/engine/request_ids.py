@@ -7,6 +7,6 @@ from weft.request import RequestId
 
 def new_request_id() -> RequestId:
     """A random UUID, in hexadecimal digits."""
-    import uuid  # slow to import, and an engine whose requests have ids does not need it
+    import uuid  # imported here: the import is slow, and an engine whose requests have ids never needs it
 
     return RequestId(uuid.uuid4().hex)

@@ -38,7 +38,7 @@ from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
-    import asyncio  # at run time imported where it is used: an engine without an event loop starts faster
+    import asyncio  # for type checks only; functions that need asyncio import it, so that other engines start faster
 
 Callback = Callable[[TokenOutput], object]
 
@@ -66,8 +66,12 @@ class ServingEngine:
         after_delivery: Callable[[], object] | None = None,
         model: OpenedModel | None = None,
     ) -> None:
-        """`new_id` makes the ids of requests that have none. The engine stops after `max_failed_steps` consecutive failed steps whose error belongs to no request; None:
-        never. `model` is the model that `backend` runs; pass it if outputs shall have text."""
+        """`new_id` makes the ids of requests that have none. `model` is the model that `backend` runs; with it, outputs
+        have text.
+
+        A step can fail with an error that belongs to no request. After `max_failed_steps` such steps in a row, the
+        engine stops. None: it never stops.
+        """
         self.config = config or ServingEngineConfig()
         self.tokenizer = None if model is None else model.tokenizer
         self._after_delivery = after_delivery
@@ -220,11 +224,11 @@ class ServingEngine:
                     is_over = output.is_final
                     yield output
         finally:
-            if not is_over:  # else the id may be that of a new request
+            if not is_over:  # else a new request may have this id
                 self.cancel(request_id)
 
     def cancel(self, request_id: RequestId, reason: str | None = None) -> bool:
-        """Cancels a request in any state. Its KV blocks are free within a step. Returns False if it had ended
+        """Cancels a request in any state. Its KV blocks are freed within a step. Returns False if it had ended
         already."""
         with self._lock:
             cancelled = self.scheduler.cancel(request_id, reason)
@@ -233,8 +237,8 @@ class ServingEngine:
         return cancelled
 
     def finish(self, request_id: RequestId, num_tokens: int) -> bool:
-        """Completes a request (FinishReason.STOP) after its first `num_tokens` new tokens. A caller that finds a stop
-        string in the text uses it. Returns False if the request had ended already."""
+        """Completes a request (FinishReason.STOP) after its first `num_tokens` new tokens. Callers use it when the
+        text contains a stop string. Returns False if the request had ended already."""
         with self._changed:
             finished = self.scheduler.finish(request_id, num_tokens)
             if finished:
@@ -256,7 +260,7 @@ class ServingEngine:
             return self._results.get(request_id)
 
     def _sequence(self, request: InferenceRequest) -> Sequence:
-        """Checks a request and prepares its sequence. This is the slow part of `submit`; it runs without the lock."""
+        """Checks a request and prepares its sequence. It is the slow part of `submit`, so it runs without the lock."""
         request = self._with_defaults(request)
         sequence = Sequence(request, self._seed_for(request))
         self.scheduler.prepare(sequence)
@@ -286,7 +290,7 @@ class ServingEngine:
                     cause = self._failure or "the engine was stopped"
                     raise EngineStoppedError(f"{cause} and accepts no more requests")
                 for request_id in ids:
-                    # A callback that still runs may refer to its request by this id.
+                    # A callback of the earlier request may still run and use this id.
                     if request_id in self._unfinished or request_id in self._callbacks:
                         raise id_in_use(request_id)
                 try:
@@ -294,7 +298,7 @@ class ServingEngine:
                     break
                 except QueueFullError:
                     left = None if deadline is None else deadline - time.monotonic()
-                    # A callback must not wait: it blocks the loop, which is what frees the queue.
+                    # A callback must not wait: it blocks the loop, and only the loop removes requests from the queue.
                     if not block or self._is_in_callback or (left is not None and left <= 0):
                         raise
                     self._changed.wait(left)
@@ -440,7 +444,7 @@ class ServingEngine:
                 outputs, results = self._texts.fill(outputs, results)
             self._metrics.record(results, self._clock())
             for result in results:
-                self._results.pop(result.request_id, None)  # of an earlier request with this id
+                self._results.pop(result.request_id, None)  # result of an earlier request with this id
                 self._results[result.request_id] = result
                 self._unfinished.discard(result.request_id)
             callbacks = self._callbacks

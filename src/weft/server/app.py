@@ -44,10 +44,10 @@ from weft.server.stream.whole_answer import WholeAnswer, min_response_bytes
 from weft.text.model_text import ModelText
 
 _HEADERS_SECONDS = 1.0
-"""How long a stream delays its status line. If the engine refuses the request by then, the response has an error
-status. A later refusal is sent as an event."""
+"""A stream delays its status line by up to this long. If the engine refuses the request before, the response has an
+error status. A later refusal is sent as an event."""
 _BYTES_PER_TOKEN = 4
-"""Estimate for `/tokenize`: bytes of the body per token. It sizes the reservation of tokens before the work."""
+"""Estimated bytes of a `/tokenize` body per token. Before the work, tokens are reserved from the rate limit by it."""
 _EXPOSED = (
     *("x-request-id", "retry-after", "warning"),
     *(
@@ -175,7 +175,7 @@ class ServerApp:
                 beginning = self._begin(answer_format, api_request, size, active, answer_bytes, client_id)
                 prepared = await unless_disconnected(request.receive, beginning)
                 record.is_streamed = prepared.is_streamed
-                # From here on only the tokens are needed: free the body.
+                # Frees the body: only its tokens are needed from here on.
                 del body, api_request
                 request.scope[BODY].release()
                 headers |= active.headers
@@ -206,7 +206,7 @@ class ServerApp:
             if not is_owned_by_response:
                 choices.cancel()
                 self._active_requests.end(active, outcome)
-            outcome = None  # its traceback refers to this frame: a reference cycle
+            outcome = None  # an error has a traceback that refers to this frame: a reference cycle
 
     async def _begin(
         self,
@@ -269,7 +269,7 @@ class ServerApp:
         if self.engine.state is not EngineState.READY:
             return self.engine.seconds_until_ready
         seconds = self._active_requests.completion_rate.seconds_for(len(self._active_requests))
-        # A server that drains is usually replaced within its drain time.
+        # While the server drains: another server has usually replaced it after the drain time.
         return max(seconds, self.settings.drain_seconds) if self.is_draining else seconds
 
     def _check_model(self, name: str | None) -> None:

@@ -24,7 +24,7 @@ from weft.server.settings import FLAGS, KEYS, ServerSettings, is_list, is_size
 ENVIRONMENT = "WEFT_SERVE_"
 CONFIG_VARIABLE = ENVIRONMENT + "CONFIG"
 _OTHER_VARIABLES = {"api_keys": "WEFT_API_KEY"}
-"""Environment variables without the prefix. Other commands use them too."""
+"""Settings whose environment variable lacks the prefix, because other commands use the variable too."""
 _UNITS = ("", "k", "m", "g", "t")
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
 
@@ -46,11 +46,11 @@ class Gathered:
         self.given = given
 
     def value(self, key: str) -> Any:
-        """The value of a key of the top level, or its default."""
+        """The given value of a top-level key, else its default."""
         return self.given[key].value if key in self.given else getattr(ServerSettings(), key)
 
     def applied_to(self, settings: ServerSettings) -> ServerSettings:
-        """`settings` with the given values, but for API keys. Raises if values contradict each other."""
+        """`settings` with the given values, except API keys. Raises if values contradict each other."""
         return self._override(settings, "")
 
     def _override(self, part: T, prefix: str) -> T:
@@ -70,8 +70,8 @@ class Gathered:
 
 
 def gather(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> Gathered:
-    """Collects all given settings; for each key the source with the highest precedence wins. In `flags`, by key, None
-    means not given."""
+    """Collects all given settings. For each key, the source with the highest precedence wins. `flags` is by key; None
+    means that the flag was not given."""
     if file is None and environment.get(CONFIG_VARIABLE):
         file = Path(environment[CONFIG_VARIABLE])
     given = dict(_from_file(file)) if file is not None else {}
@@ -162,8 +162,8 @@ def _from_table(table: Mapping[str, Any], prefix: str, source: str) -> Iterator[
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Given]:
-    """Ignores empty variables. Unknown ones are an error: a misspelt API_KEY_FILE would leave the server without
-    keys."""
+    """Ignores empty variables. Unknown variables with the prefix are an error: with a misspelt API_KEY_FILE the server
+    would need no key."""
     keys = {variable(key): key for key in KEYS}
     given = {}
     for name, value in sorted(environment.items()):
@@ -179,7 +179,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Given]:
 
 def _suggestion(name: str, known: Mapping[str, Any]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
-    # Otherwise a key with the same name in another table.
+    # If no name is similar, suggest a key with the same name in another table.
     close = close or [one for one in known if one.rpartition(".")[2] == name.rpartition(".")[2]]
     return f" (did you mean {close[0]}?)" if close else ""
 
@@ -198,7 +198,7 @@ def _read(key: str, value: Any, source: str, is_text: bool = False) -> Any:
     try:
         kind = setting.type | None if setting.is_optional else setting.type
         value = msgspec.convert(value, kind, strict=not is_text or is_size(key))
-        # The engine's configuration checks its own ranges: some depend on other settings.
+        # Ranges of the engine are checked by its configuration classes, because some depend on other settings.
         if value is None or setting.range is None or key.startswith("engine.") or value in setting.range:
             return value
     except msgspec.ValidationError:

@@ -47,7 +47,7 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
         self.retry_after = retry_after
-        """Seconds after which a retry can succeed. Where it is None, the app predicts a value for 429 and 503."""
+        """Seconds after which a retry can succeed. If it is None, the app predicts a value for 429 and 503."""
 
     @classmethod
     def internal_error(cls) -> ApiError:
@@ -60,7 +60,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The body in the form of the OpenAI API, which weft's own routes have too."""
+        """The body in the form of the OpenAI API. weft's own routes use it too."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -112,4 +112,4 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
     try:
         raise raised
     finally:
-        del raised  # its traceback refers to this frame: a local variable would close a reference cycle
+        del raised  # the traceback of `raised` refers to this frame: a reference cycle

@@ -32,14 +32,14 @@ from weft.text.model_text import ModelText, open_model_text
 
 _BACKLOG = 1024
 _ACCEPTS_PER_ITERATION = 8
-"""Connections accepted in one iteration of the event loop. More would delay the streams that are open."""
+"""Connections to accept in one iteration of the event loop. More would delay the open streams."""
 _KEEP_ALIVE_SECONDS = 30
 _FLUSH_SECONDS = 2.0
 _OWN_DESCRIPTORS = 64
-"""Descriptors of the server itself: files, listening sockets, and the pipes and sockets of its processes, one of which
-may be restarting."""
+"""Descriptors of the server itself: files, listening sockets, and the pipes and sockets of its processes. A process
+that restarts has two sets of them for a moment."""
 _DESCRIPTORS_PER_REQUEST = 2
-"""The connection of the request, and one idle or refused connection for each."""
+"""One for the connection of the request, and one for an idle or refused connection."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class _ServerRun:
         text: ModelText | None = None
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
-            server = await self._bind()  # first: a port in use is an error before the model is loaded
+            server = await self._bind()  # first, so that a port in use is reported before the model is loaded
             starting = asyncio.ensure_future(self._engine.start())
             await asyncio.sleep(0)  # starts the engine process, in parallel with the work below
             text, generation_defaults = self._open_text()
@@ -149,7 +149,7 @@ class _ServerRun:
         finally:
             stopping.cancel()
             if starting is None or not starting.done():
-                self._engine.kill()  # it reads no messages until its weights are loaded
+                self._engine.kill()  # it handles no stop message until its weights are loaded
             if starting is not None and not starting.cancel():
                 starting.exception()  # retrieved so that asyncio does not log it a second time
             await self._engine.stop()
@@ -157,7 +157,8 @@ class _ServerRun:
                 text.close()
 
     def _open_text(self) -> tuple[ModelText, Mapping[str, Any]]:
-        """Also returns the generation defaults of the model. The checkpoint, megabytes of vocabulary, is not kept."""
+        """Opens the tokenizer and the generation defaults of the model. The checkpoint has megabytes of vocabulary and
+        is not kept."""
         checkpoint = open_checkpoint(self._settings.model)
         text = open_model_text(checkpoint, self._settings.chat_template, self._settings.tool_format)
         return text, checkpoint.generation
@@ -220,7 +221,7 @@ class _ServerRun:
             )
         )
         await self._stop.wait()
-        # While draining, new requests get a 503 with Retry-After, which says more than a refused connection.
+        # New requests now get a 503 with Retry-After. A refused connection would not tell the client when to retry.
         app.is_draining = True
         seconds = settings.drain_seconds
         message = f"Stopping: active requests have {seconds:g} s to end. A second signal stops at once."

@@ -91,7 +91,7 @@ def current_record() -> Record:
 
 
 class ServerLog:
-    """Owns the thread that writes the log. `close` writes the remaining lines."""
+    """Owns the thread that writes the log. `close` waits until the remaining lines are written."""
 
     def __init__(self, log_format: LogFormat, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -130,7 +130,7 @@ class ServerLog:
     def close(self) -> None:
         if self._writer.is_alive():
             give_up_at = time.monotonic() + _FLUSH_SECONDS
-            with suppress(queue.Full):  # the reader of standard error is stuck
+            with suppress(queue.Full):  # the queue is full, because the reader of standard error is stuck
                 self._lines.put(None, timeout=_FLUSH_SECONDS)
                 self._writer.join(max(0.0, give_up_at - time.monotonic()))
 

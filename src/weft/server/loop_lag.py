@@ -1,4 +1,4 @@
-"""Measures the lag of the event loop, without the time for which the kernel did not run its thread."""
+"""Measures the lag of the event loop: how late its timers run. Run delay, caused by other programs, is subtracted."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ _SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
 async def watch_lag(observe: Callable[[float], object], is_busy: Callable[[], bool]) -> None:
-    """Sets timers and calls `observe` with the seconds by which each was late. Measures only while `is_busy()` is true.
+    """Sleeps for one period, again and again, and calls `observe` with the seconds by which each wake-up was late.
+    Measures only while `is_busy()` is true.
 
-    The run delay of this thread since the timer was set is subtracted: other programs caused it. That includes run
-    delay before the timer expired, so a lag is underestimated by at most one period.
+    Run delay is the time for which this thread was runnable and the kernel ran other threads instead. The run delay
+    of the whole sleep is subtracted, because the work of the server did not cause it. The thread may have had run
+    delay before the timer expired too. The lag is then underestimated, by at most one period.
     """
     loop = asyncio.get_running_loop()
     try:

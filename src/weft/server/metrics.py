@@ -43,8 +43,8 @@ _REQUEST_SECONDS = (0.005, 0.02, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0,
 
 
 class _FastHistogram(Collector):
-    """A histogram for values observed with every event of every stream. The Histogram of prometheus_client would take a
-    fifth of the time of an event."""
+    """A histogram that is fast enough to record a value for every event of every stream. The Histogram of
+    prometheus_client would take a fifth of the time of an event."""
 
     def __init__(self, name: str, help: str, labels: Mapping[str, str], bounds: Sequence[float]) -> None:
         self._name, self._help, self._labels = name, help, labels
@@ -174,7 +174,7 @@ class ServerMetrics:
         self._latency.observe(seconds)
 
     def generated(self, num_tokens: int) -> None:
-        """Records the generated tokens of a request that ended, sent to the client or not."""
+        """Records the generated tokens of a request that ended, whether they were sent to the client or not."""
         self._generated_tokens.inc(num_tokens)
 
     def failed(self, status: int) -> None:
@@ -229,7 +229,8 @@ class _KeyUsage(Collector):
 
 
 class _MirroredCounter:
-    """A counter that follows a total of the engine process. The total starts again at 0 when the process restarts."""
+    """A counter that follows a total of the engine process. It keeps its value when the process restarts and the total
+    starts again at 0."""
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter

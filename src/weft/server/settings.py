@@ -1,6 +1,7 @@
-"""The settings of a server: one field declares each, as in `weft.config`. `KEYS` has them all, the engine's included.
+"""The settings of a server. As in `weft.config`, a field declares a setting. `KEYS` has all settings, also those
+of the engine.
 
-`config_file` reads their values from flags, the environment and a file. `cli` makes the flags.
+`config_file` reads their values from flags, the environment and a file. `weft.cli` makes the flags.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from weft.config import (
 if TYPE_CHECKING:
     from weft.server.admission.keys import ApiKey
 else:
-    ApiKey = Any  # `weft --help` imports the declarations alone
+    ApiKey = Any  # at run time the type is not needed: `weft --help` imports only the declarations
 
 Seconds = Annotated[float, Range(0, 1_000_000)]
 AtLeastOne = Annotated[int, Range(1)]
@@ -29,7 +30,7 @@ LogFormat = Literal["auto", "text", "json", "off"]
 
 
 def _engine_config() -> ServingEngineConfig:
-    # The adaptive policy measures step times: a fixed chunk size cannot suit machines that differ a hundredfold.
+    # ADAPTIVE chooses the chunk size by measured step times. No fixed size suits machines that differ a hundredfold.
     return ServingEngineConfig(scheduler=SchedulerConfig(policy=PriorityPolicy.ADAPTIVE))
 
 
@@ -65,7 +66,8 @@ class ServerSettings:
     memory: Annotated[
         int | None, Range(1), Flag("--memory", "SIZE", "KV cache, such as 4GiB; default: at least 2GiB.")
     ] = None
-    """Bytes for the KV cache. Not set: most of the free GPU memory; on a CPU 2 GiB or one whole context, at most half of the free memory."""
+    """Bytes for the KV cache. Not set: most of the free GPU memory; on a CPU 2 GiB or one whole context, at
+    most half of the free memory."""
     backend: Annotated[
         str, Flag("--device", "auto|cpu|cuda", "Where to compute; default: a GPU if there is one.")
     ] = "auto"
@@ -132,9 +134,9 @@ def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Setting]]:
 
 
 _SETTINGS = dict(_leaves(ServerSettings))
-# The first has the short key `memory`. The second has no effect here: a server keeps no results.
+# `engine.cache.memory` has the short key `memory`. `engine.max_kept_results` has no effect: a server keeps no results.
 del _SETTINGS["engine.cache.memory"], _SETTINGS["engine.max_kept_results"]
-# Given as texts. `keys.all_keys` makes keys of them.
+# Operators give API keys as text. `keys.all_keys` makes `ApiKey` objects of them.
 _SETTINGS["api_keys"] = _SETTINGS["api_keys"]._replace(type=tuple[str, ...])
 KEYS: Mapping[str, Setting] = _SETTINGS
 """Every setting by its key: `port`, `engine.scheduler.max_running`."""

@@ -1,7 +1,7 @@
 """Samples tokens from logits on the GPU. `weft.sampling.reference` defines the results; this launches the kernels.
 
-Nothing here waits for the GPU. The launches depend only on the path, and all arrays have fixed addresses, so every path
-can be part of a CUDA graph.
+Nothing here waits for the GPU. The launches depend only on the `SamplingPath`, and all arrays have fixed addresses. So
+the launches of every path can be part of a CUDA graph.
 
     copy -> count -> penalise -> clear -> lists     makes the scores, if parameters or grammars change logits
     survey -> shortlist                             filters: samples if few tokens are kept, else finds their floors
@@ -33,7 +33,7 @@ from weft.sampling.reference import FORBIDDEN, NOT_A_NUMBER, OVERFLOW
 Masks = tuple[Tensor, Tensor]
 """int32 [M, words]: one bit per token of the vocabulary; int32 [S]: the mask of each entry, or -1."""
 
-# Random sampling has a smaller tile than greedy, because it keeps more values in registers.
+# Random sampling has a smaller tile than greedy sampling, because it keeps more values in registers.
 _GREEDY_TILE, _DRAW_TILE = 2048, 1024
 _PROGRAMS_PER_PROCESSOR = 8
 _COPY_TILE = 4096
@@ -44,9 +44,10 @@ _WIDTH = power_of_two(MAX_LOGPROBS)
 
 @dataclass(frozen=True)
 class _Sizes:
-    """How the vocabulary is split, so that most tokens are only compared with the best of their group."""
+    """How the vocabulary is divided. Most tokens are never examined one by one, because the best score of their group
+    is too low."""
 
-    head: int  # tiles that a program reads first; their best token rules out most of the others
+    head: int  # tiles that a program reads first; most other tokens cannot beat their best token
     group: int  # tokens per group; the survey finds the best of each group
     groups_of_piece: int  # groups that one program surveys
     few: int  # groups in the short list
@@ -101,8 +102,8 @@ class DeviceSampler:
         device: Device,
         max_sampled: int,
     ) -> None:
-        """`row_tokens` int32 [rows, positions] has the tokens of all rows. The workspace takes 8 bytes for each of
-        `max_sampled` x vocabulary."""
+        """`row_tokens` int32 [rows, positions] has the tokens of all rows. The workspace takes `max_sampled` x
+        vocabulary x 8 bytes."""
         self.rows = SamplingRows(num_rows, vocabulary_size, eos_token_ids, device)
         self.tokens = device.zeros(max_sampled, dtype=torch.int32)
         self.errors = device.zeros(max_sampled, dtype=torch.int32)
@@ -121,7 +122,8 @@ class DeviceSampler:
         self._counters = device.zeros(max_sampled, dtype=torch.int32)
         sizes = self._cut = _INTERPRETED if INTERPRETED.value else _ON_CARD
         self._survey_pieces = ceil_divide(vocabulary_size, sizes.group * sizes.groups_of_piece)
-        # If likely tokens are spread over the vocabulary, a list of this many groups holds about 1/14 of all tokens.
+        # The number of groups for the longer list. If likely tokens are spread evenly over the vocabulary, the list has
+        # about 1/14 of all tokens.
         self._most_groups = vocabulary_size // sizes.group * 127 // 128
         self._groups = self._survey_pieces * sizes.groups_of_piece
         self._maxima = device.empty(max_sampled, self._groups, dtype=torch.float32)
@@ -140,7 +142,7 @@ class DeviceSampler:
 
     @property
     def refused(self) -> dict[int, Failure]:
-        """Row -> why it cannot sample. Such a row fails whatever the kernels return."""
+        """Row -> why it cannot sample. The backend fails such a row and ignores its token."""
         return self.rows.refused
 
     def start(self, row_starts: Iterable[RowStart]) -> None:
@@ -183,7 +185,7 @@ class DeviceSampler:
         return PendingLogprobs(self._logprob_arrays, len(top_counts), top_counts, self._device)
 
     def score(self, logits: Tensor, tokens: Tensor, top_count: int) -> PendingLogprobs:
-        """The logprobs of `tokens` [N] by `logits` [N, vocabulary]."""
+        """The logprobs of `tokens` [N] under `logits` [N, vocabulary]."""
         count = len(logits)
         top_count = min(top_count, self._vocabulary_size)
         arrays = _LogprobArrays(count, self._vocabulary_size, self._device)

@@ -23,7 +23,7 @@ _DOUBLES = slice(2, kernels.PROMPT_LENGTH.value)
 _INTEGERS = slice(kernels.PROMPT_LENGTH.value, _HEADER - 1)
 ROW_WORDS = _HEADER + 3 * MAX_LOGIT_BIAS + MAX_ENDS
 
-# More than the steps in flight, so that the GPU has nearly always read a staging buffer before it is written again.
+# More than the steps in flight: when a staging buffer is written again, the GPU has nearly always read it already.
 _STAGINGS = 4
 
 _DRAWS, _FILTERS, _TOP_K = kernels.DRAWS.value, kernels.FILTERS.value, kernels.HAS_TOP_K.value
@@ -102,9 +102,9 @@ class SamplingRows:
         self.top_counts = [-1] * num_rows
         self.refused: dict[int, Failure] = {}
         """Row -> why it cannot sample: its parameters do not fit into a row."""
-        # Rows that are not purely greedy. Steps look only at these.
+        # Rows that are not purely greedy. `path` examines only these.
         self._special: set[int] = set()
-        # Enough for all rows at once, if none has logit_bias or end tokens.
+        # The size of a staging buffer: enough to start all rows at once, if none has logit_bias or end tokens.
         words = num_rows * (3 + _HEADER)
         self._stagings = [device.pinned(words, dtype=torch.int32) for _ in range(_STAGINGS)]
         self._read: list[Event] = [device.event() for _ in range(_STAGINGS)]

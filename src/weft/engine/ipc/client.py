@@ -25,7 +25,7 @@ from weft.plan import BackendInfo
 from weft.request import InferenceRequest, RequestId
 
 _RESTART_SECONDS = (0.0, 0.5, 2.0, 5.0, 10.0)
-"""Delay before a restart, indexed by the number of restarts since the engine last ran for a minute."""
+"""Delay before a restart. The index is the number of restarts since the engine last ran for a minute."""
 _METRICS_SECONDS = 5.0
 
 
@@ -120,8 +120,8 @@ class EngineClient:
     ) -> list[RemoteAnswer]:
         """Submits a request and returns one `RemoteAnswer` for each of its `n` answers, or for those in `indices`.
 
-        All answers set `arrived`. If the engine refuses the request, reading an answer raises the error. `waited` is
-        how many seconds ago the request arrived. `is_unbounded`: a slow reader is not cancelled. `wake_every` and
+        All answers set `arrived`. If the engine refuses the request, reading an answer raises the error. The request
+        arrived `waited` seconds ago. `is_unbounded`: a slow reader is not cancelled. `wake_every` and
         `may_grow` are passed to each `RemoteAnswer`.
         """
         if self.state is not EngineState.READY:
@@ -144,13 +144,13 @@ class EngineClient:
         ]
         handles = tuple(answer.handle for answer in answers)
         self._send(wire.Submit.of(handles, request, indices.start, waited))
-        # Only after sending: a request that cannot be encoded raises, and must not stay in `_answers`.
+        # After sending: if the request cannot be encoded, `_send` raises, and its answers must not stay in `_answers`.
         self._answers.update(zip(handles, answers, strict=True))
         assert self._connection is not None
         try:
             await self._connection.drain()
         except asyncio.CancelledError:
-            for answer in answers:  # the caller does not get them
+            for answer in answers:  # the caller does not get the answers and cannot cancel them
                 answer.cancel()
             raise
         return answers
@@ -186,7 +186,8 @@ class EngineClient:
 
     @property
     def seconds_until_ready(self) -> float:
-        """Estimated from the duration of the last start. 0 if there was none, or if this start takes longer."""
+        """Estimated from the duration of the last start. 0 if there was no start yet, or if this one already takes
+        longer."""
         if self._launch_seconds is None:
             return 0.0
         return max(0.0, self._launched_at + self._launch_seconds - asyncio.get_running_loop().time())
@@ -277,7 +278,7 @@ class EngineClient:
         details: dict[str, Any] = {}
         timeout = 1.0
         if self._connection is not None:
-            self._connection.abort()  # a stopped process that is woken must not report steps any more
+            self._connection.abort()  # a stopped process may be resumed; it must not report steps then
         if isinstance(error, EngineStalledError):
             details["process_state"], timeout = state_of(running.process.pid), 0.0
             await running.dump_stacks()

@@ -1,6 +1,6 @@
 """The client's end of the connection to the engine's process.
 
-Messages are handled directly in the socket callback. Waking a task in between would cost one more task switch for every
+Messages are handled directly in the socket callback. Passing them to a task would cost one more task switch for every
 token of a single stream.
 """
 
@@ -22,8 +22,8 @@ class Connection(asyncio.Protocol):
     """Passes messages to `take` until the connection closes. Use it from one event loop only."""
 
     def __init__(self, take: Callable[[wire.FromEngine], object], tokens_per_turn: int) -> None:
-        """After `tokens_per_turn` tokens their readers may run: one read of the socket may hold more tokens than the
-        buffer of an answer."""
+        """After `tokens_per_turn` tokens the connection lets other tasks run, so that they read the tokens. One read of
+        the socket may return more tokens than the buffer of an answer can hold."""
         self.first_message = asyncio.Event()
         """Set at the first message that is no heartbeat and no warning, and when the connection closes."""
         self.closed = asyncio.Event()
@@ -80,11 +80,12 @@ class Connection(asyncio.Protocol):
                     self._loop.call_soon(self._resume)
                     return
         except BaseException:
-            self._transport.abort()  # the frames handled so far would be delivered again with the next bytes
+            self._transport.abort()  # else the next bytes would deliver the frames handled so far again
             raise
 
     def _next_message(self) -> wire.FromEngine | None:
-        """None: all received messages are handled, or the data is invalid and the connection was closed."""
+        """Returns None if all received messages are handled. If the data is invalid, closes the connection and returns
+        None."""
         try:
             content = next(self._contents, None)
             return None if content is None else wire.from_engine.decode(content)

@@ -1,7 +1,7 @@
 """Starts the engine's process and sends it the configuration. `EngineClient` takes over from there.
 
-This module imports little before the process runs: the engine's process then starts in parallel with the imports of the
-server.
+This module imports little before it starts the process, so that the start of the engine and the imports of the server
+run in parallel.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def launch_engine(backend: str, options: Mapping[str, Any], config: ServingEngin
                 stdout=subprocess.DEVNULL,
             )
         undo.pop_all()
-    # Imported here: building the message types takes time, and the process already starts in parallel.
+    # Imported after the process was started: building the message types takes time, and the process starts meanwhile.
     from weft.engine.ipc import wire
 
     try:

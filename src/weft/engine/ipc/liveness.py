@@ -1,8 +1,8 @@
 """Distinguishes a stuck engine from a slow one. Owns the time since the engine's process last made progress.
 
-The process sends a heartbeat twice a second. A heartbeat shows progress if the loop is idle or has finished a step
-since the last heartbeat, and the same holds for the thread that reads messages. Without such a heartbeat, the CPU time
-of the process decides, then that of its children (compilers): a slow step uses CPU time, a stuck one does not.
+The process sends a heartbeat twice a second. A heartbeat shows progress if two threads made progress: the engine's loop
+is idle or has finished a step, and the reader is idle or has handled a message. If no heartbeat shows progress, the CPU
+time of the process is measured, then that of its children (compilers). A slow step uses CPU time, a stuck one does not.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ CHECK_SECONDS = 0.3
 """Interval of `Liveness.check`. Together with `SILENT_SECONDS` it detects a stopped process within 2 s."""
 SILENT_SECONDS = 1.4
 _GRACE_SECONDS = 0.6
-"""Heartbeats and checks are not synchronised: a single check without a new heartbeat proves nothing."""
+"""CPU time is measured only after this long without progress. Heartbeats and checks are not synchronised, so one check
+without a new heartbeat is normal."""
 _SLOW_FACTOR = 10
 """A loop that uses CPU time but finishes no step for this many `stall_seconds` is stuck. It may spin while it waits for
 the GPU, or loop forever."""
 _LEAST_WORK_SECONDS, _LEAST_WORK_SHARE = 0.05, 0.01
-"""CPU time below these seconds plus this share of the quiet time does not count: idle library threads wake up too."""
+"""CPU time counts as progress only above these seconds plus this fraction of the quiet time. Idle threads of libraries
+wake up too and use a little CPU time."""
 _SECONDS_PER_PAGE = 0.01
-"""Work that a page read from disk counts for: a step that waits for its weights makes progress."""
+"""A page read from disk counts as this much CPU time. A step that waits for its weights to be read makes progress, but
+uses little CPU time."""
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _UNREADABLE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors of reading `/proc` that say nothing about the process."""
+"""Errors of reading `/proc` that mean a shortage of descriptors or memory. They say nothing about the process."""
 
 
 class Liveness:
@@ -45,8 +48,8 @@ class Liveness:
     ) -> None:
         """`work` returns the CPU time of the process, excluding the threads with the given ids."""
         self.is_started = False
-        """The client sets it when the engine is ready. Before that there are no steps: a start may take any time, as
-        long as it uses CPU time."""
+        """The client sets it when the engine is ready. Until then there are no steps, and the start may take any time
+        while it uses CPU time."""
         self.quiet_seconds = 0.0
         """Time without any progress."""
         self._unfinished_seconds = 0.0
@@ -83,7 +86,7 @@ class Liveness:
 
     def check(self) -> None:
         now = self._clock()
-        # A late check means that this process was stopped itself and could not receive heartbeats.
+        # If this check is late, this process itself was stopped and could not receive heartbeats: count little time.
         elapsed, self._checked_at = min(now - self._checked_at, 2 * CHECK_SECONDS), now
         if self._has_progress:
             self._has_progress = False
@@ -97,14 +100,14 @@ class Liveness:
             self._work_before.clear()
 
     def _has_worked(self) -> bool:
-        """Whether CPU time was used since the first check after `_GRACE_SECONDS`. The children are measured last,
-        because finding them reads all of `/proc`."""
+        """Whether enough CPU time was used since it was first measured. Only if the process used none, its children are
+        measured: finding them reads all of `/proc`."""
         least = _LEAST_WORK_SECONDS + _LEAST_WORK_SHARE * self.quiet_seconds
         for number, measure in enumerate(self._measures):
             try:
                 seconds = measure()
             except OSError:
-                return True  # no descriptor left to read /proc: without a measurement there is no stall
+                return True  # without descriptors /proc cannot be read; assume progress rather than kill the engine
             if number == len(self._work_before):
                 self._work_before.append(seconds)
                 return False

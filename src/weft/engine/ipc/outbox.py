@@ -1,6 +1,6 @@
 """Sends messages from the engine's process: directly if the socket has room, else in a writer thread.
 
-Steps of a single stream take milliseconds, and waking a thread for each message would cost as much as writing it. The
+A step of a single stream takes milliseconds, and waking a thread for each message would cost as much as writing it. The
 writer thread sends what the socket did not accept, so that a slow client never delays a step.
 """
 
@@ -56,7 +56,7 @@ class Outbox:
                 self._changed.notify()
 
     def close(self, timeout: float) -> None:
-        """Refuses new messages and waits until the others are sent, at most `timeout` seconds."""
+        """Refuses new messages and waits up to `timeout` seconds until the earlier ones are sent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -84,7 +84,8 @@ class Outbox:
 
 
 def _merged(messages: list[wire.Message]) -> list[wire.Message]:
-    """Merges adjacent step reports up to `_LARGE_STEP` tokens. A slow client then has less work for each token."""
+    """Merges adjacent step reports up to `_LARGE_STEP` tokens. Merged reports cost a slow
+    client less work per token."""
     merged: list[wire.Message] = []
     for message in messages:
         last = merged[-1] if merged else None

@@ -8,7 +8,7 @@ The process and the client share a socket pair. The process ends when the client
     compilers         submit requests with a grammar: compiling may take long and must not delay other requests
     heartbeat         reports twice a second whether the loop and the reader make progress
 
-So neither a slow client nor a long message delays a step.
+A slow client or a long message delays no step: other threads wait for the socket and decode messages.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class EngineProcess:
         self._compiling: dict[int, list[wire.Cancel | wire.Finish]] = {}
         """Answers with a grammar that are not submitted yet, by handle, with the messages to handle once they are."""
         self._to_compile = CompileQueue()
-        """Those whose compilation has not started."""
+        """Of the requests in `_compiling`, those whose compilation has not started."""
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="weft-compiler")
         self._lock = threading.Lock()
         """Guards `_compiling` and `_to_compile`."""
@@ -89,10 +89,10 @@ class EngineProcess:
             start = wire.to_engine.decode(next(self._received()))
             assert isinstance(start, wire.Start), "the first message says what to build"
             backend = registry.build(start.backend, **start.options)
-            # Each result is reported as soon as it exists and not read again.
+            # Each result is reported at once and never read again, so the engine need not keep results.
             config = dataclasses.replace(start.config, max_kept_results=1)
             self._engine = ServingEngine(backend, config, after_delivery=self._flush)
-            self._engine.scheduler.keeps_logprobs = False  # outputs have them
+            self._engine.scheduler.keeps_logprobs = False  # the outputs have the logprobs already
         except WeftError as error:
             return self._fail(str(error), error.exit_code)
         except (Exception, StopIteration) as error:
@@ -100,7 +100,7 @@ class EngineProcess:
         self._progress = lambda: self._engine.progress
         scheduler = self._engine.scheduler
         self._outbox.send(wire.Ready(scheduler.info, scheduler.max_sequence_length))
-        gc.freeze()  # the objects so far stay alive; the collector need not scan them
+        gc.freeze()  # objects that exist now stay alive, so the garbage collector need not scan them
         gc.enable()
         self._reader = threading.Thread(target=self._read, name="weft-reader", daemon=True)
         self._reader.start()
@@ -129,7 +129,7 @@ class EngineProcess:
                 self._num_read += 1
                 self._is_reading = False
         except (OSError, ValueError, msgspec.MsgspecError):
-            pass  # the client is gone or sends invalid data: stop in both cases
+            pass  # the client has closed the connection or sends invalid data; the engine stops in both cases
         except Exception as error:  # no memory, no thread: the engine cannot receive requests any more
             self._outbox.send(wire.Failed(f"the engine's reader failed ({type(error).__name__}: {error})", 1))
         self._engine.stop()
@@ -210,7 +210,7 @@ class EngineProcess:
         """Reports an error instead of answers."""
         for index, handle in zip(message.indices, message.handles, strict=True):
             request_id = request.answer_id(index)
-            if self._handles.get(request_id) == handle:  # else it is the id of another answer
+            if self._handles.get(request_id) == handle:  # else the id belongs to another answer by now
                 del self._handles[request_id]
         field, code = getattr(error, "field", ""), getattr(error, "code", "")
         self._outbox.send(wire.Refused(message.handles, type(error).__name__, str(error), field, code))
@@ -218,7 +218,7 @@ class EngineProcess:
     # -- in the heartbeat thread
 
     def _send_heartbeats(self) -> None:
-        """Must not wait for a lock that the loop or the reader may hold."""
+        """Must not wait for a lock of the loop or the reader: a heartbeat must arrive even if these are stuck."""
         own_id = threading.get_native_id()
         while True:
             reader = self._reader
@@ -283,7 +283,7 @@ def main() -> None:
         faulthandler.register(signal.SIGUSR1, stacks[0])
     connection = socket.socket(fileno=descriptor)
     exit_code = EngineProcess(connection).run()
-    gc.unfreeze()  # so that objects of the kernels are freed at exit; nanobind reports them as leaks otherwise
+    gc.unfreeze()  # frees the objects of the kernels at exit; else nanobind reports them as leaks
     raise SystemExit(exit_code)
 
 

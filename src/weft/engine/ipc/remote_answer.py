@@ -51,8 +51,8 @@ class RemoteAnswer:
         """All tokens that arrived, read or not."""
         self._prompt_logprobs: list[bytes] = []
         self.arrived = arrived
-        """Set at the first token, when `wake_every` tokens are unread, and at the end. Answers that are read together
-        may share one event."""
+        """Set at the first token, when `wake_every` tokens are unread, and at the end. Several answers may share one
+        event if one task reads them all."""
         self._client = client
         self._capacity = capacity
         self._wake_every = wake_every if capacity is None else min(wake_every, max(1, capacity // 2))
@@ -68,7 +68,8 @@ class RemoteAnswer:
         return bool(self._unread) or self._failure is not None
 
     def check(self) -> None:
-        """Raises the error that ended the request, as a copy: a raised error keeps all frames that it passed alive."""
+        """Raises the error that ended the request, as a copy. The traceback of a raised error keeps its
+        frames alive, and this object keeps the error."""
         if self._failure is not None:
             raise copy.copy(self._failure)
 
@@ -165,7 +166,8 @@ class RemoteAnswer:
         )
 
     def _discard(self, error: WeftError, reason: str) -> None:
-        """Fails and cancels the answer, and frees its unread outputs: its text would have a gap."""
+        """Fails and cancels the answer, and frees its unread outputs. An output did not fit the buffer, so the text
+        would have a gap."""
         if self._failure is None:
             self._may_grow(-sum(map(_size, self._unread)))
             self._unread.clear()

@@ -48,8 +48,8 @@ class Start(Message):
 class Submit(Message):
     """Submits `len(handles)` of the `n` answers of a request, starting with answer number `first`.
 
-    An answer handle is a number that the client gives to an answer. Step reports name answers by it: a request id for every
-    token would make a report ten times as long.
+    An answer handle is a number that the client gives to an answer. Step reports identify answers by their handles:
+    with a request id for every token, a report would be ten times as long.
 
     The params are encoded separately. All prompts of one HTTP body share them, and they may have thousands of entries.
     The engine decodes and checks them once (`decode_params`), not for every prompt and answer.
@@ -86,7 +86,7 @@ class Submit(Message):
 
 
 class Cancel(Message):
-    """The handle says which answer is meant if the id was used again."""
+    """Cancels an answer. The id may have been used again for a later answer; the handle is unique."""
 
     request_id: RequestId
     handle: int
@@ -116,8 +116,8 @@ ToEngine = Start | Submit | Cancel | Finish | GetMetrics | Stop
 
 
 class Heartbeat(Message):
-    """Sent twice a second. `loop` and `reader` are None while their thread is idle; else they change with each step
-    done or message handled."""
+    """Sent twice a second. `loop` changes with every step and `reader` with every message handled. Either is None while
+    its thread is idle."""
 
     loop: int | None
     reader: int | None
@@ -155,8 +155,8 @@ class Refused(Message):
 
 
 class Output(msgspec.Struct, array_like=True, gc=False):
-    """An output with logprobs, or the final one. The top logprobs stay encoded until they are read, because many
-    outputs may be buffered: 13 bytes per logprob instead of 130."""
+    """An output with logprobs, or the final output of an answer. Many outputs may be buffered, so the top logprobs stay
+    encoded until they are read: 13 bytes per logprob instead of 130."""
 
     handle: int
     token_id: int | None
@@ -189,27 +189,28 @@ class Output(msgspec.Struct, array_like=True, gc=False):
 
 
 class PromptLogprobs(Message):
-    """Logprobs of some prompt tokens, in order; sent before the end of the answer. Long prompts are split into many
-    messages: decoding one large message would block the client's event loop."""
+    """Logprobs of consecutive prompt tokens, sent before the end of the answer. A long prompt has many such messages:
+    decoding one large message would block the client's event loop."""
 
     handle: int
     encoded: bytes
-    """The decoder is `prompt_logprobs`."""
+    """A list of `TokenLogprobs`, to decode with `prompt_logprobs`."""
 
 
 class StepReport(Message):
     """All outputs since the last report.
 
-    The answer `handles[i]` got the token `tokens[i]`: most outputs are a token only, and two columns cost a tenth of objects.
-    `outputs` have logprobs or are final. They come after the columns, so the final output of an answer is its last.
+    The answer `handles[i]` got the token `tokens[i]`. Most outputs are only a token, and two lists of integers take a
+    tenth of the time of objects. `outputs` has the outputs with logprobs and the final ones. The client handles
+    `outputs` after `tokens`, so that the final output of an answer is its last.
     """
 
     handles: tuple[int, ...]
     tokens: tuple[int, ...]
     outputs: tuple[Output, ...]
     ended: tuple[GenerationResult, ...]
-    """Results of the final outputs, in the same order. Without tokens and logprobs, which were sent as outputs:
-    `num_tokens` of those belong to the result."""
+    """Results of the answers whose final outputs are in `outputs`, in the same order. They have no tokens and no
+    logprobs: these were sent as outputs. The first `num_tokens` tokens of the answer belong to the result."""
 
 
 class Metrics(Message):

@@ -62,7 +62,7 @@ COMPILED_FILTERS: tl.constexpr = tl.constexpr(
 # Filters that need the probability mass of the row.
 NEED_MASSES: tl.constexpr = tl.constexpr(HAS_TOP_P.value | HAS_TYPICAL_P.value | HAS_XTC.value)
 NO_CEILING: tl.constexpr = tl.constexpr(0xFFFFFFFF)
-NUM_FLOORS = 4  # of an entry: for top-k, top-p, typical-p; for xtc a ceiling
+NUM_FLOORS = 4  # of an entry: the floors of top-k, top-p and typical-p, and the ceiling of xtc
 
 # Why an entry has no token.
 NOT_A_NUMBER: tl.constexpr = tl.constexpr(1)
@@ -73,13 +73,13 @@ OVERFLOW: tl.constexpr = tl.constexpr(3)
 SAW_BAD: tl.constexpr = tl.constexpr(1)
 SAW_FINITE: tl.constexpr = tl.constexpr(2)
 
-# Lower bounds of the temperature in computations: quotients stay finite, and a larger score still always wins.
+# Lower bounds of the temperature in computations. Quotients stay finite, and the larger of two scores still wins.
 LOWEST_TEMPERATURE: tl.constexpr = tl.constexpr(1e-200)
 LOWEST_TEMPERATURE_SINGLE: tl.constexpr = tl.constexpr(1e-38)
 
-# Error bounds of sums of score and noise in single precision, with a margin.
+# Upper bounds of the error of single precision in the race, with a margin: relative, and in base-2 logarithms.
 _SLACK: tl.constexpr = tl.constexpr(1e-4)
-_ROOM: tl.constexpr = tl.constexpr(1e-3)  # the same for a base-2 logarithm
+_ROOM: tl.constexpr = tl.constexpr(1e-3)  # absolute error of a base-2 logarithm
 
 _NO_TOKEN: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 
@@ -125,7 +125,8 @@ def is_last_to_arrive(counter_ptr, arrivals):
 
 @triton.jit
 def surprise_keys(scores, best, temperature, mean):
-    """uint32; larger if the surprise of a token is nearer to the expected one. `mean`: the expected relative score."""
+    """Keys of tokens for typical-p, as uint32: larger if the surprise of a token is nearer to the expected surprise.
+    `mean` is the expected relative score."""
     relative = (scores - best).to(tl.float64) / temperature
     surprise = tl.abs(mean - relative).to(tl.float32)
     return (0x7FFFFFFF - surprise.to(tl.int32, bitcast=True)).to(tl.uint32, bitcast=True)
@@ -133,7 +134,7 @@ def surprise_keys(scores, best, temperature, mean):
 
 @triton.jit
 def load_floor(floor_ptr, is_set):
-    """A floor, or zero, which keeps everything."""
+    """The floor of a filter; 0, which keeps all tokens, if the entry does not use the filter."""
     return tl.load(floor_ptr, mask=is_set, other=0).to(tl.uint32, bitcast=True)
 
 
@@ -201,8 +202,8 @@ def _candidates(
 
 @triton.jit
 def _race(best, best_noise, winners, is_close, scores, token_ids, bits, inverse_temperature):
-    """One step of the exponential race. Each lane keeps the better of its leader and a new token, and whether the two
-    are too close for single precision."""
+    """One operation of the exponential race. Each lane compares its best token so far with a new token and keeps the
+    better one. `is_close` records whether the two are too close for single precision."""
     noise = race_single(bits)
     needed = best_noise * tl.exp((scores - best) * inverse_temperature)
     is_better = noise < needed
@@ -253,13 +254,15 @@ def choose_kernel(
     PIECES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The token of each entry, in a grid (entries, pieces). Each program finds the winner of its `tiles` x TILE
-    tokens; the last program of an entry finds the winner of those.
+    """Chooses the token of each entry. Grid (entries, pieces). Each program finds the winner of its `tiles` x TILE
+    tokens. The last program of an entry to arrive finds the winner of all pieces.
 
-    The largest sum of score and Gumbel noise is the smallest quotient of exponential noise and exp(score), which
-    is cheaper to compute. Only differences of scores are divided by the temperature, so any small temperature
-    works. The race is in single precision. If a second token is so close that the result may be wrong, the sums
-    are computed in double precision. So the token does not depend on how the vocabulary is cut. Entries that
+    The token with the largest score + Gumbel noise is the token with the smallest exponential noise / exp(score). The
+    second form is cheaper to compute (the exponential race). Only differences of scores are divided by the
+    temperature, so any small temperature works.
+
+    The race is in single precision. If a second token is so close that the result may be wrong, the sums are computed
+    in double precision. So the result does not depend on how the vocabulary is divided. Entries that
     `shortlist_kernel` settled are skipped.
     """
     wait_for_previous(DEPENDENT)
@@ -336,9 +339,9 @@ def choose_kernel(
                 best, best_noise, winners, is_close = _race(
                     best, best_noise, winners, is_close, kept_scores, token_ids, bits, inverse_temperature
                 )
-            # Of the remaining tiles, only the few tokens that may beat the leader of the first tiles are computed.
-            # Exponential noise is at least the uniform value that it is made from, and the bits give that value
-            # directly.
+            # In the remaining tiles, noise is computed only for the few tokens that may beat the best token of the
+            # first tiles. The test is cheap: exponential noise is at least the uniform value that it is made from,
+            # and the bits are that uniform value.
             leading = tl.max(best, 0)
             bound = tl.max(tl.exp((best - leading) * inverse_temperature) / best_noise, 0)
             most_bits = 32.0 + _ROOM - tl.log2(bound)
@@ -462,7 +465,7 @@ def choose_kernel(
     if is_last_to_arrive(counters_ptr + entry, pieces):
         places = entry * PIECES + tl.arange(0, PIECES)
         inside = tl.arange(0, PIECES) < pieces
-        # Bypasses the L1 cache, which may hold stale values.
+        # Other programs stored these values: bypass the L1 cache, which may hold older ones.
         piece_scores = tl.load(
             partial_scores_ptr + places, mask=inside, other=float("-inf"), cache_modifier=".cg"
         )

@@ -1,16 +1,17 @@
-"""Top-k, top-p, min-p, typical-p and xtc: finds the tokens that they keep, and samples one of them. Both need only a
-list of the most likely tokens, not a sorted row.
+"""Top-k, top-p, min-p, typical-p and xtc: finds the tokens that they keep, and samples one of them. A list of the most
+likely tokens is enough for both; the row is not sorted.
 
     survey      the best score of every group of tokens, and the mass of every piece of the vocabulary: one read
-    shortlist   one program per entry: a threshold from the groups' maxima, a list of the tokens that reach it, the
-                floors of the filters (the lowest score that each keeps), and the winner of the draw on that list
+    shortlist   one program per entry. It finds a threshold from the maxima of the groups and lists the tokens that
+                reach it. From this list it finds the floor of each filter (the lowest score that it keeps), then
+                samples a token.
 
-At least n tokens reach the n-th best group maximum, and rarely many more. A list may lack tokens that the filters
-keep, if thousands of tokens share the probability. Then a longer list is made. If that fails too, the
-floors are found on the whole row of scores, which is slow. The draw is then left to `choose_kernel`, which uses
+The threshold is the n-th best group maximum. At least n tokens reach it, and rarely many more. If thousands of tokens
+have similar probabilities, a list may lack tokens that the filters keep. Then a longer list is made. If that fails too,
+the floors are found on the whole row of scores, which is slow. `choose_kernel` then samples the token, because it uses
 all multiprocessors.
 
-The order of all operations depends only on the entry's own scores and parameters: other entries change nothing.
+The order of all operations depends only on the scores and parameters of the entry. Other entries change nothing.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ from weft.ops.triton.sampling_floors import (
 )
 from weft.ops.triton.sampling_noise import gumbel_double, noise_bits, noise_key, noise_steps
 
-# A list from the best groups, a list from nearly all groups, the whole row.
+# Attempts: a list from the best groups, then a list from nearly all groups, then the whole row.
 _ATTEMPTS: tl.constexpr = tl.constexpr(3)
 
-# A token this far below the best (in units of temperature) hardly matters for filters by probability.
+# In units of the temperature. A token this far below the best score hardly matters for filters by probability.
 _NEGLIGIBLE_BELOW: tl.constexpr = tl.constexpr(25.0)
 _KEY_OF_MINUS_INFINITY: tl.constexpr = tl.constexpr(0x007FFFFF)
 
@@ -87,8 +88,12 @@ def survey_kernel(
     GROUPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Stores the best score of every group (infinity if a score is NaN). With MASSES also, for every piece of GROUPS
-    groups, its best score, its mass (sum of exponentials relative to that) and its moment. Grid (entries, pieces)."""
+    """Stores the best score of every group (infinity if a score is NaN). Grid (entries, pieces); a piece has GROUPS
+    groups.
+
+    With MASSES, also stores three values per piece: its best score, its mass and its moment. The mass is the sum of
+    exp(relative score), with scores relative to the best of the piece. The moment is the sum of relative score x
+    exp(relative score)."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     entry = tl.program_id(0)
@@ -199,7 +204,7 @@ def shortlist_kernel(
     best = tl.max(maxima, 0)
     tl.store(best_ptr + entry, best)
     if (best == float("inf")) | (best == float("-inf")):
-        return  # no token: choose_kernel reports why
+        return  # the entry has no token; choose_kernel reports why
     if TOUCHED:
         if touched & (tl.load(seen_ptr + entry) != SAW_FINITE):
             return
@@ -251,7 +256,7 @@ def shortlist_kernel(
             low = tl.zeros((), tl.uint32)
             count = tl.zeros((), tl.int32) + vocabulary
             if is_whole == 0:
-                # The threshold, to sixteen bits: at least `min_groups` groups reach it.
+                # The upper sixteen bits of the highest threshold that at least `min_groups` groups reach.
                 bit = tl.full((), 0x80000000, tl.uint32)
                 for _ in range(16):
                     higher = low | bit
@@ -260,7 +265,7 @@ def shortlist_kernel(
                     bit = bit >> 1
                 negligible = ordered((best.to(tl.float64) - _NEGLIGIBLE_BELOW * temperature).to(tl.float32))
                 low = tl.where(has_top_k, low, tl.maximum(low, negligible))
-                # The groups with a token above it, then those tokens.
+                # Collect the groups whose best token reaches the threshold, then their tokens that reach it.
                 is_chosen = (keys >= low) & (maxima > float("-inf"))
                 group_places = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
                 tl.store(groups_ptr + entry * num_groups + group_places, lanes, mask=is_chosen)
@@ -349,8 +354,8 @@ def shortlist_kernel(
                 if has_typical_p & fits:
                     reach = tl.zeros((), tl.uint32)
                     mass = total
-                    # If the other filters are not covered, the tokens that they keep are unknown: a longer list is
-                    # needed.
+                    # If the list lacks tokens that the other filters keep, a longer list is needed, unless typical-p is
+                    # the only filter.
                     is_alone = (has_top_k | has_top_p | has_min_p) == 0
                     if is_covered:
                         mass, mean = mass_and_mean(
@@ -410,8 +415,8 @@ def shortlist_kernel(
                         TILE=TILE,
                     )
                     tl.store(ceiling_ptr, ceiling.to(tl.int32, bitcast=True))
-                    # Without another filter nearly all tokens are kept: `choose_kernel` draws. The list is long enough
-                    # if it has all tokens that may be removed.
+                    # If xtc is the only filter, nearly all tokens are kept, and `choose_kernel` samples. The list is
+                    # long enough if it has all tokens that xtc may remove.
                     is_settled = xtc_is_alone & (is_covered == 0) & (reach_relative <= limit)
             if is_whole:
                 tl.store(floors_ptr + entry, by_count.to(tl.int32, bitcast=True))
@@ -436,7 +441,7 @@ def shortlist_kernel(
                     exact = (scores.to(tl.float64) - best.to(tl.float64)) / temperature
                     exact += gumbel_double(noise_bits(noise_start, noise_steps(token_ids)))
                     exact = tl.where(is_kept, exact, float("-inf"))
-                    # Tokens of a list are in ascending order: at a tie the first stays.
+                    # A list is in ascending order of token ids: at a tie, the first token stays.
                     is_better = exact > sums64
                     sums64 = tl.where(is_better, exact, sums64)
                     winners = tl.where(is_better, token_ids, winners)

@@ -1,11 +1,16 @@
-"""The floor of a filter on a row of scores: the lowest score that top-k or top-p keeps, or the largest distance for
-typical-p.
+"""The floor of a filter on a row of scores: the lowest key of a token that the filter keeps.
 
-No sorting: scores are mapped to integers of the same order (`ordered`). Each pass over the row finds the next four
-bits of the floor, from the number of tokens, or the probability mass, in each sixteenth of the remaining range:
+A key is a uint32. For top-k and top-p, larger scores have larger keys (`ordered`). For typical-p, tokens nearer to the
+expected surprise have larger keys (`surprise_keys`). A filter keeps the largest keys, until their number or their
+probability mass reaches a target.
 
-    pass 1   |----.----.----.----| all numbers; the floor is in the part where the tokens above reach the target
-    pass 2        |-.-.-.-|        that part; and so on, eight times (four times for bfloat16 scores)
+The row is not sorted. Each pass over the row finds the next four bits of the floor. It divides the remaining range of
+keys into 16 parts and sums the tokens of each part. From the largest key down, the floor is in the part in which the
+sum reaches the target:
+
+    pass 1   |----.----.----.----|   the range is all keys
+    pass 2        |-.-.-.-|          the range is the part that contains the floor
+    ...                              8 passes for 32 bits; 4 passes for bfloat16 scores, whose low 16 bits are zero
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ _PARTS: tl.constexpr = tl.constexpr(16)
 
 @triton.jit
 def are_kept(scores, relative, floors_by_count, floors_by_mass, log_min_p):
-    """The tokens that top-k, top-p and min-p keep; `relative`: score less the best, over temperature."""
+    """The tokens that top-k, top-p and min-p keep. `relative` is (score - best score) / temperature."""
     keys = ordered(scores)
     return (keys >= floors_by_count) & (keys >= floors_by_mass) & (relative >= log_min_p)
 
@@ -54,9 +59,14 @@ def find_floor(
     TOUCHED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Returns the floor by MODE of the `count` scores of a row, and whether the scores reach the target. The target
-    is `share` of the mass (of `known_total` if that is not negative), or `share` tokens. BY_SURPRISE ignores keys
-    up to `reach`."""
+    """Returns the floor of `count` scores, and whether these scores reach the target.
+
+    BY_COUNT (top-k): the target is `share` tokens.
+    BY_MASS (top-p): the target is the fraction `share` of the probability mass, of the tokens that top-k keeps.
+    BY_SURPRISE (typical-p): the same, of the tokens that top-k, top-p and min-p keep. It ignores keys up to `reach`:
+    a list of the most likely tokens may lack tokens with such keys.
+
+    The mass is `known_total`, or the sum over the scores if `known_total` is negative."""
     inverse_temperature = (1.0 / tl.maximum(temperature, LOWEST_TEMPERATURE_SINGLE)).to(tl.float32)
     parts = tl.arange(0, _PARTS)
     low = tl.zeros((), tl.uint32)
@@ -85,7 +95,7 @@ def find_floor(
                 is_kept = is_kept & are_kept(scores, relative, by_count, by_mass, log_min_p)
                 keys = surprise_keys(scores, best, temperature, mean)
                 is_kept = is_kept & (keys > reach)
-            part = (keys - low) >> shift  # smaller keys wrap around and are in no part
+            part = (keys - low) >> shift  # keys below `low` wrap around: they are in no part
             weights = tl.where(is_kept, weights, 0.0)
             sums += tl.where(part[None, :] == parts[:, None], weights[None, :], 0.0)
         totals = tl.sum(sums, 1).to(tl.float64)
@@ -96,9 +106,10 @@ def find_floor(
             else:
                 target = share * tl.where(known_total >= 0.0, known_total, total)
             is_enough = total >= target
-        # The sum of each part and all parts above it: parts are columns, summed over rows.
+        # For each part: the sum of this part and all parts above it. In the matrix, column j has the parts from j on.
         from_each = tl.sum(tl.where(parts[:, None] >= parts[None, :], totals[:, None], 0.0), 0) + above
-        # A sum in a different order may miss the target by a rounding error: then everything that is left is kept.
+        # Passes add in different orders. By a rounding error, no part may reach the target: then take the lowest part
+        # that has tokens, which keeps all of them.
         lowest = tl.min(tl.where(totals > 0.0, parts, _PARTS - 1), 0)
         chosen = tl.maximum(tl.max(tl.where(from_each >= target, parts, -1), 0), lowest)
         above += tl.sum(tl.where(parts > chosen, totals, 0.0), 0)
@@ -121,8 +132,11 @@ def mass_and_mean(
     TOUCHED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Of the tokens that the other filters keep: their mass, and the expected relative score over temperature. A
-    token's surprise less the entropy is that expected score less its own."""
+    """Returns the probability mass of the tokens that top-k, top-p and min-p keep, and the mean of their relative
+    scores.
+
+    A relative score is (score - best score) / temperature. The mean is weighted by probability. Typical-p needs it:
+    surprise - entropy = mean - relative score."""
     masses = tl.zeros((TILE,), tl.float64)
     moments = tl.zeros((TILE,), tl.float64)
     for start in range(0, count, TILE):
@@ -155,9 +169,10 @@ def find_ceiling(
     TOUCHED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """For xtc, of the tokens that the other filters keep: the lowest key with at least the probability of the
-    threshold, and the relative score that has exactly this probability. Their mass is `known_total` if that is not
-    negative."""
+    """Finds the ceiling of xtc among the tokens that the other filters keep.
+
+    Returns the lowest key of a token with at least the probability of the threshold, and the relative score that has
+    exactly this probability. The mass of the tokens is `known_total`, or their sum if `known_total` is negative."""
     total = known_total
     if known_total < 0.0:
         masses = tl.zeros((TILE,), tl.float64)

@@ -50,9 +50,9 @@ def logprobs_kernel(
     WIDTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The logprob of each entry's token and of its `width` most likely tokens, in a grid (entries, pieces). Each
-    program finds the best of its piece; the last program of an entry finds the best of all. BY_ROW: only for
-    entries of rows with logprobs. Arrays of `width` are [entries, WIDTH]."""
+    """The logprobs of each entry's token and of its `width` most likely tokens. Grid (entries, pieces). Each program
+    finds the best tokens of its piece. The last program of an entry to arrive finds the best of all pieces. BY_ROW:
+    only for entries whose row needs logprobs. Arrays of `width` values are [entries, WIDTH]."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     entry = tl.program_id(0)
@@ -64,7 +64,7 @@ def logprobs_kernel(
     inside = token_ids < vocabulary
     scores = tl.load(logits_line + token_ids, mask=inside, other=float("-inf")).to(tl.float32)
     best = tl.max(scores, 0)
-    # If a whole piece is forbidden, minus infinity less itself would be NaN.
+    # If all tokens of the piece are forbidden, (minus infinity) - (minus infinity) would be NaN.
     reference = tl.where(best == float("-inf"), 0.0, best)
     place = entry * PIECES + piece
     tl.store(partial_best_ptr + place, best)

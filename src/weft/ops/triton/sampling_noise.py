@@ -14,7 +14,7 @@ _SECOND: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
 
 @triton.jit
 def _products(values):
-    """SplitMix64's output function without its last step."""
+    """SplitMix64's output function without its last xor-shift."""
     values = (values ^ (values >> 30)) * tl.full((), _FIRST, tl.uint64)
     return (values ^ (values >> 27)) * tl.full((), _SECOND, tl.uint64)
 
@@ -34,7 +34,7 @@ def noise_key(seed, output_index):
 
 @triton.jit
 def noise_steps(token_ids):
-    """The distance of tokens from the key in SplitMix64's stream; token 0 is one step after the key."""
+    """What to add to a key to get the SplitMix64 state of each token. Token 0 is the first state after the key."""
     return (token_ids + 1).to(tl.uint64) * tl.full((), _GAMMA, tl.uint64)
 
 
@@ -58,8 +58,9 @@ def _fast_log2(values):
 
 @triton.jit
 def race_single(bits):
-    """exp(-gumbel) in single precision, with a relative error of 2e-5: exponential noise; the smallest wins. The
-    uniform value and its complement are both made from the bits, so that neither end of the range loses precision."""
+    """Exponential noise, exp(-gumbel), in single precision with a relative error of 2e-5. The smallest noise wins.
+
+    The uniform value u and 1 - u are both made from the bits, so that neither end of the range loses precision."""
     small = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     rest = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = small * (1.0 + small * (0.5 + small * (1.0 / 3 + small * (0.25 + small * 0.2))))

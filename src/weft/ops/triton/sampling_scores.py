@@ -1,8 +1,8 @@
 """Changes the scores of an entry before a token is chosen: grammar masks, penalties, logit_bias and min_tokens.
 
-Entries without changes keep their logits and cost nothing here. The others get a row of float32 scores in a
-workspace. Counts are integers, and programs that store to the same address store the same value, so the order of
-programs does not matter.
+An entry without changes uses its logits and costs nothing here. Any other entry gets a row of float32 scores in a
+workspace. The order of programs does not matter: counts are integers, and programs that store to the same address store
+the same value.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from weft.ops.triton.sampling import (
 
 @triton.jit
 def _masked(scores, token_ids, inside, masks_ptr, mask_words, line):
-    """Minus infinity for tokens that the entry's grammar, if it has one, forbids."""
+    """Sets the scores of tokens that the grammar of the entry forbids to minus infinity. No grammar: no change."""
     words = tl.load(
         masks_ptr + tl.maximum(line, 0).to(tl.int64) * mask_words + token_ids // 32,
         mask=inside & (line >= 0),
@@ -100,8 +100,8 @@ def count_kernel(
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Counts how often each token was generated; counts are zero before. With CLEARS they are set to zero again. Grid
-    (entries, any)."""
+    """Counts how often each token was generated. The counts are zero before. With CLEARS, sets them to zero again
+    instead. Grid (entries, any)."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     entry = tl.program_id(0)
@@ -224,7 +224,7 @@ def lists_kernel(
         biases = tl.load(values_ptr + items, mask=inside, other=0.0)
         scores = tl.load(scores_line + tokens, mask=inside, other=0.0)
         tl.store(scores_line + tokens, (scores.to(tl.float64) + biases).to(tl.float32), mask=inside)
-    tl.debug_barrier()  # an end token may have a bias
+    tl.debug_barrier()  # an end token may have a bias: the biases must be stored before end tokens are forbidden
 
     output_index = tl.load(positions_ptr + entry) - tl.load(row_ints + PROMPT_LENGTH)
     if output_index >= tl.load(row_ints + MIN_TOKENS):

@@ -25,22 +25,22 @@ Outcome = list[GenerationResult] | ApiError | None
 """How a request ended; None: the client disconnected."""
 
 _DEFAULT_ANSWER_TOKENS = 512
-"""Tokens that an answer without max_tokens reserves from the rate limit of its key. The end of the request corrects
-it."""
+"""Tokens that an answer without max_tokens reserves from the rate limit of its key. When the request ends, the tokens
+that it used replace the reservation."""
 _MAX_OPEN_PER_FREE = 4
-"""With several keys, a key may have at most this many active requests per free one. A flood of one key thus leaves a
-fifth of `max_requests` to the others."""
+"""With several keys, a key may have at most this many active requests per free place. So a key that sends very many
+requests leaves a fifth of `max_requests` to the other keys."""
 _GRACE_SECONDS = 1.0
 """The engine enforces deadlines. The server ends a request this much later if the engine did not."""
 _WAKE_EVERY = 64
 _WAKE_EVERY_FOR_STOPS = 8
-"""Tokens after which the server reads an answer that is not streamed. It finds stop strings and the last tool call in
-the text. An answer may run past its end by up to this many tokens."""
+"""The server reads an answer that is not streamed after every so many tokens. Only then it finds a stop string or the
+last tool call in the text. The engine may generate up to this many tokens too many."""
 
 
 class ActiveRequest:
-    """One request from the end of its body to the end of its response. The caller of `ActiveRequests.begin` calls
-    `end`."""
+    """One request, from the end of its body to the end of its response. Whatever calls `ActiveRequests.begin` must
+    also call `end`."""
 
     def __init__(
         self,
@@ -228,8 +228,9 @@ class ActiveRequests:
             active.reserved = active.limits.reserve(num_tokens)
 
     def end(self, active: ActiveRequest, outcome: Outcome) -> None:
-        """Removes a request. One that was refused or failed by a fault of the server is charged nothing. Any other is
-        charged what was computed, even if it ended by its deadline: otherwise a short deadline would make it free."""
+        """Removes a request and charges its key. A request that was refused, or failed by a fault of the server, costs
+        nothing. Any other costs the computed tokens, even after its deadline: a short deadline must not be
+        free."""
         if self._open.pop(active.id, None) is None:
             return
         if active.expiry is not None:
@@ -239,7 +240,7 @@ class ActiveRequests:
         used = None
         if not isinstance(outcome, ApiError) or (num_generated and outcome.is_client_fault):
             used = num_generated
-            if active.requests:  # tokenising alone ends soon, and says nothing about how long answers take
+            if active.requests:  # without: only text work, which ends too soon to predict the time of answers
                 self.completion_rate.record_end()
         if active.ticket is not None:
             self._gate.leave(active.ticket, used)
@@ -313,7 +314,7 @@ class ActiveRequests:
 
     def _count_answers(self) -> tuple[int, int] | None:
         if self._engine.state is EngineState.STARTING:
-            return None  # waiting answers stay at the gate until the engine is ready
+            return None  # the gate releases no answers until the engine is ready
         return self._engine.num_unfinished, self._engine.num_without_tokens
 
     def _max_tokens(self, request: InferenceRequest, default: int) -> int:

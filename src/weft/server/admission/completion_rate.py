@@ -12,8 +12,9 @@ _SHORTEST, _LONGEST = 1, 600
 
 
 class CompletionRate:
-    """A moving average of the requests that end per second. It is never below one request per `_MEMORY_SECONDS`:
-    otherwise Retry-After would be days for the first refused clients after an idle night."""
+    """A moving average of the requests that end per second. It is never below one request per `_MEMORY_SECONDS`.
+    Otherwise the average would be near 0 after an idle night, and the first refused clients would get days as
+    Retry-After."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

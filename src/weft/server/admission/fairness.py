@@ -2,7 +2,7 @@
 
 Each key has a virtual time: the tokens that its answers used, divided by its weight. The next answer is one of the key
 with the lowest virtual time (start-time fair queueing; for language models see Sheng et al., "Fairness in Serving Large
-Language Models"). An idle key saves up nothing: when it returns, its virtual time is raised to the current one. The
+Language Models"). An idle key gains no credit: when it returns, its virtual time is raised to the current one. The
 cost of an answer is estimated from earlier answers of the key, and corrected when the answer ends.
 
 The unit is one answer, not one request: a request for a thousand answers is released in a thousand pieces.
@@ -25,17 +25,17 @@ _SMOOTHING = 0.1
 """Weight of the newest answer in the moving average of answer lengths."""
 _SLOTS_PER_RESERVED_SLOT = 16
 _MAX_NOT_STARTED = 8
-"""Answers that may wait in the engine when the KV cache may be too small for them. They fill its next steps, and are
-few enough not to delay another key."""
+"""When the released answers may not fit the KV cache, at most this many answers without a token may be in the engine.
+The engine admits them as soon as memory is free. They are few, so they hardly delay answers of another key."""
 
 
 @dataclass(frozen=True)
 class AnswerJob:
-    """The work of one request for the engine."""
+    """The size and the priority of a request. The gate estimates its cost from them."""
 
     priority: Priority
     prompt_tokens: int
-    """All prompts together."""
+    """Tokens of all prompts of the request."""
     num_answers: int
     max_tokens: int
     """Limit for one answer."""
@@ -43,7 +43,7 @@ class AnswerJob:
 
 class GateTicket:
     """The state of one request at the gate. The gate releases its answers one by one. The owner of the request calls
-    `FairGate.leave` in the end."""
+    `FairGate.leave` when the request ends."""
 
     def __init__(self, account: _Account, job: AnswerJob, number: int) -> None:
         self.account = account
@@ -151,17 +151,17 @@ class FairGate:
         starts. `max_tokens` is the capacity of the KV cache."""
         accounts = {key.name: _Account(key.weight) for key in keys}
         self._accounts = accounts if len(accounts) > 1 else {}
-        # Answers that began together end together. Without a reserve, another key would wait for all of them.
+        # Answers that began together end at about the same time. Without a reserve, another key would wait until then.
         self._max_running = max_running
         self._max_unreserved = (
             max_running - (max_running + _SLOTS_PER_RESERVED_SLOT // 2) // _SLOTS_PER_RESERVED_SLOT
         )
-        """Limit for keys that have answers in the engine. The reserve above it is for keys without any, and for
-        HIGH."""
+        """Answers in the engine up to which any key may add more. The places above it are a reserve, for keys that have
+        no answer in the engine and for requests above NORMAL priority."""
         self._max_tokens = max_tokens
         self._count_answers = count_answers
         self._now = 0.0
-        """The current virtual time: that of the key of the answer that was released last."""
+        """The current virtual time: the largest that a key had when an answer of it was released."""
         self._num_tokens = 0
         """Expected tokens of all open answers."""
         self._num_to_submit = 0
@@ -201,8 +201,8 @@ class FairGate:
             self.release_answers()
 
     def leave(self, ticket: GateTicket, answer_tokens: int | None) -> None:
-        """Removes a request in any state. `answer_tokens` are the tokens of all its answers. None: it is charged
-        nothing, because it failed."""
+        """Removes a request in any state. `answer_tokens` is the number of tokens of all its answers. None: the request
+        failed and is charged nothing."""
         if ticket.is_over:
             return
         account = ticket.account
@@ -253,7 +253,7 @@ class FairGate:
         )
         if ticket is None or not num_answers or not ticket.account.num_open:
             return ticket
-        # The memory need is an estimate. If it exceeds the cache, release only a few answers for the engine to try.
+        # The memory need is an estimate. If it exceeds the cache, release only a few; the engine admits what fits.
         has_memory = self._num_tokens + ticket.expected_cost <= self._max_tokens
         return ticket if has_memory or num_not_started < _MAX_NOT_STARTED else None
 

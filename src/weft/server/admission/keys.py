@@ -44,7 +44,7 @@ class ApiKey:
     """Under load, each key gets tokens in proportion to its weight."""
     admin: bool = False
     is_plain: bool = False
-    """Only the secret was given, without a [[key]] table."""
+    """Whether only the secret was given, without a [[key]] table."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
@@ -67,8 +67,8 @@ class ApiKey:
             _refuse("admin", self.admin, "true, false")
 
     def salt_for(self, requested: str) -> str:
-        """The cache salt of a request that sent the salt `requested`, or "". The hash covers the salt of the key too,
-        so that no request can reach the cached prefixes of another key."""
+        """The cache salt of a request that sent the salt `requested`, or "". The result is a hash that
+        includes the salt of the key, so that no request can use the cached prefixes of another key."""
         if self.cache_salt is None:
             parts = ("own", self.key_sha256, requested)
         else:
@@ -102,8 +102,8 @@ class KeyRing:
 
 
 def all_keys(secrets: Iterable[str], path: str | Path | None) -> tuple[ApiKey, ...]:
-    """The keys given as plain secrets, and those of a file. A single plain key may use HIGH: there is no other key that
-    it could overtake. CRITICAL, which preempts running sequences, must be granted in a [[key]] table."""
+    """The keys given as plain secrets, and those of a file. A single plain key may use HIGH, because there is no
+    other key to overtake. CRITICAL preempts running sequences and needs a [[key]] table."""
     keys = (*plain_keys(secrets), *(() if path is None else read_key_file(path)))
     if len(keys) == 1 and keys[0].is_plain:
         return (replace(keys[0], max_priority=Priority.HIGH),)
@@ -135,7 +135,7 @@ def read_key_file(path: str | Path) -> tuple[ApiKey, ...]:
     try:
         keys = _read_tables(text, lines) if is_toml else _read_lines(lines)
         if not keys:
-            # An empty file must not make a server without access control.
+            # With an empty file the server would start without access control.
             raise InvalidRequestError("it contains no key; write one per line, or [[key]] tables")
         KeyRing(keys)
     except InvalidRequestError as error:

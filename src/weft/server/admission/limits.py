@@ -10,8 +10,8 @@ _SECONDS = 60.0
 
 
 class Bucket:
-    """A token bucket: holds at most `per_minute`, and refills at that rate. Its level can fall below zero, when a
-    request used more than it reserved. Later requests wait until that is refilled too."""
+    """A token bucket: holds at most `per_minute`, and refills at that rate. If a request used more than it
+    reserved, the level falls below zero. Later requests then wait until it is refilled."""
 
     def __init__(self, per_minute: int, clock: Clock) -> None:
         self.per_minute = per_minute
@@ -48,7 +48,7 @@ class KeyLimits:
         """Counts a request, or raises a 429."""
         key = self.key
         if key.concurrent is not None and self.num_open >= key.concurrent:
-            # It is unknown when one of them ends; the app predicts Retry-After from the completion rate.
+            # The error has no Retry-After, because the end of an active request is unknown. The app predicts it.
             raise self._refused(
                 f"the key {key.name!r} has {self.num_open} active requests; allowed: {key.concurrent} at once; "
                 "wait until one ends",

@@ -1,7 +1,7 @@
 """What an API format is: how its requests are read, and how its answers are written.
 
-An `AnswerFormat` serves one route and has no state. For each request it makes an `AnswerWriter`, which owns what the
-format must remember while answers arrive. No other module asks which format a request has.
+An `AnswerFormat` serves one route and has no state. For each request it makes an `AnswerWriter`, which owns the state
+of the response. No other module depends on the format of a request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a format may know of the server."""
+    """The properties of the server that a format may use."""
 
     name: str
     tokenizer: Tokenizer
@@ -38,14 +38,14 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """What a body asks for, in no format."""
+    """The content of a body, independent of the API format."""
 
     prompt: Chat | Sequence[Prompt]
     """One conversation, or the prompts to continue."""
     params: SamplingParams
     is_streamed: bool = False
     grammar: Grammar | None = None
-    """The grammar of content. It is not checked yet, and not yet part of `params`."""
+    """The grammar of the content. It is not checked and not in `params` yet."""
     tools: ToolUse = NO_TOOLS
     echoes_prompts: bool = False
     priority: Priority | int = Priority.NORMAL
@@ -65,7 +65,7 @@ class Echo:
 
 @dataclass(frozen=True)
 class AnswerContext:
-    """What a writer knows of its request."""
+    """The properties of a request that its writer uses."""
 
     model: str
     tokenizer: Tokenizer
@@ -84,7 +84,7 @@ class AnswerWriter(ABC):
 
     stream_type: ClassVar[str] = "text/event-stream; charset=utf-8"
     smallest_entry: ClassVar[int] = 0
-    """Lower bound for the JSON of one token with its logprob. Each token of an answer has 1 + `logprobs` of them."""
+    """Lower bound for the bytes of one logprob entry in JSON. Each token of an answer has 1 + `logprobs` entries."""
 
     def __init__(self, context: AnswerContext) -> None:
         self.context = context
@@ -93,8 +93,8 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def events(self, pieces: Sequence[Piece]) -> bytes:
-        """The events for new pieces. The first piece of an answer opens it. The last one closes it: its choice then has
-        a result. Called for every token of every stream."""
+        """The events for new pieces, called for every token of every stream. The first piece of an answer also makes
+        its opening event. The last piece makes its closing event: its choice has a result."""
 
     @abstractmethod
     def end(self, choices: Choices) -> bytes:
@@ -102,16 +102,16 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def error(self, error: ApiError) -> bytes:
-        """The last bytes of a stream that failed. Its status was sent before."""
+        """The last bytes of a stream that failed after its HTTP status was sent."""
 
     # ------------------------------------------------------------------ one body
 
     @abstractmethod
     def answer(self, index: int, result: GenerationResult, answer: str | AnswerParts) -> tuple[bytes, bytes]:
-        """The JSON of one answer, split at the place for its logprobs."""
+        """The JSON of one answer, split where its logprobs are inserted."""
 
     def envelope(self, choices: Choices) -> tuple[bytes, bytes]:
-        """The JSON before and after the answers. Commas are between the answers."""
+        """The JSON before and after all answers. The caller writes the commas between answers."""
         return b"", b""
 
     async def before_answers(self, loop_turns: LoopTurns) -> None:
@@ -121,13 +121,13 @@ class AnswerWriter(ABC):
     def logprobs(
         self, index: int, tokens: Sequence[int], token_logprobs: Sequence[TokenLogprobs | None]
     ) -> dict[str, list[Any]]:
-        """The lists of the logprobs object for the next tokens of an answer. The lists of all calls are joined."""
+        """The logprobs object for the next tokens of an answer, as lists. The caller joins the lists of all calls."""
         raise NotImplementedError
 
     def prompt_logprobs(
         self, index: int, start: int, token_logprobs: Sequence[TokenLogprobs | None]
     ) -> dict[str, list[Any]]:
-        """The same for the tokens from `start` on of an echoed prompt."""
+        """The same for tokens of an echoed prompt, from token `start` on."""
         raise NotImplementedError
 
 
@@ -163,14 +163,14 @@ class Operation:
     is_open: bool = False
     """True: the route never needs a key."""
     event_note: str = ""
-    """How a client separates events, and which one is the last."""
+    """Tells clients how events are separated, and which event is the last."""
     event_media_type: str = "text/event-stream"
     error: type | None = None
     """Type of the body of an error. None: that of weft's own routes."""
 
 
 GENERATING = (400, 404, 408, 413, 429, 500, 503, 504)
-"""The statuses of errors of a route that generates."""
+"""The error statuses of a route that generates."""
 HELLO = [{"role": "user", "content": "Hello"}]
 """The messages of examples."""
 
@@ -189,14 +189,14 @@ class AnswerFormat(ABC, Generic[B]):
 
     @abstractmethod
     def writer(self, api_request: B, context: AnswerContext) -> AnswerWriter:
-        """The writer of the answers. It must not keep the body, which may have megabytes."""
+        """The writer of the answers. It must not keep a reference to the body, which may have megabytes."""
 
     def field_names(self, api_request: B) -> Mapping[str, str]:
         """For errors: from field names of `InferenceRequest` and `Chat` to those that the client sent."""
         return {}
 
     def error(self, error: ApiError) -> tuple[int, Any]:
-        """The status and the JSON of an error, also of one that is found before the body is read."""
+        """The status and the JSON of an error. Also used for errors before the body is read."""
         return error.status, error.body
 
     def authorization(self, headers: Mapping[bytes, bytes]) -> bytes:

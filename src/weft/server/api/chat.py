@@ -258,7 +258,7 @@ class ChatWriter(OpenAIWriter):
         self._token_bytes = context.tokenizer.token_bytes
 
     def opening(self, index: int) -> bytes:
-        # Clients concatenate contents. None, since an answer with tool calls may have no content.
+        # Clients concatenate the contents of all events. None if the answer may have tool calls and no content.
         content = None if self.context.has_parts else ""
         return self.event(_choice(index, {"role": "assistant", "content": content}))
 

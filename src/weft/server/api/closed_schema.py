@@ -1,7 +1,8 @@
 """Closes the objects of a JSON schema: an object that names its properties gets `"additionalProperties": false`.
 
-JSON Schema allows additional properties by default. A model that may add some does not always stop, and clients discard
-them. llama.cpp and xgrammar close objects too. `"additionalProperties": true` in the schema keeps an object open.
+JSON Schema allows additional properties by default. A model that may add properties sometimes never stops, and clients
+discard them. llama.cpp and xgrammar close objects too. `"additionalProperties": true` in the schema keeps an object
+open.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
         written = msgspec.json.encode(schema)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    # The length limits the cost of the following steps.
+    # The length is checked first, because it limits the cost of the code below.
     if len(written) > MAX_GRAMMAR_LENGTH and (length := len(written.decode())) > MAX_GRAMMAR_LENGTH:
         raise ValueError(f"has {length} characters as JSON; allowed: at most {MAX_GRAMMAR_LENGTH}")
     _check_depth(schema)

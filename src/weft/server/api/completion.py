@@ -1,4 +1,4 @@
-"""The format of `/v1/completions`: prompts in, their continuations out, with the prompts before them if `echo` is set."""
+"""The format of `/v1/completions`: prompts in, their continuations out. With `echo`, a prompt precedes its answers."""
 
 from __future__ import annotations
 
@@ -184,7 +184,8 @@ def _check_ids(tokens: Sequence[int], param: str) -> None:
 
 
 class TokenOffsets:
-    """The offset of each token in the text of one answer. Correct also while the end of the text is held back."""
+    """The offset of each token in the text of one answer. Correct even while the end of the text is not sent yet,
+    because it may begin a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
         self._text = Detokenizer(tokenizer, skip_control=False)
@@ -204,7 +205,7 @@ class CompletionWriter(OpenAIWriter):
     def __init__(self, context: AnswerContext, *, include_usage: bool = False) -> None:
         super().__init__(context, include_usage=include_usage)
         self._starts: Sequence[int] = ()
-        """For each prompt that is echoed with logprobs: its length in text, where its answers begin."""
+        """For each prompt that is echoed with logprobs: the length of its text. Its answers begin there."""
         self._offsets: dict[int, TokenOffsets] = {}
         """By answer. Only answers with logprobs need them."""
         self._prompt_offsets = TokenOffsets(context.tokenizer)
@@ -274,8 +275,8 @@ class CompletionWriter(OpenAIWriter):
         }
 
     def _name(self, token: int) -> str:
-        """A token as a dictionary key. Incomplete UTF-8 is written as bytes: decoded, all such tokens would be
-        equal."""
+        """A token as a dictionary key. Incomplete UTF-8 is written as bytes: all such tokens would
+        decode to the same text."""
         content = self.context.tokenizer.token_bytes(token)
         try:
             return content.decode()

@@ -128,7 +128,7 @@ class OpenAIWriter(AnswerWriter):
         around = self._around_text.get(index)
         if around is None:
             whole = self.event(self.text(index, ""))
-            split = whole.rindex(b'""')  # no string comes after the text
+            split = whole.rindex(b'""')  # the text is the last string
             around = self._around_text[index] = whole[:split], whole[split + 2 :]
         return around[0] + _encode(text) + around[1]
 
@@ -168,7 +168,7 @@ class OpenAIWriter(AnswerWriter):
         )
         if not self._wants_logprobs:
             return encoded, b""
-        # In a text the quotes of _NO_LOGPROBS would be escaped.
+        # _NO_LOGPROBS cannot occur in a text: its quotes would be escaped there.
         before, after = encoded.rsplit(_NO_LOGPROBS, 1)
         return before + b'"logprobs":', after
 
@@ -203,9 +203,9 @@ class OpenAIWriter(AnswerWriter):
 
 
 def _split(content: dict[str, Any]) -> tuple[bytes, bytes]:
-    """The JSON before and after the entries of the choices, which are empty."""
+    """Splits the JSON of `content` inside its empty list of choices."""
     whole = _encode(content)
-    split = whole.rindex(b"[]") + 1  # no list comes after the choices
+    split = whole.rindex(b"[]") + 1  # the choices are the last list
     return whole[:split], whole[split:]
 
 

@@ -30,7 +30,7 @@ from weft.text.answer_reader import AnswerSyntax
 from weft.text.model_text import ModelText
 
 _SMALL_BYTES = 16 << 10
-"""The schemas in a body of up to this size take a few milliseconds."""
+"""Parsing the schemas in a body of up to this size takes a few milliseconds, so it runs in the event loop."""
 _MAX_DETOKENIZED = 1 << 18
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class Preparer:
         self._model = ServedModel(
             settings.names[0], text.tokenizer, generation_defaults, settings.max_answers
         )
-        _ = text.tool_format  # detected now by rendering the template, so that no request waits for it
+        _ = text.tool_format  # computed now, because it renders the template and takes time
 
     async def close(self) -> None:
         await self._encoder.close()
@@ -123,13 +123,13 @@ class Preparer:
         size: int,
         client_id: str,
     ) -> Grammar | None:
-        """The grammar of whole answers, with thoughts and tool calls. `grammar` is that of content."""
+        """The grammar of whole answers, with thoughts and tool calls. `grammar` is the grammar of their content."""
         written = await self._run_in_thread_if_large(
             size, client_id, tools.grammar, grammar, answer_form, self._text
         )
         if written is None or written is grammar:
             return grammar
-        # The grammar of content is checked already, so an error here is caused by the tools.
+        # The grammar of the content is checked already, so the tools cause any error here.
         with renamed_fields({"grammar": "tools"} if tools.tools else {}):
             return await self._grammars.check(written, client_id)
 
@@ -183,12 +183,12 @@ class Preparer:
     async def _run_in_thread_if_large(
         self, size: int, client_id: str, work: Callable[..., T], *arguments: Any
     ) -> T:
-        """Runs `work` here for a small body, else in a thread."""
+        """Runs `work` in the event loop for a small body, else in a thread."""
         if size <= _SMALL_BYTES:
             return work(*arguments)
         return await self._encoder.run_in_thread(size, client_id, work, *arguments)
 
 
 def _prompt_id(request_id: RequestId, index: int, num_prompts: int) -> RequestId:
-    """The id of one prompt: the id of the request, and with several prompts the index."""
+    """The id of one prompt: the id of the request. With several prompts, the index is appended."""
     return request_id if num_prompts == 1 else RequestId(f"{request_id}-{index}")

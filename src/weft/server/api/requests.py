@@ -21,8 +21,8 @@ def sampling_params(
     default_max_tokens: int | None = None,
     **more: Any,
 ) -> SamplingParams:
-    """The sampling parameters: values of the request, else the generation defaults of the model, else of the API. `more`
-    are values from fields that only one format has."""
+    """The sampling parameters: the value of the request, else the generation default of the model, else the default of
+    the API. `more` has values of fields that only one format has."""
     values = ((name, getattr(api_request, name)) for name in _SAMPLING)
     given = {name: value for name, value in values if value is not None}
     if api_request.logit_bias is not None:

@@ -1,5 +1,5 @@
-"""The types of responses, for the OpenAPI document and for tests that compare responses with it. Types that only one API
-format has are in its file.
+"""The types of responses, for the OpenAPI document and for tests that compare responses with it. A type that only one
+API format has is in the file of that format.
 
 The server builds responses as plain dicts, and never creates instances of these types.
 """

@@ -31,7 +31,7 @@ MAX_ENTRIES = {
     "stop_token_ids": MAX_STOP_TOKENS,
     "logit_bias": MAX_LOGIT_BIAS,
 }
-"""Limits for lists and mappings, checked before their entries are processed; `content` is that of a message. Other
+"""Limits for lists and mappings, checked before their entries are processed. `content` belongs to a message. Other
 lists have limits of their own: prompts (`max_answers`), token ids (the context), schemas and choices
 (`MAX_GRAMMAR_LENGTH`)."""
 MAX_CHARACTERS = {"session_id": MAX_NAME_LENGTH, "cache_salt": MAX_NAME_LENGTH}
@@ -51,7 +51,7 @@ class _FirstFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 if TYPE_CHECKING:
-    _SamplingFields = _FirstFields  # the others are read by their names in the table
+    _SamplingFields = _FirstFields  # the other fields are read by their names in PARAMETERS
 else:
     _SamplingFields = msgspec.defstruct(
         "_SamplingFields",
@@ -65,7 +65,7 @@ else:
 class GenerationRequest(_SamplingFields, frozen=True, kw_only=True):
     """Fields of all formats of the OpenAI API. A null means the default, and is removed before the conversion.
 
-    Of its bases, one has the first fields for the order of documents, the other the table of sampling parameters."""
+    The base class adds the sampling parameters. Its first fields come first in the OpenAPI document."""
 
     logit_bias: dict[str, float] | None = None
     seed: int | None = None

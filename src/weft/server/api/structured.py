@@ -55,7 +55,7 @@ def requested_grammar(api_request: GenerationRequest) -> Grammar | None:
 
 
 def grammar_param(api_request: GenerationRequest) -> str:
-    """The field that errors about the grammar name; "tools" if the grammar is made from tools."""
+    """The name of the field for errors about the grammar; "tools" if the grammar is made from tools."""
     names = ("structured_outputs", *_OTHER_FIELDS, "response_format")
     return next((name for name in names if getattr(api_request, name) is not None), "tools")
 

@@ -54,7 +54,7 @@ class ToolUse:
         if not self.tools:
             assert answer is not None
             return after_reasoning(answer, form, text.tokenizer)
-        # A model that was not trained with tools repeats forced calls without end: allow it one call.
+        # A model without training for tools repeats forced calls forever, so it may make only one call.
         is_single = text.uses_weft_tool_prompt
         if self.is_forced:
             return forced_calls(self.tools, form, text.tokenizer, is_single_call=is_single)

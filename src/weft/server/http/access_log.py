@@ -39,7 +39,7 @@ class AccessLog:
         record = Record(scope["method"], scope["path"][:_LONGEST_PATH], self._new_id(), _given_id(scope))
         token = record_of_task.set(record)
 
-        # Not a coroutine: a stream sends thousands of messages, and only the first one matters here.
+        # Not a coroutine, which would cost time for every message of a stream. Only the first message is recorded.
         def send_recorded(message: Message) -> Any:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
@@ -61,7 +61,7 @@ class AccessLog:
                 self._on_error(record.status)
 
     def _log_exception(self, error: Exception, record: Record) -> None:
-        """Logs the frames, not the message of the exception: that may quote the request."""
+        """Logs the frames of the exception. Its message is not logged, because it may quote the request."""
         frames = "".join(traceback.format_tb(error.__traceback__))
         message = f"{type(error).__name__} while answering {record.request_id}"
         self._log.event("mistake", message, "error", request_id=record.request_id, traceback=frames)

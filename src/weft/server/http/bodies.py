@@ -1,7 +1,7 @@
 """Parses request bodies without blocking the event loop.
 
-A parser holds the interpreter lock: 16 MB of small numbers take 0.4 s, in which no stream advances, and 25 times as
-much memory. A worker process (this module as `__main__`) therefore parses large bodies, one at a time. It sends back
+A parser holds the interpreter lock. 16 MB of small numbers take 0.4 s, in which no stream advances, and 25 times their
+size in memory. Therefore a worker process (this module as `__main__`) parses large bodies, one at a time. It sends back
 the parsed request or the error.
 """
 
@@ -22,10 +22,11 @@ from weft.server.text_work.worker import Workers, encode_message, ignore_signals
 _SMALL_BYTES = 256 << 10
 """A body of up to this size is parsed in at most a few milliseconds."""
 _MAX_VALUES = 1 << 18
-"""Limit for the values in a large body. To decode more values from the worker process would block as long as
-parsing."""
+"""Limit for the JSON values in a large body. The server must decode the result of the worker process. With more values,
+that would block the event loop as long as parsing the body itself."""
 _CONTAINER_WEIGHT = 4
-"""A list, an object, and each entry of an object count as this many values, by the time that they take."""
+"""A list, an object, and each entry of an object count as this many values, because decoding them takes that much
+longer."""
 _SECONDS_PER_BYTE = 2.5e-8
 _SECONDS = 60.0
 
@@ -72,7 +73,7 @@ class BodyReader:
             result = self._decoder.decode(content)
             if isinstance(result, _ParsedBody):
                 return msgspec.msgpack.decode(result.fields, type=kind), result.unknown
-        except RecursionError:  # the worker process has a shallower stack, so it could parse the body
+        except RecursionError:  # the worker process has a shallower stack, so it did not fail
             message = "the body is nested too deeply; use fewer levels"
             raise ApiError(400, message, code="invalid_json") from None
         raise ApiError(400, result.message, param=result.param, code=result.code)
@@ -84,10 +85,10 @@ class BodyReader:
 def _parse(job: bytes) -> bytes:
     name, _, body = job.partition(b"\n")
     module, _, kind_name = name.decode().partition(" ")
-    kind: type[msgspec.Struct] = getattr(import_module(module), kind_name)  # both are from the server
+    kind: type[msgspec.Struct] = getattr(import_module(module), kind_name)  # the names come from the server
     try:
         api_request, unknown = schema.read(kind, body)
-        # A cheap upper bound first: each value but the first follows a comma or opens its list or object.
+        # A cheap upper bound of the count first: each value follows a comma, or is the first of its list or object.
         upper_bound = body.count(b",") + 1 + _CONTAINER_WEIGHT * sum(map(body.count, (b"[", b"{", b":")))
         if upper_bound > _MAX_VALUES and _has_too_many_values(api_request):
             message = (

@@ -25,8 +25,8 @@ class ByteBudget:
         self._will_trim = False
 
     def trim_later(self) -> None:
-        """Returns freed memory to the system: malloc keeps free memory that lies below memory in use. That takes about
-        10 ms for 100 MB, so it runs in a thread, and once for all requests that end within a second."""
+        """Returns freed memory to the operating system. malloc keeps free memory that lies below memory in use. The
+        work takes about 10 ms for 100 MB, so it runs in a thread, once for all requests that end within a second."""
         if not self._will_trim:
             self._will_trim = True
             asyncio.get_running_loop().call_later(_TRIM_SECONDS, self._trim)
@@ -50,8 +50,8 @@ class RequestBytes:
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Adds bytes, or releases them if negative. Raises an ApiError if a limit is exceeded: of the request or of
-        all."""
+        """Adds bytes, or releases them if negative. Raises an ApiError if they exceed the limit of the request
+        or the limit of all requests."""
         if (refusal := self.try_add(num_bytes)) is not None:
             raise refusal
 

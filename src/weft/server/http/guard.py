@@ -16,7 +16,8 @@ from weft.server.settings import ServerSettings
 
 _HOST = re.compile(r"(?P<name>[A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 _OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
-"""Routes without a key, for probes and browsers that cannot send one. They reveal only what the manual says."""
+"""Routes without a key, for probes and browsers that cannot send one. They reveal nothing
+that is not in the manual."""
 _ADMIN_PATHS = "/admin"
 
 KEY = "weft.key"
@@ -104,8 +105,8 @@ class Guard:
             )
 
     def _check_origin(self, origin: bytes | None, host: bytes | None) -> None:
-        """Browsers send the origin of the page that makes a request. Only allowed origins may call a loopback
-        server."""
+        """Refuses requests of web pages to a loopback server, except from allowed origins and from its own pages.
+        Browsers send the origin of the page that makes a request."""
         if origin is None or not self._is_loopback or "*" in self._origins:
             return
         name = origin.decode("latin-1")
@@ -146,8 +147,8 @@ class Guard:
     def _limited_receive(self, scope: Scope, receive: Receive) -> Receive:
         """Wraps `receive`: counts the bytes of the body and raises if it or all bodies together are too large.
 
-        A body with a Content-Length is counted in full at its first byte. Otherwise many concurrent bodies would all be
-        received in part and then refused.
+        A body with a Content-Length is counted in full at its first byte. Otherwise many concurrent bodies would be
+        received in part, exceed the limit together, and all be refused.
         """
         body: RequestBytes = scope[BODY]
         announced = int(dict(scope["headers"]).get(b"content-length", b"0"))

@@ -52,9 +52,9 @@ class _Connection(h11.Connection):
 
 
 class BodyWriter:
-    """Writes chunks of the current response directly to the transport. ASGI's `send` passes all middleware and costs
-    more than the chunk itself, and no middleware inspects a body. It holds no reference to its protocol, which would be
-    a reference cycle."""
+    """Writes chunks of the current response directly to the transport. ASGI's `send` passes through all middleware,
+    which costs more than the chunk itself, and no middleware inspects a body. The writer has no reference to its
+    protocol: that would be a reference cycle."""
 
     def __init__(self, connection: _Connection, transport: asyncio.Transport, flow: FlowControl) -> None:
         self._connection = connection
@@ -78,8 +78,8 @@ class BodyWriter:
 
 class TimedProtocol(H11Protocol):
     """A request must send its headers within `header_seconds` and its body within `body_seconds`. A connection is
-    aborted if bytes wait to be sent and the client accepts none for `stalled_reader_seconds`, whatever the response
-    is."""
+    aborted if bytes wait to be sent and the client accepts none for `stalled_reader_seconds`. This holds for every
+    response, streamed or not."""
 
     def __init__(
         self,
@@ -133,7 +133,8 @@ class TimedProtocol(H11Protocol):
             self.transport._read_ready_cb = None
 
     def _update_timer(self) -> None:
-        """Runs one timer per state in which the client still has to send bytes. New bytes do not restart it."""
+        """Starts a timer for each state in which the client must send bytes: the headers, then the body. New bytes do
+        not restart it."""
         state = self.conn.their_state
         waits = (state is h11.IDLE and self._must_send_request) or state is h11.SEND_BODY
         if not waits:
@@ -180,8 +181,8 @@ class TimedProtocol(H11Protocol):
 
     def _num_unread(self) -> int:
         """Bytes that the client has not acknowledged, in the transport and in the kernel. The kernel's bytes must
-        count: a socket accepts no bytes until a third of its send buffer is free. On a slow line that exceeds the
-        timeout."""
+        count: a socket accepts no bytes until a third of its send buffer is free. On a slow line that takes longer than
+        the timeout, although the client reads."""
         in_kernel = fcntl.ioctl(self.transport.get_extra_info("socket"), termios.TIOCOUTQ, bytes(4))
         return self.transport.get_write_buffer_size() + int.from_bytes(in_kernel, sys.byteorder)
 

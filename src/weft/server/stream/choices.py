@@ -26,8 +26,8 @@ from weft.text.answer_text import AnswerText
 from weft.text.tokenizer import Tokenizer
 
 _MAX_EFFORT = 512
-"""Work per call of `Choices.take`, in tokens without logprobs; about 2 ms. Without a limit, a thousand answers or a
-burst of tokens with twenty logprobs each would block the event loop for a second."""
+"""Limit for the work of one `Choices.take`. The unit is a token without logprobs; the limit is about 2 ms. Without it,
+a thousand answers, or many tokens with twenty logprobs each, would block the event loop for a second."""
 _EFFORT_PER_PIECE = 16
 
 
@@ -44,7 +44,8 @@ class Piece(NamedTuple):
 
 
 class Choice:
-    """One answer while it is generated, and then its result. Its text is in the pieces, and is not kept here."""
+    """One answer: reads its outputs from the engine and makes pieces of them. After the end it holds the result. It
+    does not keep the text, which the pieces contain."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class Choice:
     ) -> None:
         self.index = index
         self.result: GenerationResult | None = None
-        """Set when the answer has ended; without tokens and text."""
+        """Set when the answer has ended. It has no tokens and no text: the pieces have them."""
         self.num_reasoning_tokens = 0
         self.has_calls = False
         self._answer = answer
@@ -67,7 +68,7 @@ class Choice:
         self._reader = reader
         self._is_plain = reader is None and not text.may_stop
         self._waited = waited
-        """Seconds for which the server held the answer back before it submitted it."""
+        """Seconds for which the answer waited in the server before it was submitted."""
 
     def prompt_logprobs(self) -> Iterator[Sequence[TokenLogprobs | None]]:
         """The logprobs of the prompt tokens, in batches. Available when the answer has ended."""
@@ -93,7 +94,7 @@ class Choice:
         deltas: list[Delta] | None = None if reader is None else []
         for output in outputs:
             if answer.is_cut:
-                break  # generated before the engine received the end of the answer
+                break  # these tokens were generated before the engine got the message that ends the answer
             new = answer.add(output)
             text += new
             if output.token_id is not None:
@@ -127,7 +128,7 @@ class Choice:
 
     @property
     def num_generated(self) -> int:
-        """Generated tokens of the answer, taken or not, without those after a stop."""
+        """Generated tokens of the answer, taken or not. Tokens after a stop string do not count."""
         return self._text.num_tokens if self.result is not None else self._answer.num_tokens
 
     def check(self) -> None:
@@ -168,7 +169,7 @@ class Choice:
 
 
 class _Arrival(asyncio.Event):
-    """Set when `Choices.take` may return something. `on_set` is for readers without a task."""
+    """Set when `Choices.take` may return something. A reader that is not a task gets a call of `on_set` instead."""
 
     on_set: Callable[[], object] | None = None
 
@@ -180,8 +181,8 @@ class _Arrival(asyncio.Event):
 
 
 class _UntakenBytes:
-    """Counts the bytes of answers that arrived and are not taken. Answers refer to this object and not to `Choices`,
-    which would be a reference cycle."""
+    """Counts the bytes of answers that arrived and are not taken. Answers refer to this object: a reference to
+    `Choices` would be a reference cycle."""
 
     def __init__(self, answer_bytes: RequestBytes | None) -> None:
         self._answer_bytes = answer_bytes
@@ -194,8 +195,8 @@ class _UntakenBytes:
 
 
 class Choices:
-    """All answers of one HTTP request: `n` for the first prompt, then `n` for the next. The OpenAI API calls an answer a
-    choice. The owner of this object calls `cancel` in the end."""
+    """All answers of one HTTP request: `n` for the first prompt, then `n` for the next. The OpenAI API calls an answer
+    a choice. The owner of this object must call `cancel` at the end."""
 
     def __init__(
         self, engine: EngineClient, tokenizer: Tokenizer, answer_bytes: RequestBytes | None = None
@@ -210,7 +211,7 @@ class Choices:
         self._failure: ApiError | WeftError | None = None
         self._submit_task: asyncio.Task[None] | None = None
         self._first_index = 0
-        """The answer at which the next `take` begins, when the last one did not reach all."""
+        """Index of the answer at which the next `take` begins, because the last `take` did not reach all answers."""
         self._shown_ids: frozenset[int] | None = None
         self.on_answer_end: Callable[[int], object] = lambda num_tokens: None
         """Called with the number of tokens of each answer that ends."""
@@ -229,8 +230,8 @@ class Choices:
         """Submits requests to the engine: all their answers, or those in `indices`. More calls follow unless `is_last`.
 
         `form`: the parts that answers may have; None: plain text. The reader is woken after the first token of an
-        answer and then after every `wake_every` tokens. `waited`: seconds for which the requests were held back.
-        Answers that are not streamed have no limit for unread tokens: the server itself reads them.
+        answer and then after every `wake_every` tokens. `waited`: seconds for which the requests waited in the
+        server. Answers that are not streamed have no limit for unread tokens, because the server itself reads them.
         """
         if self._shown_ids is None:
             self._shown_ids = frozenset() if form is None else form.visible_control_ids(self._tokenizer)
@@ -254,7 +255,7 @@ class Choices:
                 )
                 if (
                     answer.is_readable
-                ):  # outputs arrived before the answer was in the list, and `take` missed them
+                ):  # outputs may arrive before the answer is in the list; `take` missed those
                     self._arrived.set()
         self._is_submitted = is_last
 
@@ -310,8 +311,8 @@ class Choices:
         await self._arrived.wait()
 
     def call_on_arrival(self, call: Callable[[], object] | None) -> None:
-        """Calls `call` each time when `take` may return something new, also at once if it may now. `call` must not call
-        `take`: the outputs are still being distributed."""
+        """Calls `call` each time `take` may return something new, and at once if it may now. `call` must not call
+        `take`: the connection is still passing outputs to the answers."""
         self._arrived.on_set = call
         if call is not None and self._arrived.is_set():
             call()

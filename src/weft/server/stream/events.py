@@ -20,8 +20,8 @@ from weft.server.stream.choices import Choices, Piece
 from weft.server.stream.loop_turns import LoopTurns
 
 _SECONDS_PER_EVENT = 1e-4
-"""Cost of writing one event. After an event, a stream pauses this long per open stream, so that all streams together
-fit the available time. A single stream does not pause; among hundreds, an event holds several tokens."""
+"""Time to write one event. After an event, a stream pauses for this time multiplied by the number of open streams, so
+that the event loop has time for all. A single stream does not pause. With hundreds, an event has several tokens."""
 _MAX_PAUSE = 0.1
 _MIN_PAUSE = 1e-3
 
@@ -86,7 +86,8 @@ class EventStream(Response):
         self._pause_timer: asyncio.TimerHandle | None = None
         self._writer: BodyWriter | None = None
         self._stopped: asyncio.Future[bytes] | None = None
-        """Set when direct writing stops: at the end of the answers, or with bytes that the writer did not accept."""
+        """Its result is set when direct writing stops: at the end of the answers, or because the writer did not accept
+        bytes. These bytes are the result."""
         self._has_events = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,7 +117,7 @@ class EventStream(Response):
             outcome = as_api_error(error)
         except ApiError as error:
             outcome = error
-        # The status is sent already: an error is the last event.
+        # The status line is sent already, so an error is sent as the last event.
         if isinstance(outcome, ApiError):
             last = self._answer_writer.error(outcome)
         else:
@@ -126,7 +127,7 @@ class EventStream(Response):
 
     async def _send_pieces(self, send: Send) -> list[GenerationResult]:
         """Waits for the end of the stream, and sends what the socket did not accept at once. `_write` writes all other
-        pieces when they arrive: waking this task for each would cost more than the piece."""
+        pieces when they arrive. Waking this task for a piece would cost more than writing the piece."""
         choices = self._choices
         while not choices.is_over:
             self._stopped = self._loop.create_future()
@@ -137,14 +138,15 @@ class EventStream(Response):
                 choices.call_on_arrival(None)
                 if self._pause_timer is not None:
                     self._pause_timer.cancel()
-                # The traceback of an error in the future refers to this stream: a reference cycle.
+                # An error in the future has a traceback that refers to this stream: a reference cycle, broken here.
                 self._stopped = self._pause_timer = None
             if unsent:
                 await send(_body(unsent))
         return choices.results
 
     def _schedule_write(self) -> None:
-        """Schedules `_write` when pieces arrive: after the pause, and in a turn if other streams are open."""
+        """Called when pieces arrive. Schedules `_write` after the pause. If other streams are open, `_write` waits for
+        a turn."""
         pause = self._paused_until - time.monotonic()
         if pause > 0:
             self._pause_timer = self._loop.call_later(pause, self._loop_turns.call_in_turn, self._write)
@@ -154,7 +156,7 @@ class EventStream(Response):
             self._loop.call_soon(self._write)
 
     def _write(self) -> None:
-        """Writes the pieces that have arrived. An error goes to `_send_pieces`, not to the caller."""
+        """Writes the pieces that have arrived. Passes an error to `_send_pieces` and does not raise it."""
         if self._stopped is None or self._stopped.done():
             return
         now = time.monotonic()

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 
 _SLICE_SECONDS = 0.004
-"""Target for one iteration of the event loop. Work without turns (a new connection, /health) needs about five
-iterations, and must not wait for hundreds of streams in each."""
+"""Target time for one iteration of the event loop. Work that needs no turn (a new connection, /health) takes about five
+iterations. It must not wait for hundreds of streams in each of them."""
 _INITIAL_TURNS = 16
 
 
@@ -50,7 +50,7 @@ class LoopTurns:
         self._left = int(self._per_iteration)
         has_woken = False
         try:
-            for _ in range(len(self._waiting)):  # work that is added meanwhile waits for the next iteration
+            for _ in range(len(self._waiting)):  # work added during this loop waits for the next iteration
                 if not self._left:
                     break
                 waiting = self._waiting.popleft()
@@ -69,8 +69,8 @@ class LoopTurns:
                 self._adapt()  # the last iteration counts too
 
     def _adapt(self) -> None:
-        """Adapts the number of turns to the time of the last iteration. It uses the CPU time of this thread: time that
-        other programs take does not depend on the number of turns."""
+        """Adapts the number of turns to the time of the last iteration. It measures the CPU time of this thread: the
+        time that other programs take does not depend on the number of turns."""
         now = time.thread_time()
         seconds, self._began = now - self._began, now
         if seconds > _SLICE_SECONDS:

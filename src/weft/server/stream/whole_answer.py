@@ -1,8 +1,8 @@
 """The response of a request that is not streamed: encodes each piece as JSON when it arrives, and sends the body in
 parts.
 
-Logprobs as objects take twenty times the memory of their JSON, and encoding them all at the end would block the event
-loop for seconds. For the same reason the parts of the body are never joined.
+Logprobs as Python objects take twenty times the memory of their JSON. Encoding them all at the end would block the
+event loop for seconds; so would joining the parts of a large body.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from weft.text.answer_parts import Delta, join_deltas
 
 _encode = msgspec.json.Encoder().encode
 _PART_BYTES = 64 << 10
-"""Bytes that are sent or encoded before the event loop runs other work."""
+"""Bytes to send or encode at a time. Then the event loop runs other work."""
 _CHOICE_BYTES = 512
 """Encoding an answer with an empty text takes as long as encoding this many bytes of text."""
 _DELTA_BYTES = 128
-"""Memory of a part of an answer, without its text."""
+"""Memory of one part of an answer (thought, content, tool call), without its text."""
 
 
 def min_response_bytes(requests: Sequence[InferenceRequest], writer: AnswerWriter, max_length: int) -> int:

@@ -19,8 +19,8 @@ _PROCESSES = 2
 _COMPILE_SECONDS = 5.0
 """Limit in CPU seconds. An ordinary grammar takes a few milliseconds, the largest accepted one about half a second."""
 _FIRST_SECONDS = (CHEAP_SECONDS, 1.0)
-"""The cost of a grammar is unknown. Each is first tried with these low limits, so that it delays others little. If it
-exceeds a limit, it is compiled again later as costly work, which never occupies all processes."""
+"""Limits in CPU seconds for the first trials of a grammar. Its cost is unknown, and low limits delay other grammars
+little. A grammar that exceeds a limit is compiled again as costly work, which never occupies all processes."""
 _STUCK_SECONDS = 20.0
 """A worker process without a result for this long is stuck."""
 _MAX_VERDICTS = 256
@@ -65,7 +65,7 @@ class GrammarChecker:
         await self._workers.close()
 
     async def _shared_verdict(self, key: bytes, grammar: Grammar, client_id: str) -> Verdict:
-        """Compiles a grammar once for all requests that wait for it. Cancels the trial when none waits any more."""
+        """Compiles a grammar once for all requests that wait for it. Cancels the trial when no request waits for it."""
         trial = self._trials.get(key)
         if trial is None:
             trial = _SharedTrial(asyncio.create_task(self._compile(key, grammar, client_id)))
@@ -85,7 +85,7 @@ class GrammarChecker:
         for seconds in (*first, self._compile_seconds):
             try:
                 outcome = await self._run_trial(Trial(grammar, seconds), client_id)
-            except TimeoutError:  # the process was stuck; that says nothing about the grammar
+            except TimeoutError:  # the process was stuck, which may have causes other than the grammar
                 is_slow = True
                 continue
             if not isinstance(outcome, Unfinished):

@@ -84,7 +84,7 @@ def main() -> None:
     path, vocabulary_size = sys.argv[1:]
     checkpoint = open_checkpoint(path)
     compiler = GrammarCompiler(partial(open_tokenizer, checkpoint), checkpoint.end_ids, int(vocabulary_size))
-    with suppress(InvalidRequestError):  # each grammar gets the same error later
+    with suppress(InvalidRequestError):  # a request gets the same error when its grammar is compiled
         compiler.compile(Grammar("regex", "a"))  # loads the vocabulary once, for all children
     trials = msgspec.msgpack.Decoder(Trial)
     serve_jobs(lambda job: _compile_in_child(compiler, trials.decode(job)))

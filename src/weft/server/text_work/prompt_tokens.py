@@ -33,15 +33,15 @@ _SHORT_BYTES = 8 << 10
 _GROUP_BYTES = 64 << 10
 """Several prompts go to a worker process in groups of about this size, so that other requests can run in between."""
 _BYTES_PER_PROMPT = 32
-"""Fixed cost of a prompt, in bytes of text. Detokenising a token costs as much as tokenising one byte."""
+"""Fixed cost of a prompt, as a number of bytes to tokenise. Detokenising a token costs as much as one byte."""
 _SECONDS_PER_BYTE = 5e-7
 _THREADS = 4
 _PROCESSES = 2
 _SECONDS = 120.0
 """Timeout for one group. The longest accepted text takes 20 s."""
 _MAX_NORMALISER_SHRINK = 4
-"""A normaliser can shorten a text by composing characters, at most to a third. A text that is this many times too long
-is refused without tokenising."""
+"""A normaliser composes characters, which can shorten a text to a third. Only a text that is this many times too long
+is certain not to fit. It is refused without tokenising."""
 
 T = TypeVar("T")
 
@@ -100,8 +100,8 @@ class PromptEncoder:
         await self._workers.close()
 
     async def _convert(self, parts: Sequence[Part], size: int, client_id: str) -> list[Any]:
-        """Converts prompts to tokens and `Ids` to text: here, in a thread, or in a worker process, depending on
-        size."""
+        """Converts prompts to tokens and `Ids` to text. The size decides where: in the event loop, in a thread, or in a
+        worker process."""
         if size <= _TINY_BYTES and not any(isinstance(part, Chat) for part in parts):
             return [convert(self._text, part) for part in parts]
         if size <= _SHORT_BYTES:
@@ -131,7 +131,8 @@ class PromptEncoder:
         raise InvalidRequestError(result.message, field=result.field, code=result.code)
 
     def _check_lengths(self, parts: Sequence[Part]) -> None:
-        """Refuses texts that cannot fit the context, by a lower bound: their length divided by the longest token."""
+        """Refuses texts that cannot fit the context. A text has at least as many tokens as its length divided by the
+        length of the longest token."""
         longest = self._text.tokenizer.longest_token  # computed at the first call
         for part in parts:
             num_characters = 0

@@ -1,6 +1,6 @@
 """The worker process that tokenises long prompts and detokenises long lists of tokens.
 
-The tokenizer holds the interpreter lock, half a second for a megabyte. In a thread of the server it would stop every
+The tokenizer holds the interpreter lock: half a second for a megabyte. In a thread of the server, it would stop every
 stream for that time.
 """
 
@@ -46,7 +46,7 @@ Part = Chat | Text | Ids
 class TextJob(msgspec.Struct, frozen=True):
     parts: list[Part]
     max_tokens: int
-    """Of a longer result only the length is sent back."""
+    """If a result has more tokens, only its length is sent back."""
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):

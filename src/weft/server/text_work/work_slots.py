@@ -24,8 +24,8 @@ class WorkSlots:
     """Limits concurrent work to `count` slots. Belongs to one event loop.
 
     Clients share the slots by the seconds that their work costs (start-time fair queueing). Within one client, the work
-    with the longest wait in relation to its cost is next: cheap work overtakes costly work, and costly work never
-    starves. If there are several slots, costly work leaves one to cheap work.
+    with the highest ratio of waiting time to cost is next. Cheap work thus overtakes costly work, and costly work never
+    starves. If there are several slots, costly work leaves one free for cheap work.
     """
 
     def __init__(self, count: int, clock: Clock = time.monotonic) -> None:
@@ -34,7 +34,7 @@ class WorkSlots:
         self._num_for_costly = max(1, count - 1)
         self._waiting: list[_WaitingWork] = []
         self._virtual_times: dict[str, float] = {}
-        """By client: the seconds of work that it was granted. Reset when no work waits."""
+        """Client -> the expected seconds of work that it got slots for. Cleared when no work waits."""
         self._virtual_now = 0.0
         """The largest virtual time at which a slot was granted. A client without waiting work starts from here."""
 
@@ -66,7 +66,7 @@ class WorkSlots:
     def _grant_slots(self) -> None:
         while self._num_free and (waiting := self._next()) is not None:
             self._waiting.remove(waiting)
-            if waiting.granted.done():  # cancelled, but its task has not run yet
+            if waiting.granted.done():  # its task was cancelled and has not run since
                 continue
             self._num_free -= 1
             self._num_for_costly -= waiting.cost > CHEAP_SECONDS

@@ -1,6 +1,6 @@
 """Worker processes: they run jobs that would hold the interpreter lock of the server. One job in, one result out.
 
-A message is its length and then its bytes. A worker process ends when its input ends, however the server ended.
+A message is its length, then its bytes. A worker process ends when its input ends, even if the server crashed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Worker:
         self._ending: set[asyncio.Task[int]] = set()
 
     async def run(self, *job: bytes | bytearray, seconds: float) -> bytes:
-        """Sends the parts of a job as one message and returns its result. Raises TimeoutError after `seconds`, without
-        the start of the process. A job without a result, or a cancelled one, ends the process: the next job must not
-        get its late result."""
+        """Sends the parts of a job as one message and returns its result. Raises TimeoutError after `seconds`, not
+        counting the start of the process. If a job is cancelled or has no result, its process is killed: the next job
+        must not get its late result."""
         is_done = False
         try:
             process = await self._started_process()
@@ -103,7 +103,7 @@ class Workers:
         """Runs a job of about `cost` seconds in one of the processes. On cancellation a waiting job is dropped. A
         running job is killed with its process only if it costs more than a new process."""
         await self._slots.take(client_id, cost)
-        worker = self._idle.pop()  # the one used last, so that no process is started without need
+        worker = self._idle.pop()  # the worker used last: its process runs, others may not be started
         running = asyncio.create_task(worker.run(*job, seconds=seconds))
         self._running_jobs[running] = worker, cost
         running.add_done_callback(self._end)
@@ -126,7 +126,7 @@ class Workers:
     def _end(self, running: asyncio.Task[bytes]) -> None:
         worker, cost = self._running_jobs.pop(running)
         if not running.cancelled():
-            running.exception()  # retrieved, since asyncio logs unretrieved errors: the client may have disconnected
+            running.exception()  # asyncio would log an error that is not retrieved; the client may be gone
         self._idle.append(worker)
         self._slots.free(cost)
 
@@ -144,8 +144,8 @@ async def _exchange(process: asyncio.subprocess.Process, job: Sequence[bytes | b
 
 
 def encode_message(message: Any, content: msgspec.Struct) -> bytes:
-    """Encodes a message for a worker process. If it cannot be encoded, raises InvalidRequestError with the name of the
-    field of `content`, a part of the message, that is the cause."""
+    """Encodes a message for a worker process. `content` is the part of the message that comes from the client. If it
+    cannot be encoded, raises InvalidRequestError with the name of the invalid field."""
     try:
         return msgspec.msgpack.encode(message)
     except (OverflowError, RecursionError):
@@ -171,7 +171,7 @@ def serve_jobs(run: Callable[[bytes], bytes]) -> None:
 
 
 def ignore_signals() -> None:
-    """Signals are for the server. When it ends, the input of this process ends."""
+    """Ignores SIGINT and SIGTERM, which are for the server. This process ends when the server closes its input."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
