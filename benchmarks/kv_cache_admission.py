@@ -90,7 +90,8 @@ def admit(
 
 
 def largest(info: BackendInfo, config: ServingEngineConfig, context: int) -> tuple[Lengths, JointRun]:
-    """The lengths of the most contexts that run together without preemption, and the result of that run."""
+    """Finds the largest number of contexts that run together without preemption. Returns their lengths and the
+    result of that run."""
     count = _estimate(info, context)
     lengths, joint = align_ends(info, config, context, count)
     while not joint.fits:  # a single context always fits, or is rejected

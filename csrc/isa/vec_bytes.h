@@ -157,7 +157,7 @@ struct FactorsW4 {
       : pairs(load(scales_and_offsets)), scales(either(both(pairs, all_fours(0xffff)), shifted_up(pairs, 16))) {}
 };
 
-// 16 bits hold half of a group's sum: at most 16 products of at most 15 * 120 each.
+// Lanes of 16 bits. Each holds the sum of half a group, which fits: at most 16 products of at most 15 * 120 each.
 struct SumW4 {
   Bytes sums;
   void start(CodesW4 codes, Activations activations, int32_t = 0) { sums = multiply_pairs(codes, activations); }

@@ -140,8 +140,8 @@ struct QuantisedRows {
   int32_t* outlier_counts = nullptr;    // [rows]
   int64_t outlier_room = 0;
 
-  // The outliers merged for products. Rows 4i .. 4i + 3: elements shared_begins[i] to shared_begins[i + 1], by
-  // ascending input.
+  // The same outliers, merged for four rows at a time, as products read them. Those of rows 4i .. 4i + 3 are the
+  // elements from shared_begins[i] up to shared_begins[i + 1], by ascending input.
   SharedOutlier* shared_outliers = nullptr;
   int64_t* shared_begins = nullptr;
 };

@@ -38,9 +38,9 @@ constexpr int most_rows() {
 #endif
 }
 
-// With at most this many rows, the sums of group, scale block and row all stay in registers. Row sums in memory would
-// need a write for each scale block and row; on Zen 4 that costs more than a byte product. A quantised tile of more
-// rows is computed in two portions; the first portion is a whole panel.
+// With at most this many rows, all sums stay in registers: those of a group, of a scale block, and of a whole row. A
+// row sum in memory would be written once for each scale block. On Zen 4 such a write costs more than a byte product.
+// So a quantised tile with more rows is computed in two portions; the first portion is a whole panel.
 #if defined(WEFT_AVX512)
 constexpr int rows_in_registers = panel_rows;
 #else

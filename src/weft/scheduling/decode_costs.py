@@ -8,8 +8,8 @@ MEAN_WEIGHT = 1 / 16
 
 INITIAL_EVIDENCE = 16.0
 MAX_EVIDENCE = 256.0
-"""Evidence is the sum of squared differences in the number of rows. It starts at the first value and stops growing at
-the second."""
+"""Evidence for the estimate: the sum, over all steps, of the squared difference between a step's rows and the mean. It
+starts at INITIAL_EVIDENCE and grows up to MAX_EVIDENCE. The more evidence there is, the less a new step changes."""
 
 MAX_CORRECTION = 0.25
 MAX_STEP_RATIO = 3.0

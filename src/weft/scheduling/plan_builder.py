@@ -129,7 +129,8 @@ class PlanBuilder:
         return plan, sequences
 
     def _sent_tables(self) -> list[tuple[int, int, int]]:
-        """(row, index, block) of each new entry of a running sequence. A new row sends its whole table instead."""
+        """(row, index, block) of each new block table entry of a running sequence. A new row sends its whole table
+        instead."""
         return [
             (s.allocation.row, index, block)
             for s, index, block in self.tables

@@ -376,9 +376,8 @@ class Planner:
         count = min(max_tokens, self._size.chunk(builder, start, sequence.target - start))
         if not count:
             return False
-        kv_cache.share(
-            hits
-        )  # the hits get a reference first: otherwise a preemption would count them as free
+        # Before `_make_room`: without this reference, the hits would count as free blocks.
+        kv_cache.share(hits)
         stored = kv_cache.num_stored(hits)
         if self._info.store_blocks:
             # Every token of a prompt first needs a full block. If few are free, the chunk is smaller.

@@ -51,7 +51,7 @@ class HostSwap:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no swap waits and none is unreported. Checked before every step."""
+        """True if every swap was run and reported. Checked before every step."""
         return not self._waiting and not self._unreported
 
     def accept(self, plan: IterationPlan) -> None:

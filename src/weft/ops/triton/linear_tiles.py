@@ -76,6 +76,7 @@ def gemv_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile | 
 
 
 def _few_tokens_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile | None:
+    """The tile for two to four tokens; None if tensor cores are faster."""
     if tokens > 4 or outputs * inputs > _SMALL_WEIGHT or (has_norm and tokens > 2):
         return None
     if has_norm:

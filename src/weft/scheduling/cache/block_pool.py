@@ -171,8 +171,9 @@ class BlockPool:
                     self._eviction_order(block)[block] = None
 
     def retire(self, block: int) -> None:
-        """Drops one reference of a block that was copied to the store. Its content stays cached, but is evicted first.
-        Exception: it was a prefix hit, or a recent lookup missed it."""
+        """Drops one reference of a block that was copied to the store. Its content stays cached, but is evicted before
+        that of other blocks. Content that was a prefix hit, or that a recent lookup did not find, is not evicted early.
+        """
         self.release((block,))
         if block in self._evictable and block not in self._reused and self._hashes[block] not in self._missed:
             self._evictable.move_to_end(block, last=False)
