@@ -51,7 +51,7 @@ class JointRun:
     """Most contexts that ran at the same time."""
     preemptions: int
     shortest: int
-    """The most tokens that the shortest context had while all ran; 0 if they never all ran."""
+    """Largest length that the shortest context reached while all contexts ran; 0 if they never ran at the same time."""
     first_steps: tuple[int, ...]
     """The step of the first token of each context."""
 

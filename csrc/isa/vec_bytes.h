@@ -262,7 +262,7 @@ struct SumW4 {
     for (int i = 0; i < 4; i++) sum = sum + codes.at[i] * vec::all(activations.at[i]);
   }
   Whole added_to(Whole block, const FactorsW4& factors, int32_t start) const {
-    const int32_t of_activations = start >> 16;
+    const int32_t of_activations = start >> 16;   // the sum of the activation codes: see RowGroup::start
     return block + (__builtin_convertvector(sum, Whole) - w4_middle * of_activations) * factors.scale + of_activations * factors.offset;
   }
 };

@@ -155,8 +155,8 @@ constexpr int32_t start_of(int32_t sum) { return sum * ((1 << 16) - w4_middle) +
 constexpr int32_t correction_of(int32_t sum) { return -128 * sum; }
 
 // `write_codes` below writes up to groups_together groups to `into`, `panel_rows` apart: their codes, and the start
-// values of `RowGroup`. A code is value * factor, rounded to nearest, ties to even. Returns one bit for each group: 1 if
-// the sum of its magnitudes is above the limit.
+// values of `RowGroup`. A code is value * factor, rounded to nearest, ties to even. Returns one bit for each group: 1
+// if the sum of its magnitudes is above the limit.
 #if defined(WEFT_AVX512)
 
 // The sum of every four codes.

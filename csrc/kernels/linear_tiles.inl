@@ -319,8 +319,8 @@ void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_stri
       constexpr int first = panel_rows, second = rows - first;
       static_assert(second > 0 && second <= rows_in_registers);
       constexpr int second_fetched = Group<layout>::bytes * second / rows, first_fetched = Group<layout>::bytes - second_fetched;
-      // The first portion prefetches only part of a strip; the second portion of the previous strip has prefetched the
-      // rest.
+      // Each strip is prefetched in two parts. The second portion prefetches the beginning of the next strip, the first
+      // portion prefetches the rest of the current strip.
       const uint8_t* ahead = weights + ahead_bytes(rows) + task.quantised.groups * second_fetched;
       multiply_portion<layout, first, first_fetched>(task, first_row, output, weights, ahead);
       ahead += task.quantised.groups * first_fetched;

@@ -6,7 +6,7 @@ NO_LIMIT = float("inf")
 
 
 class TokenBudget:
-    """The rest of the limits while a plan is built. Every entry of the plan is subtracted."""
+    """What is left of a step's limits while its plan is built. Each entry that is added to the plan reduces it."""
 
     __slots__ = ("prefill_seconds", "prefill_tokens", "sequences", "tokens")
 

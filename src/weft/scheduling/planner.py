@@ -488,8 +488,8 @@ class Planner:
         builder.preempted.append(sequence.request_id)
 
     def _release_adopted(self, builder: PlanBuilder, sequence: Sequence) -> None:
-        """Releases blocks adopted in this plan. The step of this plan fills them, but a swap-out would copy them before
-        that step."""
+        """Releases the blocks of a preempted sequence from the first one that the step of this plan fills. A swap-out
+        would copy them before that step."""
         allocation = sequence.allocation
         assert allocation is not None
         filled = {block for block, _ in builder.registered}

@@ -46,7 +46,8 @@ _END_STATES: dict[FailureKind | None, tuple[RequestState, FinishReason]] = {
     FailureKind.CANCELLED: (RequestState.CANCELLED, FinishReason.CANCELLED),
     FailureKind.DEADLINE: (RequestState.CANCELLED, FinishReason.CANCELLED),
 }
-"""State and finish reason of a request that ends without a new token, by its failure; None: a stop string was found."""
+"""Failure -> state and finish reason of a request that ends without a new token. The key None stands for a stop string
+in the text."""
 
 
 class ContinuousBatchScheduler:

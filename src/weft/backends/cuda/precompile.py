@@ -284,7 +284,7 @@ def _no_tokenizer() -> Any:
 
 
 def _plans(sizes: Sizes) -> Iterator[IterationPlan]:
-    """The steps of an engine after its start."""
+    """The kinds of steps that an engine runs soon after its start. A worker runs each once, to compile its kernels."""
     prompt = min(_PROMPT, sizes.max_tokens - 1, (sizes.pool.num_blocks or 0) * sizes.pool.block_size - 1)
     yield _prompt_plan(0, prompt)
     yield _decode_plan(1, prompt)

@@ -37,8 +37,8 @@ class Tile:
     """Inputs per output that are prefetched into the L2 cache before the previous kernel has ended. They follow the
     first weights."""
     release: int = -1
-    """How many loop iterations before its end this kernel lets the next one begin; -1: at once. With a late start, the
-    next kernel prefetches while this one ends, when memory is idle."""
+    """The next kernel may begin when this kernel has this many loop iterations left; -1: at once. After a late start,
+    the next kernel prefetches its weights while this kernel ends and memory is idle."""
     together: int = 1
     """Number of token tiles that use a weight tile one after the other while it is in the L2 cache."""
     norm_inside: bool = True

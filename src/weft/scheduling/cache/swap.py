@@ -67,14 +67,15 @@ class SwapSlots:
         return task
 
     def finish(self, swap_id: int) -> bool:
-        """Ends a swap, successful or not, and its guards. False: it had ended before."""
+        """Ends a swap, successful or not, and removes its guards. Returns False if the swap had ended before."""
         if swap_id not in self._swaps:
             return False
         for guards, replaced in self._swaps.pop(swap_id):
             for index, earlier in replaced.items():
                 if guards.get(index) == swap_id:
                     del guards[index]
-                    # A swap that never started may end before those that it depends on.
+                    # Restores the earlier guard if its swap is still in flight: a swap that never started may end
+                    # before the swaps that it depends on.
                     if earlier in self._swaps:
                         guards[index] = earlier
         self._dependencies.discard(swap_id)
