@@ -57,7 +57,7 @@ class JointRun:
 
     @property
     def fits(self) -> bool:
-        """Whether all ran at the same time, at almost their full length, without a preemption."""
+        """Whether all contexts ran at the same time, at almost their full length, without a preemption."""
         is_whole = self.shortest > self.context - NEW_TOKENS
         return self.most == self.requested and is_whole and not self.preemptions
 

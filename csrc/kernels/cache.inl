@@ -140,7 +140,7 @@ inline Codes unpacked(const uint16_t* elements, int64_t distance, Lanes n) {
   return {{a, b, c, vec::fourth_code(a, b, c)}};
 }
 
-// Unpacks one code of a unit whose elements are `distance` apart.
+// Unpacks one code of a unit whose elements are `distance` apart. Code 3 is in the low bits of the elements: kernels.h.
 inline int16_t code_of(const uint16_t* elements, int64_t distance, int64_t code) {
   if (code < elements_of_unit) return static_cast<int16_t>(elements[code * distance]);
   return static_cast<int16_t>((elements[0] & 15) << 12 | (elements[distance] & 15) << 8 | (elements[2 * distance] & 15) << 4);

@@ -32,9 +32,11 @@ inline uint16_t float_to_half(float value) {
   const uint32_t bits = bits_of_float(value);
   const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
   const uint32_t magnitude = bits & 0x7fffffff;
-  if (magnitude > 0x7f800000) return sign | 0x7e00;
-  if (magnitude >= 0x477ff000) return sign | 0x7c00;
-  if (magnitude < 0x38800000)  // subnormal result: after adding 0.5, the low bits count units of 2^-24
+  if (magnitude > 0x7f800000) return sign | 0x7e00;    // NaN
+  if (magnitude >= 0x477ff000) return sign | 0x7c00;   // 65520 or more: infinity
+  // Below 2^-14 the result is subnormal: a multiple of 2^-24, the unit of the last place of floats from 0.5 to 1. So
+  // adding 0.5 rounds to it.
+  if (magnitude < 0x38800000)
     return sign | static_cast<uint16_t>(bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3f000000);
   return sign | static_cast<uint16_t>((magnitude + 0xfff + (magnitude >> 13 & 1) - 0x38000000) >> 13);
 }

@@ -14,7 +14,7 @@ class TokenBudget:
         self.tokens = tokens
         self.prefill_tokens = prefill_tokens
         self.prefill_seconds = NO_LIMIT
-        """Negative if the first prompt of a step took more than the rest. Then no other prompt is added."""
+        """Negative if the first prompt of a step took more seconds than were left. Then no other prompt is added."""
         self.sequences = sequences
 
     @property

@@ -23,8 +23,8 @@ class SwapSlots:
         self._free_store = list(range(slots.full + slots.store - 1, slots.full - 1, -1))
         self._next_swap_id = 0
         self._swaps: dict[int, list[tuple[dict[int, int], dict[int, int | None]]]] = {}
-        """Swap in flight -> the guards that it replaced, to restore them. The first pair is for blocks, the second for
-        slots. A pair is the dict of current guards, and the replaced ones (None: there was none)."""
+        """Swap in flight -> [(`_block_guards`, replaced), (`_slot_guards`, replaced)]. `replaced` has the guard that
+        each block or slot had before the swap (None: it had none), to restore it."""
         self._block_guards: dict[int, int] = {}
         self._slot_guards: dict[int, int] = {}
         self._dependencies: set[int] = set()
