@@ -80,7 +80,8 @@ class Driver:
         self.engine.submit_with_callback(InferenceRequest(tuple(item["prompt"]), params), record_token)
 
     def _record_step(self) -> None:
-        """Runs in the engine thread after each step. All tokens of a step get one time, as in a library."""
+        """Runs in the engine thread after each step. All tokens of a step get one time, as in the drivers of other
+        engines."""
         now = perf_counter()
         for arrivals in self._step_tokens:
             arrivals.append(now)

@@ -22,9 +22,9 @@ inline uint32_t bits_of_float(float value) {
 inline float half_to_float(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
   const uint32_t rest = half & 0x7fff;
-  if (rest >= 0x7c00) return float_of_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-  if (rest >= 0x400) return float_of_bits(sign | ((rest << 13) + 0x38000000));
-  return float_of_bits(sign | bits_of_float(static_cast<float>(rest) * 0x1p-24f));
+  if (rest >= 0x7c00) return float_of_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);   // infinity or NaN
+  if (rest >= 0x400) return float_of_bits(sign | ((rest << 13) + 0x38000000));   // the exponent grows by 112
+  return float_of_bits(sign | bits_of_float(static_cast<float>(rest) * 0x1p-24f));   // 0 or subnormal
 }
 
 // Rounds to nearest, ties to even, like the F16C instruction.

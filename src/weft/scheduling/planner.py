@@ -75,7 +75,8 @@ class Planner:
         places = builder.budget.sequences
         is_full = len(sequences) >= places
         if may_admit and is_full and (self._sequences.kv_cache.free_rows or self._first_may_preempt()):
-            # Keeps one place in the step for new sequences: otherwise running sequences would block them forever.
+            # Keeps one place in the step for new sequences: otherwise running sequences would block them forever. If
+            # the step has one place only, it is kept for them in every second step.
             places = places - 1 if places > 1 else builder.step % 2
         decodes, prefills, others = self._split(sequences, places)
         self._take_decodes(builder, decodes)
@@ -93,7 +94,8 @@ class Planner:
                 self._continue_prefill(builder, sequence)
 
     def _plan_pure(self, builder: PlanBuilder) -> None:
-        """A step has either prompts or decodes: one step of prompts each time all running sequences have decoded."""
+        """Plans a step with prompts only, or with decodes only. After a step of prompts, every running sequence decodes
+        before the next step of prompts."""
         decodes, prefills, _ = self._split(self._sequences.running, len(self._sequences.running))
         may_admit = bool(self._sequences.queue) and self._admission_is_open()
         all_decoded = all(
