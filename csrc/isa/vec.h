@@ -232,7 +232,7 @@ inline Repeated repeated(const float* p) { return all(*p); }
 inline Vec fnma(Vec a, Vec b, Vec c) { return c - a * b; }
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }   // b if either is NaN; the same for min
 inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
-// Rounds to the nearest integer, up to 2^22: a float of that size has no fraction bits.
+// Rounds to the nearest integer, for magnitudes below 2^22: the sum with 1.5 * 2^23 has no fraction bits.
 inline Vec round(Vec a) { return a + all(0x1.8p23f) - all(0x1.8p23f); }
 // a * 2^n for an integer n in -250 .. 250: in two steps, because 2^n alone may not be a float.
 inline Vec times_power_of_two(Vec a, Vec n) {
