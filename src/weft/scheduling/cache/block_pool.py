@@ -117,7 +117,8 @@ class BlockPool:
         return self._hashes[block] is not None
 
     def allocate(self, count: int) -> list[int] | None:
-        """Allocates `count` blocks: free ones, then evictable ones, hot ones last. None: there are not enough."""
+        """Allocates `count` blocks: free ones, then evictable ones, hot ones last. An untouched block may come after
+        the evictable ones (see the class). None: there are not enough blocks."""
         if count > self.available:
             return None
         max_touched = max(self._eager_end, self._first_block + 2 * (self.num_referenced + count))
