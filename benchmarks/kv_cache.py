@@ -166,7 +166,8 @@ def measure(part: str, setup: Setup, caches: Sequence[Kind], report: Report, tex
 
 
 def _check_admissions(found: Sequence[Admission], share: float) -> list[Check]:
-    """`share`: bytes of a full-precision cache on this device, relative to one with 16 bits per value."""
+    """Compares each cache with found[0], the full-precision cache. MORE_CONTEXTS assumes that this one has 16 bits per
+    value. `share` corrects for its real size on this device: its bits per value, divided by 16."""
     return [
         Check(
             f"{one.kind}: contexts of {one.context:,} tokens at once, relative to a full cache",

@@ -51,13 +51,13 @@ class JointRun:
     """Most contexts that ran at the same time."""
     preemptions: int
     shortest: int
-    """The most tokens that the shortest context had while all ran; 0 if they never all ran."""
+    """Largest length that the shortest context reached while all contexts ran; 0 if they never ran at the same time."""
     first_steps: tuple[int, ...]
     """The step of the first token of each context."""
 
     @property
     def fits(self) -> bool:
-        """Whether all ran at the same time, at almost their full length, without a preemption."""
+        """Whether all contexts ran at the same time, at almost their full length, without a preemption."""
         is_whole = self.shortest > self.context - NEW_TOKENS
         return self.most == self.requested and is_whole and not self.preemptions
 
@@ -90,7 +90,8 @@ def admit(
 
 
 def largest(info: BackendInfo, config: ServingEngineConfig, context: int) -> tuple[Lengths, JointRun]:
-    """The lengths of the most contexts that run together without preemption, and the result of that run."""
+    """Finds the largest number of contexts that run together without preemption. Returns their lengths and the
+    result of that run."""
     count = _estimate(info, context)
     lengths, joint = align_ends(info, config, context, count)
     while not joint.fits:  # a single context always fits, or is rejected

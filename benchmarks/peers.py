@@ -63,7 +63,7 @@ def main(
     checkpoint = open_checkpoint(model)
     tokenizer = open_tokenizer(checkpoint)
     files = PeerFiles(home, model, min(checkpoint.end_ids), _print_status)
-    texts: dict[int, list[int]] = {}
+    texts: dict[int, list[int]] = {}  # 0 -> the tokens of the whole text, encoded at first use
 
     def open_text(run: int) -> Text:
         def encode(whole: str) -> list[int]:
@@ -194,7 +194,7 @@ class Bench:
         return [one for one in self._tries.get((engine.name, name), ()) if one.round == number]
 
     def _run_round(self, engine: Engine, names: Sequence[str], number: int) -> None:
-        """Measures until a try was undisturbed, at most `repeats` times more. Every try is kept."""
+        """Measures once, and again until a try is undisturbed, at most `repeats` more times. Every try is kept."""
         measure = self._try_start if names[0] == START else self._try_work
         first = max(len(self._tries_of(engine, name, number)) for name in names)
         for attempt in range(first, first + 1 + self.repeats):

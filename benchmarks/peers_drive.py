@@ -32,7 +32,8 @@ class Driver:
 
     def __init__(self, model: str, config: ServingEngineConfig) -> None:
         self._step_tokens: list[list[float]] = []
-        """The list that gets the time of the current step, once for each token of the step."""
+        """For each token of the current step: the list of token times of its request. The time of the step is appended
+        to each."""
         self._num_ended = 0
         self._num_running = 0
         self._changed = threading.Condition()
@@ -79,7 +80,8 @@ class Driver:
         self.engine.submit_with_callback(InferenceRequest(tuple(item["prompt"]), params), record_token)
 
     def _record_step(self) -> None:
-        """Runs in the engine thread after each step. All tokens of a step get one time, as in a library."""
+        """Runs in the engine thread after each step. All tokens of a step get one time, as in the drivers of other
+        engines."""
         now = perf_counter()
         for arrivals in self._step_tokens:
             arrivals.append(now)

@@ -34,7 +34,8 @@ OUR_ENGINES = (OURS, OURS_WITHOUT_DRAFTS, OURS_IN_PROCESS)
 
 @dataclass(frozen=True)
 class Launch:
-    """How a process is started. A server listens on `port`; a driver (None) answers on its standard output."""
+    """How a process is started. A server listens on `port`. A driver has no port (None), and answers on its standard
+    output."""
 
     command: tuple[str, ...]
     port: int | None

@@ -125,7 +125,7 @@ def clean_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def engine_environment() -> dict[str, str]:
-    """The variables of this process, but Python may write bytecode: otherwise every start compiles the sources."""
+    """The variables of this process without PYTHONDONTWRITEBYTECODE. With it, every start would compile the sources."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 

@@ -150,7 +150,8 @@ def _print(
 def _print_pairs(
     report: Report, title: str, names: tuple[str, str], counts: int, form: str, word: str, scale: float = 1.0
 ) -> None:
-    """A table of two figures per cell. The last rows compare figure number `counts` with the best peer."""
+    """Prints a table with two figures per cell. The last rows compare weft's figure names[`counts`] with that of the
+    best peer."""
     if not report.work:
         return
 

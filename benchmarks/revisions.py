@@ -27,7 +27,7 @@ from weft.loading.pull import pull
 from weft.text.model_text import open_tokenizer
 
 ALLOWED_LOSS = 0.03
-"""A revision is not slower if the worse end of the interval is above minus this share."""
+"""A revision counts as slower if the lower end of the interval of its change is -ALLOWED_LOSS or less."""
 SHORT = {"W1": 5, "W8": 5}
 """Workloads of a second or less run this often after one start; the median counts."""
 USUAL = ("W1", "W8", "W32", "Wmix")
@@ -44,7 +44,7 @@ class Ratios:
     after: list[float] = field(default_factory=list)
 
     def change(self) -> tuple[float, float, float]:
-        """The mean change of `after` over `before`, and the ends of its 95% interval, as shares."""
+        """The mean change of `after` over `before`, and the ends of its 95% interval, as fractions."""
         logs = [math.log(after / before) for before, after in zip(self.before, self.after, strict=True)]
         mean = fmean(logs)
         if len(logs) == 1:

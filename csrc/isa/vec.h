@@ -48,7 +48,7 @@ inline Vec load_twice(const float* p, int64_t n) {
 inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a); }
 inline void store(float* p, Vec a, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), a); }
 
-// Forces a into a register: otherwise the compiler may load it again for each use, and loads are scarce.
+// Keeps `a` in a register. Otherwise the compiler may load it again for each use, and the kernels are limited by loads.
 inline Vec in_register(Vec a) {
   asm("" : "+v"(a));
   return a;
@@ -171,8 +171,8 @@ inline Vec negate_even(Vec a) { return _mm256_xor_ps(a, _mm256_castsi256_ps(_mm2
 inline Vec add_at_2(Vec a, Vec b) { return _mm256_blend_ps(a, b, 0xcc) + _mm256_shuffle_ps(a, b, 0x4e); }
 inline Vec add_at_1(Vec a, Vec b) { return _mm256_blend_ps(a, b, 0xaa) + swap_neighbours(_mm256_blend_ps(a, b, 0x55)); }
 
-// The sum of the lanes of each of four vectors. A sum has 16 lanes in two vectors; the caller has already added these
-// two, which is the distance of 8.
+// The sum of the lanes of each of four vectors. A sum has 16 lanes, in two vectors. The caller has already added the
+// two, so only lanes at distances of 4, 2 and 1 are added here.
 inline void sum4(const Vec* a, float* out) {
   const Vec halves = add_at_1(add_at_2(a[0], a[2]), add_at_2(a[1], a[3]));
   _mm_storeu_ps(out, _mm256_castps256_ps128(halves) + _mm256_extractf128_ps(halves, 1));
@@ -232,7 +232,7 @@ inline Repeated repeated(const float* p) { return all(*p); }
 inline Vec fnma(Vec a, Vec b, Vec c) { return c - a * b; }
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }   // b if either is NaN; the same for min
 inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
-// Rounds to the nearest integer, up to 2^22: a float of that size has no fraction bits.
+// Rounds to the nearest integer, for magnitudes below 2^22: the sum with 1.5 * 2^23 has no fraction bits.
 inline Vec round(Vec a) { return a + all(0x1.8p23f) - all(0x1.8p23f); }
 // a * 2^n for an integer n in -250 .. 250: in two steps, because 2^n alone may not be a float.
 inline Vec times_power_of_two(Vec a, Vec n) {

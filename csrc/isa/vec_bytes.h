@@ -157,7 +157,7 @@ struct FactorsW4 {
       : pairs(load(scales_and_offsets)), scales(either(both(pairs, all_fours(0xffff)), shifted_up(pairs, 16))) {}
 };
 
-// 16 bits hold half of a group's sum: at most 16 products of at most 15 * 120 each.
+// Lanes of 16 bits. Each holds the sum of half a group, which fits: at most 16 products of at most 15 * 120 each.
 struct SumW4 {
   Bytes sums;
   void start(CodesW4 codes, Activations activations, int32_t = 0) { sums = multiply_pairs(codes, activations); }
@@ -166,6 +166,7 @@ struct SumW4 {
     asm("" : "+v"(sums));   // otherwise the compiler spills all products and adds them at the end
   }
   Whole added_to(Whole block, const FactorsW4& factors, int32_t start) const {
+    // RowGroup::start without the lift: the pair (-8 * sum, sum) of the activation codes, for the pair (scale, offset).
     const Bytes pair = subtract16(all_fours(start), all_fours(w4_lift));
     return add32(add32(block, multiply_and_add_pairs(sums, factors.scales)), multiply_and_add_pairs(pair, factors.pairs));
   }
@@ -262,7 +263,7 @@ struct SumW4 {
     for (int i = 0; i < 4; i++) sum = sum + codes.at[i] * vec::all(activations.at[i]);
   }
   Whole added_to(Whole block, const FactorsW4& factors, int32_t start) const {
-    const int32_t of_activations = start >> 16;
+    const int32_t of_activations = start >> 16;   // the sum of the activation codes: see RowGroup::start
     return block + (__builtin_convertvector(sum, Whole) - w4_middle * of_activations) * factors.scale + of_activations * factors.offset;
   }
 };

@@ -75,7 +75,8 @@ struct QueryBlock {
   int64_t last_segment(int64_t query) const { return position(query) / segment_keys; }
   int64_t position(int64_t query) const { return task.first_position + first_query + query; }
   Span seen_by_query(int64_t query, int64_t segment) const { return seen_from(task, position(query), segment); }
-  // A later query sees positions that begin and end later, or at the same position.
+  // A later query never sees an earlier first position or an earlier end. So the first query decides where the span
+  // begins, and the last query where it ends.
   Span seen_by_any(int64_t segment) const {
     return {seen_by_query(0, segment).first, seen_by_query(rows / task.group - 1, segment).end};
   }

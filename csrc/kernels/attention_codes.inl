@@ -87,8 +87,9 @@ inline void code_weights(const float* weights, int64_t begin, int64_t end, const
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) {
     const float largest = totals[r].largest, by_sum = totals[r].sum * (1.0f / all_weights), by_largest = largest * (1.0f / largest_weight_code);
-    // The scale makes the code of the largest weight a whole number. Otherwise many equal weights would all be rounded
-    // in the same direction.
+    // `unit` is at least by_largest, so that the largest code fits, and at least by_sum, so that no sum of products
+    // overflows. It is raised until the code of the largest weight is a whole number. Otherwise many equal weights
+    // would all be rounded in the same direction.
     const float unit = largest > 0.0f ? largest / std::floor(largest / (by_sum > by_largest ? by_sum : by_largest)) : 0.0f;
     factors[r] = totals[r].sum < INFINITY ? unit : NAN;
     by[r] = vec::all(factors[r] > 0.0f ? 1.0f / factors[r] : 0.0f);

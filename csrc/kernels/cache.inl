@@ -31,8 +31,8 @@ struct Coding {
   vec::Vec by;
   bool is_finite;
 
-  // `bits`: the vector's largest magnitude, as the bits of a float. The scale is that magnitude times the larger of the
-  // two parts, rounded up.
+  // `bits`: the vector's largest magnitude, as the bits of a float. Each part is a lower bound of the scale, as a
+  // fraction of that magnitude. The scale is the larger bound, rounded up to the upper 16 bits of a float.
   Coding(uint32_t bits, float one_part, float other_part = 0.0f) : is_finite(bits < bits_of_infinity) {
     const float part = one_part > other_part ? one_part : other_part;
     const float exact = float_of_bits(bits) * part;
@@ -140,7 +140,7 @@ inline Codes unpacked(const uint16_t* elements, int64_t distance, Lanes n) {
   return {{a, b, c, vec::fourth_code(a, b, c)}};
 }
 
-// Unpacks one code of a unit whose elements are `distance` apart.
+// Unpacks one code of a unit whose elements are `distance` apart. Code 3 is in the low bits of the elements: kernels.h.
 inline int16_t code_of(const uint16_t* elements, int64_t distance, int64_t code) {
   if (code < elements_of_unit) return static_cast<int16_t>(elements[code * distance]);
   return static_cast<int16_t>((elements[0] & 15) << 12 | (elements[distance] & 15) << 8 | (elements[2 * distance] & 15) << 4);

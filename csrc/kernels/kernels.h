@@ -140,8 +140,8 @@ struct QuantisedRows {
   int32_t* outlier_counts = nullptr;    // [rows]
   int64_t outlier_room = 0;
 
-  // The outliers merged for products. Rows 4i .. 4i + 3: elements shared_begins[i] to shared_begins[i + 1], by
-  // ascending input.
+  // The same outliers, merged for four rows at a time, as products read them. Those of rows 4i .. 4i + 3 are the
+  // elements from shared_begins[i] up to shared_begins[i + 1], by ascending input.
   SharedOutlier* shared_outliers = nullptr;
   int64_t* shared_begins = nullptr;
 };
@@ -418,7 +418,7 @@ struct Kernels {
   void (*mask_scores)(const float* scores, int64_t count, const uint8_t* allowed, float* out);
   double (*sum_exp)(const float* scores, int64_t count, float best);   // sum of exp(score - best), with the difference in double
   // The weight of a token is exp(-below * factor). `sum_weights_roughly` has a relative error of at most
-  // `rough_share`; near[i] is the sum over tokens with below * factor <= near_distances[i].
+  // `rough_share`. It also sets near[i] to the weight of all tokens with below * factor <= near_distances[i].
   double (*sum_weights)(const float* scores, int64_t count, float best, double factor);
   double (*sum_weights_roughly)(const float* scores, int64_t count, float best, float factor, double* near);
   void (*weigh_each)(const float* below, int64_t count, double factor, double* out);

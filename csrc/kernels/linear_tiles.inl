@@ -38,9 +38,9 @@ constexpr int most_rows() {
 #endif
 }
 
-// With at most this many rows, the sums of group, scale block and row all stay in registers. Row sums in memory would
-// need a write for each scale block and row; on Zen 4 that costs more than a byte product. A quantised tile of more
-// rows is computed in two portions; the first portion is a whole panel.
+// With at most this many rows, all sums stay in registers: those of a group, of a scale block, and of a whole row. A
+// row sum in memory would be written once for each scale block. On Zen 4 such a write costs more than a byte product.
+// So a quantised tile with more rows is computed in two portions; the first portion is a whole panel.
 #if defined(WEFT_AVX512)
 constexpr int rows_in_registers = panel_rows;
 #else
@@ -319,8 +319,8 @@ void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_stri
       constexpr int first = panel_rows, second = rows - first;
       static_assert(second > 0 && second <= rows_in_registers);
       constexpr int second_fetched = Group<layout>::bytes * second / rows, first_fetched = Group<layout>::bytes - second_fetched;
-      // The first portion prefetches only part of a strip; the second portion of the previous strip has prefetched the
-      // rest.
+      // Each strip is prefetched in two parts. The second portion prefetches the beginning of the next strip, the first
+      // portion prefetches the rest of the current strip.
       const uint8_t* ahead = weights + ahead_bytes(rows) + task.quantised.groups * second_fetched;
       multiply_portion<layout, first, first_fetched>(task, first_row, output, weights, ahead);
       ahead += task.quantised.groups * first_fetched;

@@ -185,7 +185,7 @@ float largest_magnitude(const float* values) {
   return float_of_bits(static_cast<uint32_t>(largest));
 }
 
-// Rounds to the nearest integer, ties to even, for magnitudes below 2^22: a float of this size has no fraction bits.
+// Rounds to the nearest integer, ties to even, for magnitudes below 2^22: the sum with 1.5 * 2^23 has no fraction bits.
 float round_small(float value) { return (value + 0x1.8p23f) - 0x1.8p23f; }
 
 float clamp(float value, float low, float high) { return value < low ? low : value > high ? high : value; }

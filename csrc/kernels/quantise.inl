@@ -32,8 +32,8 @@ inline void write_last_values(int64_t first, int64_t columns, Make& make, float*
   }
 }
 
-// Writes a row, padded with zeros to whole blocks. For each block, also writes some lanes; their maximum is the largest
-// magnitude of the block. Returns the sum of magnitudes.
+// Writes a row to `out`, padded with zeros to whole blocks. For each block, also writes `maxima_kept` values to
+// `lane_maxima`. The largest of these is the largest magnitude of the block. Returns the sum of magnitudes of the row.
 template <typename Make>
 inline float write_values(int64_t columns, Make make, float* out, float* lane_maxima) {
   constexpr int some = vec::chains_at_once;

@@ -30,8 +30,9 @@ inline void multiply_each(vec::Vec (&x)[count], const float* with, Lanes n) {
   vec::each<count>([&](int k) { x[k] = x[k] * vec::load(with + k * vec::lanes, n); });
 }
 
-// Calls use(make). make(i, n, into) computes elements of the row from i on: it fills the array `into` with vectors of n
-// lanes each. An incomplete last vector needs its own call; its unused lanes are zero, unless the row has a NaN.
+// Applies the prologue to a row, a few vectors at a time. Calls use(make), and `use` calls make(i, n, into) as often as
+// it needs. `make` computes the elements from i on, and fills the array `into` with vectors of n lanes each. An
+// incomplete last vector needs its own call; its unused lanes are zero, unless the row has a NaN.
 template <typename Use>
 inline void with_values(const RowInput& input, int64_t columns, Use&& use) {
   const float *row = input.row, *other = input.other;

@@ -15,8 +15,9 @@
 namespace weft {
 namespace {
 
-// Asks the kernel to fault in many small pages with one call: one by one, two threads take ten times as long. Returns
-// false if the kernel lacks the call. If memory is exhausted, the error shows when the memory is used.
+// Asks the kernel to fault in many small pages with one call. With two threads, faulting them in one by one takes ten
+// times as long. Returns false if the kernel lacks the call. If memory is exhausted, the error shows when the memory is
+// used.
 bool populate(uint8_t* begin, uint8_t* end, uintptr_t page) {
 #if defined(__linux__)
   const uintptr_t from = reinterpret_cast<uintptr_t>(begin) / page * page;

@@ -11,7 +11,8 @@ namespace {
 
 // Work items per thread: enough that a descheduled thread does not delay the others for long.
 constexpr int64_t items_per_thread = 8;
-// Small products have fewer items, at least this many: handing out an item costs as much as reading some kilobytes.
+// Small products have fewer items per thread, of about `item_bytes` each, but at least this many. Handing out an item
+// costs as much as reading some kilobytes.
 constexpr int64_t fewest_items_per_thread = 2;
 constexpr int64_t item_bytes = 64 << 10;
 // A product with more rows than this is also divided by rows, evenly, so that the rows of an item stay in the L2 cache.
@@ -185,7 +186,7 @@ void Program::execute_row(const Instruction& instruction, int64_t row) {
     case Instruction::Kind::rope_and_write: rope_and_write(instruction, row); break;
     case Instruction::Kind::add: kernels().add_scaled(output, input, instruction.scale, columns, output); break;
     case Instruction::Kind::scale_and_cap: kernels().scale_and_cap(output, columns, instruction.scale, instruction.cap); break;
-    // all rows are selected, so the selected rows are the buffer itself
+    // This function runs it only if all rows are selected (`is_by_row`), so output row = input row.
     case Instruction::Kind::select_rows: std::memcpy(output, input, static_cast<size_t>(columns) * sizeof(float)); break;
     default: break;
   }

@@ -22,8 +22,8 @@ constexpr int64_t most_rows_of_requests = 10 * panel_rows;
 constexpr int64_t blocks_worth_a_pipeline = 2;
 constexpr int64_t most_rows_of_pipeline = 6 * panel_rows;
 
-// The cost model of a request. The unit is one product of a weight and a row. A byte of K and V costs the first
-// constant once for reading it, and the second for each row that attends to it.
+// The cost model of a request. The unit is one product of a weight and a row. Reading a byte of K and V costs
+// products_per_byte. Each row that attends to the byte costs products_per_byte_and_row more.
 constexpr int64_t products_per_byte = 8, products_per_byte_and_row = 4;
 // Row blocks of whole requests are not used if those of one thread cost this much more than the mean. The other threads
 // would wait longer for it than they wait in separate phases.

@@ -134,9 +134,8 @@ class LocalChoices:
         try:
             answer.take(output)
         except BaseException:
-            is_over = (
-                True  # the engine fails the request and does not call again; `on_end` must still be called
-            )
+            # The engine fails the request and does not call again, but `on_end` must still be called.
+            is_over = True
             raise
         finally:
             if is_over:

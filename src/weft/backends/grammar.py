@@ -50,7 +50,8 @@ class RowGrammars:
         self._last: Future[None] | None = None
 
     def start(self, starts: Iterable[RowStart]) -> None:
-        """New content for these rows. The matcher of a row starts after the tokens that the row has generated."""
+        """Assigns new sequences to these rows. The matcher of a row starts after the tokens that its sequence has
+        generated."""
         begun = []
         for start in starts:
             grammar = start.params.grammar

@@ -36,7 +36,8 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def _limited_cgroups(root: Path) -> Iterator[tuple[int, int]]:
-    """Memory left and limit of each cgroup, versions 1 and 2: the cgroup of this process and all its parents."""
+    """Yields (memory left, limit) for each cgroup of this process that has a limit: its own and all parents. Reads
+    cgroups of version 1 and 2."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:

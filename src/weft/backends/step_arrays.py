@@ -228,7 +228,8 @@ class Rows:
         return np.concatenate([last[:decodes], np.arange(first, end), last[plan.first_prefill :]])
 
     def _prepare_decodes(self, plan: IterationPlan) -> PreparedStep:
-        """`prepare` for a step of decodes without drafts. Nearly all steps are, so it makes few numpy calls."""
+        """`prepare` for a step of decodes without draft tokens. Nearly all steps are of this kind, so it makes few
+        numpy calls."""
         last = self._last
         if last is not None and last.num_next and plan.starts == last.next_starts and plan.rows == last.rows:
             step, num_next = _one_position_further(last.step), last.num_next - 1

@@ -195,7 +195,8 @@ def least_seconds(work: Work, shape: str) -> float:
     running, context = len(answers), sum(lengths)
     ended = 0
     for number in range(1, answers[-1][0]):
-        # The first token of an answer comes with its prompt. In step `number` each running request adds one token to its context.
+        # Step 0, the prefill, samples the first token of every answer. Each later step adds one token to the context of
+        # every running request. Requests whose answer is complete before this step are removed first.
         while answers[ended][0] <= number:
             running -= 1
             context -= answers[ended][1] + number - 1

@@ -201,6 +201,7 @@ def _decode_q4_k(blocks: np.ndarray) -> np.ndarray:
 
 
 def _decode_q5_k(blocks: np.ndarray) -> np.ndarray:
+    # Bytes 0..15: scales and minima. Bytes 16..47: the highest bit of each code. Bytes 48..175: the lower four bits.
     codes = _planes(blocks[:, 48:176], 4, 32) | _planes(blocks[:, 16:48], 1, 32) << 4
     return _scaled_less_minima(_grouped(codes, 8), *_scales_and_minima(blocks))
 

@@ -21,9 +21,9 @@ from weft.errors import ModelFileError
 _MAX_TEXT_BYTES = 64 << 20
 _MAX_JSON_DEPTH = 64
 
-# A page fault also maps neighbouring pages, even released ones before it: 16 pages, or 2 MiB if the page cache holds
-# the file in huge pages. So `release_pages` also releases this much before its range. Without it, half of a file stayed
-# resident.
+# A page fault also maps neighbouring pages: 16 pages, or 2 MiB if the page cache holds the file in huge pages. Some of
+# them lie before the fault and were released already. So `release_pages` also releases this much before its range.
+# Without it, half of a file stayed resident.
 _NEIGHBOUR_BYTES = 2 << 20
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

@@ -66,7 +66,8 @@ def packed_files(model: Path) -> list[Path]:
 
 
 def identity_of(files: Iterable[Path], variant: str) -> str:
-    """Identifies the packed files and the packing. It changes with a file's path, size or modification time."""
+    """Identifies the model files and the variant of the packing. It changes with the path, size or modification time of
+    a file."""
     stated = sorted((str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files)
     return json.dumps([variant, stated])
 

@@ -151,7 +151,8 @@ class Fields:
         self._tensors = tensors  # by the decoder's names
 
     def key(self, name: str) -> str:
-        """The field's key in this file; "" if the layout has no such key."""
+        """The field's key in this file; "" if the layout has no key for the field. config.json has several possible
+        keys for some fields: the first that is present counts, or the first of all if none is present."""
         gguf_key, json_keys = _KEYS[name]
         if self.layout == "gguf":
             return self.gguf_key(gguf_key) if gguf_key else ""

@@ -219,9 +219,12 @@ class Ops(Protocol):
         """gelu(gate) * up, from packed [gate | up] rows, with the tanh form of gelu."""
 
     def mixture(self, inputs: Any, router: Any, experts: Any, per_token: int, normalise: bool) -> Any:
-        """A mixture of experts. The softmax of the linear layer `router` gives each expert a weight for each token. The
-        `per_token` highest weights are used (of equal weights the first), with `normalise` divided by their sum. The
-        result is the weighted sum of the experts' outputs, down(silu(gate) * up), in the order of the experts."""
+        """A mixture of experts. The linear layer `router` and a softmax give each expert a weight for each token.
+
+        A token uses the `per_token` experts with the highest weights; at a tie, the expert with the lower index. With
+        `normalise`, these weights are divided by their sum. An expert computes down(silu(gate) * up). The result is the
+        weighted sum of the experts' outputs, added in the order of the experts.
+        """
 
     def add(self, left: Any, right: Any, scale: float = 1.0) -> Any:
         """left + right * scale. The result may overwrite either input; the caller uses neither again."""

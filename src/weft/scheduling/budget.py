@@ -6,7 +6,7 @@ NO_LIMIT = float("inf")
 
 
 class TokenBudget:
-    """The rest of the limits while a plan is built. Every entry of the plan is subtracted."""
+    """What is left of a step's limits while its plan is built. Each entry that is added to the plan reduces it."""
 
     __slots__ = ("prefill_seconds", "prefill_tokens", "sequences", "tokens")
 
@@ -14,7 +14,7 @@ class TokenBudget:
         self.tokens = tokens
         self.prefill_tokens = prefill_tokens
         self.prefill_seconds = NO_LIMIT
-        """Negative if the first prompt of a step took more than the rest. Then no other prompt is added."""
+        """Negative if the first prompt of a step took more seconds than were left. Then no other prompt is added."""
         self.sequences = sequences
 
     @property

@@ -8,8 +8,9 @@ MEAN_WEIGHT = 1 / 16
 
 INITIAL_EVIDENCE = 16.0
 MAX_EVIDENCE = 256.0
-"""Evidence is the sum of squared differences in the number of rows. It starts at the first value and stops growing at
-the second."""
+"""Evidence for the estimate: the sum, over all steps, of the squared difference between a step's rows and the mean. It
+starts at INITIAL_EVIDENCE and grows up to MAX_EVIDENCE. The more evidence there is, the less a new step changes
+the estimate."""
 
 MAX_CORRECTION = 0.25
 MAX_STEP_RATIO = 3.0
@@ -20,8 +21,8 @@ MAX_DEVIATION = 16.0
 """The estimate stays within this factor of the value that the backend states."""
 
 GAP_FACTOR = 3.0
-"""If a step is planned only after the previous one has ended, it costs more than the gap between the two: threads must
-wake up, and caches are cold. Measured with one to eight decodes: 2 to 6 times as much."""
+"""The extra time of a step that is planned only after the previous one has ended, divided by the gap between the two
+steps. It is above 1, because threads must wake up and caches are cold. Measured with one to eight decodes: 2 to 6."""
 
 MAX_GAP_COST = 0.25
 """The largest cost of a gap, as a fraction of the mean step. A longer gap may come from a caller that runs the engine

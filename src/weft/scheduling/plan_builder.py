@@ -112,7 +112,7 @@ class PlanBuilder:
             samples=tuple(samples),
             drafts=tuple(drafts.values()),
             row_starts=tuple(row_starts),
-            # A short cut: usually there are none, and this code runs for every step.
+            # `if tables` and `if moves` save time: usually both are empty, and this code runs for every step.
             table_rows=tuple([row for row, _, _ in tables]) if tables else (),
             table_indices=tuple([index for _, index, _ in tables]) if tables else (),
             table_blocks=tuple([block for _, _, block in tables]) if tables else (),
@@ -129,7 +129,8 @@ class PlanBuilder:
         return plan, sequences
 
     def _sent_tables(self) -> list[tuple[int, int, int]]:
-        """(row, index, block) of each new entry of a running sequence. A new row sends its whole table instead."""
+        """(row, index, block) of each new block table entry of a running sequence. A new row sends its whole table
+        instead."""
         return [
             (s.allocation.row, index, block)
             for s, index, block in self.tables

@@ -75,7 +75,8 @@ class Planner:
         places = builder.budget.sequences
         is_full = len(sequences) >= places
         if may_admit and is_full and (self._sequences.kv_cache.free_rows or self._first_may_preempt()):
-            # Keeps one place in the step for new sequences: otherwise running sequences would block them forever.
+            # Keeps one place in the step for new sequences: otherwise running sequences would block them forever. If
+            # the step has one place only, it is kept for them in every second step.
             places = places - 1 if places > 1 else builder.step % 2
         decodes, prefills, others = self._split(sequences, places)
         self._take_decodes(builder, decodes)
@@ -93,7 +94,8 @@ class Planner:
                 self._continue_prefill(builder, sequence)
 
     def _plan_pure(self, builder: PlanBuilder) -> None:
-        """A step has either prompts or decodes: one step of prompts each time all running sequences have decoded."""
+        """Plans a step with prompts only, or with decodes only. After a step of prompts, every running sequence decodes
+        before the next step of prompts."""
         decodes, prefills, _ = self._split(self._sequences.running, len(self._sequences.running))
         may_admit = bool(self._sequences.queue) and self._admission_is_open()
         all_decoded = all(
@@ -118,6 +120,7 @@ class Planner:
         while builder.budget.for_prefill:
             may_admit = may_admit and len(skipped) < MAX_SKIPPED
             first = self._first_to_admit(skipped_priority) if may_admit else None
+            # 0: the next prompt in progress goes first.
             max_tokens = self._max_tokens_before(in_progress, first) if first is not None else 0
             if in_progress and not max_tokens:
                 sort_key, sequence = in_progress.pop()
@@ -376,9 +379,8 @@ class Planner:
         count = min(max_tokens, self._size.chunk(builder, start, sequence.target - start))
         if not count:
             return False
-        kv_cache.share(
-            hits
-        )  # the hits get a reference first: otherwise a preemption would count them as free
+        # Before `_make_room`: without this reference, the hits would count as free blocks.
+        kv_cache.share(hits)
         stored = kv_cache.num_stored(hits)
         if self._info.store_blocks:
             # Every token of a prompt first needs a full block. If few are free, the chunk is smaller.
@@ -489,8 +491,8 @@ class Planner:
         builder.preempted.append(sequence.request_id)
 
     def _release_adopted(self, builder: PlanBuilder, sequence: Sequence) -> None:
-        """Releases blocks adopted in this plan. The step of this plan fills them, but a swap-out would copy them before
-        that step."""
+        """Releases the blocks of a preempted sequence from the first one that the step of this plan fills. A swap-out
+        would copy them before that step."""
         allocation = sequence.allocation
         assert allocation is not None
         filled = {block for block, _ in builder.registered}

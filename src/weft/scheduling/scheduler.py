@@ -46,7 +46,8 @@ _END_STATES: dict[FailureKind | None, tuple[RequestState, FinishReason]] = {
     FailureKind.CANCELLED: (RequestState.CANCELLED, FinishReason.CANCELLED),
     FailureKind.DEADLINE: (RequestState.CANCELLED, FinishReason.CANCELLED),
 }
-"""State and finish reason of a request that ends without a new token, by its failure; None: a stop string was found."""
+"""Failure -> state and finish reason of a request that ends without a new token. The key None stands for a stop string
+in the text."""
 
 
 class ContinuousBatchScheduler:
@@ -203,8 +204,8 @@ class ContinuousBatchScheduler:
         return outputs, results
 
     def _end_early(self, sequence: Sequence | None, failure: Failure | None) -> bool:
-        """Ends a request without a new token: it failed, or, with None, a stop string was found. False: it has ended
-        already. Its id may be that of a new request then."""
+        """Ends a request without a new token, because it failed, or because a stop string was found (None). Returns
+        False if the request has ended already. Its id may then belong to a new request."""
         if sequence is None or sequence.finish_reason is not None:
             return False
         self._sequence_table.remove(sequence)
@@ -440,6 +441,8 @@ class ContinuousBatchScheduler:
             self.token_gaps[gap] = self.token_gaps.get(gap, 0) + times
 
     def _account(self, plan: IterationPlan, seconds: float | None) -> None:
+        """Counts a step, and adds its duration to the cost model. A token makes one pair with each position up to its
+        own."""
         num_tokens, first = plan.num_tokens, plan.num_decodes
         self.stats.steps += 1
         self.stats.tokens_computed += num_tokens

@@ -142,7 +142,7 @@ class SequenceTable:
                 self._release(sequence)
 
     def settle(self, applied_step: int) -> None:
-        """Frees the memory that was held for steps up to this one: they have ended."""
+        """Frees the memory that was held for steps up to `applied_step`: these steps have ended."""
         self.applied_step = applied_step
         self.kv_cache.settle_moves(applied_step)
         if self._draining:

@@ -153,8 +153,9 @@ class PlanChecker:
         has_run = self._last_ran.get(sequence.request_id, -1) >= sequence.admitted_step
         was_finishing = sequence.is_finishing and sequence.last_step < plan.step
         is_final = sequence.request_id in plan.request_ids[plan.first_prefill :]
-        # Blocks that the sequence held alone before this plan and whose content is not cached. With two tiers, either
-        # tier may have been short. Only a sequence with blocks in both tiers would certainly have helped.
+        # `own`: blocks that the sequence held alone before this plan, and whose content is not cached. Preempting the
+        # sequence would have freed them. With two tiers, this check does not know which tier lacked blocks. So the
+        # sequence counts only if it has own blocks in both tiers.
         kv_cache, allocation = self._scheduler.kv_cache, sequence.allocation
         blocks = allocation.blocks if allocation is not None else []
         new = {*plan.table_blocks, *plan.moved_to}

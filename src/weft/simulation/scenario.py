@@ -248,7 +248,7 @@ class DrawnFaults:
         self._submit, self._step, self._request, self._swap = scenario.fault_rates
         self._rng = rng
         self.num_unattributed = 0
-        """Faults of a whole step that held requests."""
+        """Faults of whole steps with requests in them. Such a fault belongs to no single request."""
         self.hit_requests: set[RequestId] = set()
 
     def at_submit(self, plan: IterationPlan) -> str | None:

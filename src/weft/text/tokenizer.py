@@ -22,8 +22,8 @@ from tokenizers import Regex, normalizers
 from weft.errors import InvalidRequestError, ModelFileError
 from weft.text.shield import Shield
 
-# Noncharacters: Unicode never assigns them. The normalizer removes MARK + _REMOVED, and turns MARK + _KEPT, which
-# stands for a MARK in the original text, into MARK.
+# Noncharacters: Unicode never assigns them. The shield inserts MARK + _REMOVED, and the normalizer removes both. A MARK
+# in the original text becomes MARK + _KEPT; there the normalizer removes only _KEPT.
 MARK, _KEPT, _REMOVED = "\ufdd0", "\ufdd1", "\ufdd2"
 
 _SPACE = "▁"  # SentencePiece's character for a space
@@ -203,7 +203,8 @@ def _removing_marks(normalizer: Any) -> normalizers.Normalizer:
 
 
 def _match_control_tokens_unnormalised(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Makes control tokens match before normalisation. After it, the marks that protect them would be gone."""
+    """Makes the tokenizer match control tokens before normalisation. The normalizer removes the marks (see `shield`).
+    After it, a control token in untrusted text would match too."""
     added = backend.get_added_tokens_decoder().values()
     if not any(token.special and token.normalized for token in added):
         return backend

@@ -188,7 +188,7 @@ class CpuBackend:
             recompute_seconds_per_token=2 * config.multiplications_per_token / _OPERATIONS_PER_SECOND,
             swap_seconds_per_block=block_bytes / _COPIED_BYTES_PER_SECOND,
             weight_bytes=self._decoder.weight_bytes,
-            # The scheduler applies the same fraction to the blocks of the store.
+            # For the store, the scheduler uses the same fraction: eager_blocks / num_blocks.
             eager_blocks=min(num_blocks, _EAGER_CACHE_BYTES * num_blocks // cache_bytes),
             grammars_may_overlap=True,
             # No draft tokens with numpy: there the logits of a row depend on the other rows, so draft tokens would

@@ -12,8 +12,8 @@ import numpy as np
 
 from weft.plan import IterationPlan, SwapTask
 
-# How many outcomes are kept for later swaps that depend on them. The scheduler names only swaps whose outcome was not
-# yet reported to it.
+# How many outcomes of swaps are kept, because later swaps may depend on them. A new swap depends only on swaps whose
+# outcome the scheduler does not know yet, so old outcomes can be dropped.
 _MOST_OUTCOMES = 65_536
 
 
@@ -51,7 +51,7 @@ class HostSwap:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no swap waits and none is unreported. Checked before every step."""
+        """True if every swap was run and reported. Checked before every step."""
         return not self._waiting and not self._unreported
 
     def accept(self, plan: IterationPlan) -> None:

@@ -28,8 +28,8 @@ _SMALL_SIZES = (1, 2, 4, 8, 16)
 _SMALLEST_CONTEXT = 512
 _MOST_PADDING = 2
 _STEPS_IN_LARGER_GRAPH = 2
-"""After this many steps in a larger graph, a kind gets its own. A capture costs a few milliseconds once; padding
-costs up to two in every step (8 billion weights, 128 rows in a graph of 256)."""
+"""After this many steps in a larger graph, a kind gets its own. A capture costs a few milliseconds once. Padding
+costs up to 2 ms in every step (8 billion weights, 128 rows in a graph of 256)."""
 
 
 @dataclass(frozen=True)

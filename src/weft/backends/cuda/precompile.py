@@ -1,11 +1,13 @@
 """Compiles the kernels that a model will need into Triton's cache, in separate processes, before a step needs them.
 
 With an empty cache, the first step of every kind waits seconds for the compiler. So the engine starts a process while
-it loads the weights. That process forks workers. Each worker runs the common steps on a device without memory, where a
-launch only compiles the kernel; each compiles a part of the kernels. The engine never waits for them: it compiles what
-is missing itself. When everything is compiled, a marker file is written to the cache, and later starts skip this.
+it loads the weights. That process forks workers, and each worker compiles a part of the kernels. A worker runs the
+common steps on a device without memory, where a launch only compiles the kernel. The engine never waits for the
+workers: it compiles missing kernels itself. When everything is compiled, a marker file is written to the cache, and
+later starts skip this.
 
-`python -m` of this module is that process. It reads an `Outline` and `Sizes` from its standard input, one line each.
+The process is started with `python -m` and this module. It reads an `Outline` and `Sizes` from its standard input, one
+line each.
 """
 
 from __future__ import annotations
@@ -282,7 +284,7 @@ def _no_tokenizer() -> Any:
 
 
 def _plans(sizes: Sizes) -> Iterator[IterationPlan]:
-    """The steps of an engine after its start."""
+    """The kinds of steps that an engine runs soon after its start. A worker runs each once, to compile its kernels."""
     prompt = min(_PROMPT, sizes.max_tokens - 1, (sizes.pool.num_blocks or 0) * sizes.pool.block_size - 1)
     yield _prompt_plan(0, prompt)
     yield _decode_plan(1, prompt)

@@ -19,8 +19,8 @@ _log = logging.getLogger(__name__)
 
 # Slots are pinned in regions, each at its first use: pinning all of them would delay the start by seconds.
 _REGION_BYTES = 256 << 20
-# How many outcomes are kept for later swaps that depend on them. The scheduler names only swaps whose outcome was not
-# yet reported to it.
+# How many outcomes of swaps are kept, because later swaps may depend on them. A new swap depends only on swaps whose
+# outcome the scheduler does not know yet, so old outcomes can be dropped.
 _MOST_OUTCOMES = 65_536
 
 

@@ -103,9 +103,9 @@ def _append_product(program: _kernels.Program, instruction: FusedProduct, slots:
     before = instruction.before
     kind = "nothing" if before is None else "rms_norm" if isinstance(before, Norm) else before.kind
     column = 0
-    prepared_quantised: bool | None = (
-        None  # whether the previous part has quantised the same input, so that this part reuses it (`again`)
-    )
+    # How the previous part has prepared the input: True: quantised, False: as floats, None: there is no previous part.
+    # If this part needs the same form, it reuses the prepared input (`again`).
+    prepared_quantised: bool | None = None
     for part in instruction.product.layer.parts:
         program.linear(
             slots[instruction.input],

@@ -129,7 +129,8 @@ class Attention:
             self.prefill_tiles = Tiles(max(64, self.joined_rows), 32, 4, 2)
 
         self.prefill_store_tiles = StoreTiles(self.prefill_tiles.positions, self.prefill_tiles.stages)
-        # With two tiers: tiles for few requests, and for shared programs. Measured on an H200.
+        # Tiles with two tiers, by `Splits.shared`: index 0 for few requests, index 1 for shared programs.
+        # Measured on an H200.
         plain = (self.decode_tiles, StoreTiles(self.decode_tiles.positions, self.decode_tiles.stages))
         self.tiered_tiles = (plain, plain)
         if not invariant and self.width <= 128:

@@ -129,7 +129,8 @@ def decode_attention(
                     tl.minimum(end_tile * TILE, context),
                     tl.where(is_whole, 0, share - first_share),
                     tl.where(is_whole, 1, splits),
-                    # Request and share numbers both increase, so no two splits use the same entry of the workspace.
+                    # The workspace entry of a split is request + share. From one split to the next, one of the two
+                    # grows and neither shrinks, so no two splits use the same entry.
                     kv_head * (requests + programs) + request + first_share,
                     queries,
                     output,

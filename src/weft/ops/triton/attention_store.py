@@ -143,8 +143,9 @@ def attend_to_store_by_rows(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Like the function above, for many query rows, which are rows of a tile here. Then one thread holds all scores of
-    a row. Reducing a row across threads would take longer than the products."""
+    """Like `attend_to_store`, for many query rows. Here the rows of a tile are query rows, and its columns are
+    positions. So one thread holds all scores of a query row. A reduction across threads would take longer than the
+    products."""
     query, other_query = tl.trans(query), tl.trans(other_query)
     ROWS: tl.constexpr = query.shape[0]
     COLUMNS: tl.constexpr = WIDTH * BITS // 8

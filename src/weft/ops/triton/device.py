@@ -179,8 +179,8 @@ class Device:
         return torch.cuda.get_device_properties(self.torch_device).total_memory
 
     def release(self) -> None:
-        """Waits for all work here. Then gives the memory of deleted tensors and graphs back to the system, on the GPU
-        and page-locked; torch would otherwise keep it for its next allocations."""
+        """Waits for all work here. Then gives the memory of deleted tensors and graphs back to the system: GPU memory
+        and page-locked host memory. Otherwise torch would keep it for its next allocations."""
         gc.collect()
         if self.is_card:
             _idle_streams[self.index] += reversed(self._streams)

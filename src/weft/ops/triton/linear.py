@@ -82,8 +82,8 @@ def _products(
     TOKENS: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """For each token: weights [outputs, inputs] times its inputs at the indices `place`. With a norm, also the squares
-    of these inputs."""
+    """Multiplies weights [outputs, inputs] element by element with the inputs of each token at the indices `place`. The
+    caller sums the products. With a norm, also returns the squares of these inputs."""
     products, squares = _empty(), _empty()
     if NORM:
         factors = tl.load(norm_weight + place, mask=place < INPUTS, other=0.0).to(tl.float32)

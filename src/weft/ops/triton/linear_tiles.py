@@ -37,8 +37,8 @@ class Tile:
     """Inputs per output that are prefetched into the L2 cache before the previous kernel has ended. They follow the
     first weights."""
     release: int = -1
-    """How many loop iterations before its end this kernel lets the next one begin; -1: at once. With a late start, the
-    next kernel prefetches while this one ends, when memory is idle."""
+    """The next kernel may begin when this kernel has this many loop iterations left; -1: at once. After a late start,
+    the next kernel prefetches its weights while this kernel ends and memory is idle."""
     together: int = 1
     """Number of token tiles that use a weight tile one after the other while it is in the L2 cache."""
     norm_inside: bool = True
@@ -76,6 +76,7 @@ def gemv_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile | 
 
 
 def _few_tokens_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile | None:
+    """The tile for two to four tokens; None if tensor cores are faster."""
     if tokens > 4 or outputs * inputs > _SMALL_WEIGHT or (has_norm and tokens > 2):
         return None
     if has_norm:
@@ -124,8 +125,8 @@ def skinny_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile 
 
 @cache
 def small_tile(tokens: int, inputs: int) -> Tile:
-    """A tile whose sizes of outputs and inputs do not depend on the number of tokens. Then the sum of one token does
-    not depend on it either: tokens are separate columns of an instruction."""
+    """A tile whose sizes of outputs and inputs do not depend on the number of tokens. So the sums of a token do not
+    depend on the number of tokens either: tokens are separate columns of an instruction."""
     token_tile = max(16, min(128, power_of_two(tokens)))
     return _fitted(Tile(token_tile, 64, 64, 4, 4, early=False, norm_inside=False), inputs)
 

@@ -282,7 +282,7 @@ class CudaProgram:
             )
             if attended is not output:
                 # The result of cuDNN replaces the buffer for the rest of the step. It has no padded rows and needs
-                # none: the prompt lengths are round.
+                # none: cuDNN is used only for prompt lengths that are already a multiple of the padding.
                 assert attended.shape == run.padded[target].shape
                 run.buffers[target] = run.padded[target] = attended
                 run.from_graphs = False

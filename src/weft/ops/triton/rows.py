@@ -90,8 +90,8 @@ def _rms_norm(
     column = tl.arange(0, BLOCK)
     mask = column < columns
     factors = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    # The next product may begin at once. Starting and requesting its first weights takes it as long as this norm takes.
-    # It reads nothing else before it waits for this kernel, and so for all earlier ones: see `let_next_begin`.
+    # The next kernel, a product, may begin at once: it needs as long to start and to request its first weights as this
+    # norm needs to run. It reads only weights before it waits for this kernel. See `let_next_begin`.
     let_next_begin(DEPENDENT)
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)

@@ -117,7 +117,8 @@ class BlockPool:
         return self._hashes[block] is not None
 
     def allocate(self, count: int) -> list[int] | None:
-        """Allocates `count` blocks: free ones, then evictable ones, hot ones last. None: there are not enough."""
+        """Allocates `count` blocks: free ones, then evictable ones, hot ones last. An untouched block may come after
+        the evictable ones (see the class). None: there are not enough blocks."""
         if count > self.available:
             return None
         max_touched = max(self._eager_end, self._first_block + 2 * (self.num_referenced + count))
@@ -171,8 +172,9 @@ class BlockPool:
                     self._eviction_order(block)[block] = None
 
     def retire(self, block: int) -> None:
-        """Drops one reference of a block that was copied to the store. Its content stays cached, but is evicted first.
-        Exception: it was a prefix hit, or a recent lookup missed it."""
+        """Drops one reference of a block that was copied to the store. Its content stays cached, but is evicted before
+        that of other blocks. Content that was a prefix hit, or that a recent lookup did not find, is not evicted early.
+        """
         self.release((block,))
         if block in self._evictable and block not in self._reused and self._hashes[block] not in self._missed:
             self._evictable.move_to_end(block, last=False)

@@ -281,7 +281,7 @@ class KvCacheManager:
         return moves, registered
 
     def settle_moves(self, step: int) -> None:
-        """Frees the full blocks that moved in steps up to this one: they have ended."""
+        """Frees the full blocks that moved in steps up to `step`: these steps have ended."""
         while self._moving and self._moving[0][0] <= step:
             _, allocation, move = self._moving.popleft()
             self._num_moved += 1

@@ -23,8 +23,9 @@ class _Session:
 
 
 class Sessions:
-    """Between two requests of a conversation, no sequence references its blocks. Until its session expires, they are
-    evicted only when no other cached block is left. Running requests can still take their memory.
+    """Keeps the blocks of a conversation in the cache between two requests, when no sequence references them. Until the
+    session expires, they are evicted only if no other cached block is left. They are not reserved: running requests can
+    still evict them.
     """
 
     def __init__(

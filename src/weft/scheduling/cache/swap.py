@@ -23,8 +23,8 @@ class SwapSlots:
         self._free_store = list(range(slots.full + slots.store - 1, slots.full - 1, -1))
         self._next_swap_id = 0
         self._swaps: dict[int, list[tuple[dict[int, int], dict[int, int | None]]]] = {}
-        """Swap in flight -> the guards that it replaced, to restore them. The first pair is for blocks, the second for
-        slots. A pair is the dict of current guards, and the replaced ones (None: there was none)."""
+        """Swap in flight -> [(`_block_guards`, replaced), (`_slot_guards`, replaced)]. `replaced` has the guard that
+        each block or slot had before the swap (None: it had none), to restore it."""
         self._block_guards: dict[int, int] = {}
         self._slot_guards: dict[int, int] = {}
         self._dependencies: set[int] = set()
@@ -67,14 +67,15 @@ class SwapSlots:
         return task
 
     def finish(self, swap_id: int) -> bool:
-        """Ends a swap, successful or not, and its guards. False: it had ended before."""
+        """Ends a swap, successful or not, and removes its guards. Returns False if the swap had ended before."""
         if swap_id not in self._swaps:
             return False
         for guards, replaced in self._swaps.pop(swap_id):
             for index, earlier in replaced.items():
                 if guards.get(index) == swap_id:
                     del guards[index]
-                    # A swap that never started may end before those that it depends on.
+                    # Restores the earlier guard if its swap is still in flight: a swap that never started may end
+                    # before the swaps that it depends on.
                     if earlier in self._swaps:
                         guards[index] = earlier
         self._dependencies.discard(swap_id)
