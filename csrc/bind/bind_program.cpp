@@ -221,7 +221,7 @@ class BoundProgram {
     const float *rows, *logits = nullptr;
     {
       nb::gil_scoped_release release;
-      rows = program_.forward(step, whole);
+      rows = program_.forward(step, whole, sampled);
       if (sampled > 0) logits = program_.logits(sampled);
     }
     const int64_t columns = program_.columns(program_.rows_buffer());

@@ -1,6 +1,7 @@
 #include "program/program.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 
@@ -47,7 +48,8 @@ StoreLayer Program::store_of(int layer) const {
   return layer_of_store(cache_.store, cache_.layers, layer, shape_.kv_heads, cache_.block_size, shape_.head_size, cache_.bits);
 }
 
-const float* Program::forward(const Step& step, const Cache& cache) {
+const float* Program::forward(const Step& step, const Cache& cache, int64_t sampled) {
+  has_head_products_ = false;
   prepare(step, cache);
   row_blocks_.clear();
   cut_into_query_runs();
@@ -66,7 +68,7 @@ const float* Program::forward(const Step& step, const Cache& cache) {
     if (end > i && is_pipelined) {
       run_pipeline(i, end);
     } else if (end > i) {
-      run_in_blocks(i, end);
+      run_in_blocks(i, end, end == logits_begin_ && sampled == step.tokens && logits_begin_with_product());
     } else {
       const bool selected = instructions_[i].kind == Instruction::Kind::select_rows || instructions_[i].after_selection;
       run(instructions_[i], selected ? step.selected : step.tokens);
@@ -74,16 +76,6 @@ const float* Program::forward(const Step& step, const Cache& cache) {
     }
   }
   return buffers_[rows_buffer_].data();
-}
-
-const float* Program::logits(int64_t count) {
-  for (size_t i = logits_begin_; i < instructions_.size(); i++) run(instructions_[i], count);
-  return buffers_[logits_buffer_].data();
-}
-
-const float* Program::logits_of(const float* rows, int64_t count) {
-  std::memcpy(rows_of(rows_buffer_, count), rows, static_cast<size_t>(count * columns_[rows_buffer_]) * sizeof(float));
-  return logits(count);
 }
 
 void Program::prepare(const Step& step, const Cache& cache) {
@@ -112,11 +104,28 @@ void Program::run(const Instruction& instruction, int64_t rows) {
   execute(instruction, rows);
 }
 
-// Each row block passes through all these instructions on one thread, without synchronisation.
-void Program::run_in_blocks(size_t first, size_t end) {
+// Each row block passes through all these instructions on one thread, without synchronisation. With `with_head`, a
+// thread that would wait at the end computes the LM head of its own rows instead. Such waits are common: on a busy
+// machine each thread is descheduled for up to a tenth of a step, rarely at the same time as the others.
+void Program::run_in_blocks(size_t first, size_t end, bool with_head) {
   make_room_for_blocks(first, end);
-  pool_.run(static_cast<int64_t>(row_blocks_.size()), [&](int64_t index, int worker) {
-    execute_block(first, end, static_cast<size_t>(index), workers_[static_cast<size_t>(worker)]);
+  if (with_head) make_room_for_head();
+  const int64_t count = static_cast<int64_t>(row_blocks_.size());
+  std::atomic<int64_t> untaken{count}, unfinished{count};
+  pool_.run(count, [&](int64_t index, int number) {
+    untaken.fetch_sub(1);
+    Worker& worker = workers_[static_cast<size_t>(number)];
+    execute_block(first, end, static_cast<size_t>(index), worker);
+    if (!with_head) return;
+    prepare_head(static_cast<size_t>(index), worker);
+    unfinished.fetch_sub(1);
+    const Stopwatch watch(measured_ ? &worker.seconds[static_cast<size_t>(Instruction::Kind::linear)] : nullptr);
+    const int64_t strips = instructions_[logits_begin_].weight.strips(), at_once = strips_of_head_at_once();
+    int64_t& done = head_products_[static_cast<size_t>(index)].strips_done;
+    for (int64_t next; done < strips && untaken.load() == 0 && unfinished.load() > 0; done = next) {
+      next = std::min(strips, done + at_once);
+      multiply_head(static_cast<size_t>(index), done, next);
+    }
   });
   add_seconds_of_workers();
 }
@@ -256,15 +265,16 @@ void Program::linear(const Instruction& instruction, int64_t rows) {
 
 // Runs on one worker thread. `make_room_for_blocks` has allocated all memory.
 void Program::linear_of_block(const Instruction& instruction, int64_t first, int64_t count, Worker& worker) {
+  if (!instruction.reuses_rows) prepare_block(instruction, first, count, worker.prepared, worker);
+  kernels().linear(worker.prepared.product_task(instruction.weight, count, row_of(instruction.output, first) + instruction.column,
+                                      strides_[static_cast<size_t>(instruction.output)], instruction.add, instruction.scale));
+}
+
+void Program::prepare_block(const Instruction& instruction, int64_t first, int64_t count, PreparedRows& prepared, Worker& worker) {
   const Weight& weight = instruction.weight;
-  PreparedRows& prepared = worker.prepared;
-  if (!instruction.reuses_rows) {
-    prepared.make_room(count, weight.inputs, weight.quantised());
-    for (int64_t row = 0; row < count; row++) prepared.put(row, input_of_linear(instruction, first + row), worker.scratch.data());
-    if (weight.quantised()) prepared.activations.gather_outliers(count);
-  }
-  kernels().linear(prepared.product_task(weight, count, row_of(instruction.output, first) + instruction.column,
-                                         strides_[static_cast<size_t>(instruction.output)], instruction.add, instruction.scale));
+  prepared.make_room(count, weight.inputs, weight.quantised());
+  for (int64_t row = 0; row < count; row++) prepared.put(row, input_of_linear(instruction, first + row), worker.scratch.data());
+  if (weight.quantised()) prepared.activations.gather_outliers(count);
 }
 
 void Program::rope_and_write(const Instruction& instruction, int64_t token) {

@@ -127,8 +127,9 @@ class Program {
     close_up(logits_buffer);
   }
 
-  // Runs the step. Returns the selected rows, [selected, columns], valid until the next call.
-  const float* forward(const Step& step, const Cache& cache);
+  // Runs the step. Returns the selected rows, [selected, columns], valid until the next call. `sampled`: the caller
+  // will ask for logits of the first `sampled` of them next.
+  const float* forward(const Step& step, const Cache& cache, int64_t sampled);
   // Logits of the first `count` selected rows, or of the given rows.
   const float* logits(int64_t count);
   const float* logits_of(const float* rows, int64_t count);
@@ -190,6 +191,13 @@ class Program {
     LinearTask product_task(const Weight& weight, int64_t rows, float* out, int64_t out_stride, bool add, float scale) const;
   };
 
+  // The LM head for one row block: the first product of the logits. A thread that finishes its row block early begins
+  // it.
+  struct HeadProduct {
+    PreparedRows prepared;
+    int64_t strips_done = 0;
+  };
+
   struct Worker {   // memory of one thread of the pool
     Aligned<float> scratch;
     std::vector<AttendTask> tasks;   // of the current task range
@@ -216,7 +224,7 @@ class Program {
   int64_t cost_of(const QueryRun& run) const;
   bool reads_what_another_writes();
   void run(const Instruction& instruction, int64_t rows);
-  void run_in_blocks(size_t first, size_t end);
+  void run_in_blocks(size_t first, size_t end, bool with_head);
   void make_room_for_blocks(size_t first, size_t end);
   void add_seconds_of_workers();
   void run_pipeline(size_t first, size_t end);
@@ -228,6 +236,13 @@ class Program {
   RowInput input_of_linear(const Instruction& instruction, int64_t row) const;
   void linear(const Instruction& instruction, int64_t rows);
   void linear_of_block(const Instruction& instruction, int64_t first, int64_t count, Worker& worker);
+  void prepare_block(const Instruction& instruction, int64_t first, int64_t count, PreparedRows& prepared, Worker& worker);
+  bool logits_begin_with_product() const;
+  void make_room_for_head();
+  void prepare_head(size_t index, Worker& worker);
+  void multiply_head(size_t index, int64_t first_strip, int64_t end_strip);
+  int64_t strips_of_head_at_once() const;
+  void finish_head();
   void rope_and_write(const Instruction& instruction, int64_t token);
   void move_blocks(int layer);
   void attention(const Instruction& instruction);
@@ -270,6 +285,8 @@ class Program {
   std::vector<size_t> first_dependency_;   // per row block: the first earlier row block that writes K or V that it reads
   Pipeline pipeline_;
   std::vector<int64_t> written_by_;   // per KV block: 1 + index of the request that writes it in this step, or 0
+  std::vector<HeadProduct> head_products_;   // per row block
+  bool has_head_products_ = false;           // some logits of this step are in `head_products_` already
   std::vector<Segment> segments_;
   Aligned<float> partials_;
 
