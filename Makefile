@@ -127,7 +127,8 @@ $(VENV)/.kernels: $(VENV)/.build-tools CMakeLists.txt $(wildcard csrc/*/*.*)
 	@$(CMAKE) --build build/kernels -- --quiet
 	@touch $@
 
-CMAKE = PATH="$(abspath $(BIN)):$$PATH" cmake
+# Without MAKEFLAGS: make passes its job server to recursive calls of make only, and ninja would report an error about it.
+CMAKE = PATH="$(abspath $(BIN)):$$PATH" MAKEFLAGS= cmake
 CONFIGURE = -G Ninja --log-level=WARNING -DPython_EXECUTABLE="$(abspath $(BIN))/python" \
 	-Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)"
 

@@ -1,8 +1,8 @@
 """`python -m benchmarks perplexity`: quality loss of the kernels, or of a GPU, against numpy in f32.
 
 Text is cut into windows. In each, the tokens of the second half are scored, given all tokens before them, as in
-llama.cpp's tool. Both sides use the same weights and the engine, and score the same tokens, so that their difference is more
-accurate than either perplexity.
+llama.cpp's tool. Both sides run in weft's engine with the same weights, and score the same tokens. So their
+difference is more accurate than either perplexity.
 """
 
 from __future__ import annotations

@@ -267,7 +267,8 @@ __attribute__((noinline)) void score_tile(const float* queries, int64_t width, i
 #pragma GCC unroll 4
   for (int t = 0; t < Tiles; t++) at[t] = static_cast<const Element*>(tiles[t]);
   const auto keys = [&](int64_t f, int v) { return Keys<Element>(at[v / parts] + f / unit * key_tile + v % parts * vec::lanes); };
-  // The smaller of queries and keys is kept in registers; always the keys if queries are multiplied from memory.
+  // Keeps either the keys or the queries in registers, whichever need fewer. If the multiplication can read queries from
+  // memory (repeats_from_memory), it always keeps the keys.
   const auto add = [&](int64_t f) {
     if constexpr (vec::repeats_from_memory || vectors <= Rows) {
       vec::Vec key[unit][vectors];

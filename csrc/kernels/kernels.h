@@ -357,7 +357,8 @@ struct AttendTask {
 // --- sampling -----------------------------------------------------------------------------------------------------------------------
 
 // A row of scores is scanned in sections of 1024 scores. Each section has 16 maxima, one for each lane (every sixteenth
-// score). The k-th largest of all these maxima is a lower bound of the k-th largest score; few other scores exceed it.
+// score). The k-th largest of all these maxima is a lower bound of the k-th largest score. Few scores besides the k
+// largest exceed this bound.
 constexpr int64_t maxima_section = 1024;
 constexpr int64_t maxima_lanes = 16;
 

@@ -47,8 +47,8 @@ constexpr int rows_in_registers = panel_rows;
 constexpr int rows_in_registers = 4;
 #endif
 
-// With fewer rows, multiplying in pairs (isa/vec_pairs.h) costs more than it saves: the weights' own products v w are
-// computed once per tile.
+// Whether multiplying in pairs (isa/vec_pairs.h) pays for so many rows. Its correction term, a product of two weights, is
+// computed once per tile. With few rows this costs more than the pairs save.
 template <Layout layout>
 constexpr bool goes_in_pairs(int rows) {
 #if defined(WEFT_PAIRS)

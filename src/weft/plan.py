@@ -32,7 +32,8 @@ class BackendInfo:
     device: str = ""
     """The name of the device that computes, if it is not the host's processor."""
     eager_blocks: int | None = None
-    """For blocks that take memory on first use: how many blocks may be touched only to keep cached content. None: all."""
+    """For backends whose blocks take memory on first use. Up to this many blocks, an untouched block is used before a
+    cached one is evicted. Beyond that, see `BlockPool`. None: all blocks."""
     grammars_may_overlap: bool = False
     """Whether a row with a grammar may be in the next step while the step that samples its last token is in flight.
     True if the backend gets that token in time for the next mask. If False, the row waits until that step ends."""

@@ -92,7 +92,8 @@ class _Step:
 
 
 class CostModelBackend:
-    """Runs steps one after the other. In parallel, it runs swaps one after the other. Waiting advances the clock."""
+    """Simulates steps, one at a time, and swaps, also one at a time. A swap may overlap a step. Waiting advances the
+    clock."""
 
     def __init__(
         self,

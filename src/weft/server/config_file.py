@@ -198,7 +198,8 @@ def _read(key: str, value: Any, source: str, is_text: bool = False) -> Any:
     try:
         kind = setting.type | None if setting.is_optional else setting.type
         value = msgspec.convert(value, kind, strict=not is_text or is_size(key))
-        # Ranges of the engine are checked by its configuration classes, because some depend on other settings.
+        # The engine's configuration classes check the ranges of engine settings, because some of these ranges depend on
+        # other settings.
         if value is None or setting.range is None or key.startswith("engine.") or value in setting.range:
             return value
     except msgspec.ValidationError:

@@ -18,7 +18,7 @@ from weft.errors import ModelFileError
 
 @dataclass(frozen=True)
 class Family:
-    """The rules of one pre-tokenizer name."""
+    """How text is split and encoded, for one or more pre-tokenizer names (see `FAMILIES`)."""
 
     pre_tokenizer: Callable[[], PreTokenizer]
     normalises_nfc: bool = False

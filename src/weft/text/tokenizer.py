@@ -187,7 +187,8 @@ def file_errors(where: str) -> Iterator[None]:
 
 
 def _escaped(text: str, mark: str) -> str:
-    """Encodes marks for the normalizer: `mark` as MARK + _REMOVED, any other MARK in the text as MARK + _KEPT."""
+    """Escapes a text for the normalizer: `mark` becomes MARK + _REMOVED. If `mark` is not MARK itself, each MARK in the
+    text becomes MARK + _KEPT."""
     if mark != MARK:
         text = text.replace(MARK, MARK + _KEPT)
     return text.replace(mark, MARK + _REMOVED) if mark else text

@@ -73,7 +73,7 @@ class Prefaulter:
         """
         used = max(num_rows * self._row_bytes, self._used)
         if used > self._prefaulted:
-            # At least one page per thread: in parallel that takes less than twice the time of one page.
+            # At least one large page per thread, up to 8 pages: in parallel that takes less than twice the time of one.
             self._prefault_until(max(used, self._prefaulted + self._bytes_before_step))
         most = min(self._prefaulted + _MOST_PAGES_DURING_STEP * _LARGE_PAGE_BYTES, self._bytes.size)
         next_used = min(used + 2 * (used - self._used), most)

@@ -115,8 +115,8 @@ class DecodeGraphs:
         return captured
 
     def _larger_graph(self, kind: Kind) -> _CapturedGraph | None:
-        """The smallest graph that can run this kind, at most `_MOST_PADDING` times as large as the step. None: capture
-        one."""
+        """The smallest graph that can run this kind, at most `_MOST_PADDING` times its size. None: `run` captures a
+        graph or launches the kernels."""
         steps = self._steps_in_larger.get(kind, 0)
         if steps >= _STEPS_IN_LARGER_GRAPH and kind not in self._failed:
             return None

@@ -80,7 +80,8 @@ class Connection(asyncio.Protocol):
                     self._loop.call_soon(self._resume)
                     return
         except BaseException:
-            self._transport.abort()  # else the next bytes would deliver the frames handled so far again
+            # Otherwise, when more bytes arrive, frames that were already handled would be delivered a second time.
+            self._transport.abort()
             raise
 
     def _next_message(self) -> wire.FromEngine | None:
