@@ -1,8 +1,8 @@
 """`python -m benchmarks drafts`: the speedup of one stream by draft tokens, for several kinds of prompts.
 
-Two engines of the same model, one of them without draft tokens, answer every prompt in turn: the speed of a shared
-machine changes from minute to minute. Only the time after the first token counts: prefill has no draft tokens. Both
-engines must give the same answers, token for token.
+Two engines run the same model, one of them without draft tokens. They answer every prompt in turn, since the speed of a
+shared machine changes from minute to minute. Only the time after the first token counts: prefill has no draft tokens.
+Both engines must give the same answers, token for token.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Timing:
-    """One layer at one number of rows, and which fractions of the machine's memory bandwidth and arithmetic it reaches."""
+    """One layer at one number of rows, and the fractions of memory bandwidth and arithmetic that it reaches."""
 
     instructions: str
     layer: str
@@ -37,7 +37,7 @@ class Timing:
     bytes_per_second: float
     share_of_reading: float
     share_of_products: float | None
-    """None if the instruction set has no products of bytes."""
+    """None if the instruction set has no instructions for byte products."""
 
 
 def main(threads: int | None, json: bool) -> None:
@@ -57,7 +57,7 @@ def main(threads: int | None, json: bool) -> None:
         for name in _kernels.available():
             _kernels.use(name)
             peaks[name] = 2 * probe.products(_SECONDS)
-            # Without instructions for products of bytes, many rows take seconds and show nothing new.
+            # Without instructions for byte products, many rows take seconds and show nothing new.
             counts = _ROWS if peaks[name] else _ROWS[:3]
             for (layer, layout, outputs, inputs), rows in itertools.product(_LAYERS, counts):
                 size = _kernels.packed_bytes(layout, outputs, inputs)

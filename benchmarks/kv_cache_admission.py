@@ -1,7 +1,7 @@
 """How many contexts run at the same time in a given memory, found by running them.
 
-The search plans only: the real engine schedules on the pool of the real backend, and a backend that computes nothing
-executes the plans. With `confirm` the real backend then computes the largest number too. Contexts start one after
+The search computes nothing. The real engine schedules on the pool of the real backend, and `PlanOnlyBackend` executes
+the plans. With `confirm` the real backend then computes the largest number of contexts too. Contexts start one after
 another and end together, so that at the end all of them have their full length.
 """
 
@@ -22,7 +22,7 @@ from weft.request import Grammar, InferenceRequest, RequestId, RequestState, Sam
 NEW_TOKENS = 32
 """Tokens of the answer of the context that starts last."""
 _ITERATIONS = 12
-"""The maximum iterations of `align_ends`: a change of the lengths changes the step in which each prompt is done."""
+"""Maximum iterations of `align_ends`. One is not enough: new lengths change the step in which each prompt is done."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class JointRun:
     """Most contexts that ran at the same time."""
     preemptions: int
     shortest: int
-    """Largest length that the shortest context reached while all contexts ran; 0 if they never ran at the same time."""
+    """Tokens of the shortest context in the last step in which all contexts ran; 0 if there was no such step."""
     first_steps: tuple[int, ...]
     """The step of the first token of each context."""
 

@@ -1,4 +1,6 @@
-"""The current speed of this machine: memory bandwidth, and byte products from registers, on all cores together.
+"""The current speed of this machine: its memory bandwidth, and its byte products per second, on all cores together.
+
+A byte product is one multiplication in an int8 dot product. All operands are in registers.
 
 Other virtual machines on the same host take memory bandwidth and shared cores. Neither CPU time nor stolen time shows
 this, so the remaining speed has to be measured.
@@ -31,7 +33,7 @@ class Speed:
     reading: float
     """Bytes per second from memory."""
     products: float | None
-    """Products of bytes per second; None if the processor has no instructions for them."""
+    """Byte products per second; None if the processor has no instructions for them."""
 
     def slower(self, other: Speed) -> Speed:
         """For each figure the lower of the two speeds."""
@@ -76,7 +78,7 @@ class SpeedProbe:
         return self.data.size / self._kernels.measure_read(self.data, self.pool, seconds)
 
     def products(self, seconds: float) -> float:
-        """Products of bytes per second, the best of the tries within the time; 0 without instructions for them."""
+        """Byte products per second, the best of the tries within the time; 0 without instructions for them."""
         return self._kernels.measure_products(self.pool, seconds)
 
     def measure(self) -> Speed:
@@ -113,7 +115,7 @@ class Gauge:
         return speed
 
     def remember(self, speed: Speed | None) -> None:
-        """Takes a speed into account that another measurement or an earlier run has found."""
+        """Updates the best speed with `speed`, which may come from an earlier run."""
         if speed is not None:
             self.best = speed if self.best is None else self.best.faster(speed)
 

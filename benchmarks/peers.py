@@ -35,9 +35,9 @@ SLOW_START = 20.0
 START_PROMPT = 16
 """Prompt tokens of the first request to an engine."""
 IDLE_SECONDS = 1.0
-"""Pause between the start of an engine and its first workload, as a real server has one."""
+"""Pause between the start of an engine and its first workload. A real server also idles before its first request."""
 QUIET_CHECKS = 8
-"""How often the machine is checked before a disturbed run is repeated even if the machine is still disturbed."""
+"""Most checks for an idle machine. After them, a disturbed run is repeated even if the machine is still disturbed."""
 QUIET_PAUSE = 1.0
 """Seconds before each of these checks."""
 
@@ -239,8 +239,8 @@ class Bench:
         return [Try(engine.name, START, number, attempt, seconds, _others_share(use), use.loudest, speed)]
 
     def _try_work(self, engine: Engine, names: Sequence[str], number: int, attempt: int) -> list[Try]:
-        # Every try has other prompts, since an engine that was kept has the last ones in its prefix cache. All engines
-        # get the same prompts.
+        # Every try has new prompts: an engine that was kept has those of the previous try in its prefix cache. All
+        # engines get the same prompts.
         phases: list[Phase] = workloads(names, self.open_text(number + self.rounds * attempt))
         running = self._running.pop(engine.name, None)
         seconds = SLOW_START

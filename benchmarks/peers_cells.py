@@ -108,7 +108,7 @@ class Cell:
 
     @property
     def figure(self) -> Try:
-        """The median try, or the slower of two. All its figures are used, so that they belong to one run."""
+        """The median try; of an even number, the slower of the middle two. All figures shown are from this one run."""
         return self.compared[(len(self.compared) - 1) // 2]
 
     @property

@@ -1,7 +1,7 @@
-"""A running engine: starts, loads, observes and ends its process, and stops it while others are measured.
+"""A running engine: starts, observes and ends its process, sends requests to it, and stops it while others run.
 
-Servers are loaded by the load generator of `weft bench serve`. A library runs in a driver, which gets the same requests
-as one line of JSON and returns the time of every token.
+The load generator of `weft bench serve` sends the requests to a server. A library runs in a driver, which gets the same
+requests as one line of JSON and returns the time of every token.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def score(
 
 
 def compare(one: Scores, reference: Scores) -> Difference:
-    """Computed from the differences of single tokens: both sides score the same text, so its difficulty cancels out."""
+    """Compares token by token: both sides score the same text, so its difficulty cancels out."""
     losses = [before - after for after, before in zip(one.logprobs, reference.logprobs, strict=True)]
     error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else 0.0
     of_a_token = statistics.fmean(abs(difference) for difference in losses)

@@ -1,7 +1,7 @@
 """`python -m benchmarks revisions`: two revisions of weft on the same workloads, in turn, on this machine.
 
 A revision is a checkout with its own `.venv` (`make kernels` there). Each round starts the server of both, one after
-the other, and loads them with the same requests over HTTP. The order alternates. Every round gives one ratio for each
+the other, and sends both the same requests over HTTP. The order alternates. Every round gives one ratio for each
 workload; the table shows their geometric mean with its 95% interval.
 """
 
@@ -27,9 +27,9 @@ from weft.loading.pull import pull
 from weft.text.model_text import open_tokenizer
 
 ALLOWED_LOSS = 0.03
-"""A revision counts as slower if the lower end of the interval of its change is -ALLOWED_LOSS or less."""
+"""A workload counts as slower if the lower end of the 95% interval of its change is -ALLOWED_LOSS or less."""
 SHORT = {"W1": 5, "W8": 5}
-"""Workloads of a second or less run this often after one start; the median counts."""
+"""Workloads of a second or less run this many times after one start of the server. The median run counts."""
 USUAL = ("W1", "W8", "W32", "Wmix")
 _START_PROMPT = 16
 _T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
@@ -55,7 +55,7 @@ class Ratios:
 
 
 def main(before: Path, after: Path, *, work: Sequence[str], rounds: int) -> bool:
-    """Measures and prints. True if no workload became slower by `ALLOWED_LOSS`."""
+    """Measures and prints. True if no workload counts as slower (see `ALLOWED_LOSS`)."""
     pythons = {"before": _python_of(before), "after": _python_of(after)}
     model = pull("default")
     tokenizer = open_tokenizer(open_checkpoint(model))

@@ -22,9 +22,10 @@ os.environ |= {
     for name in ("no_proxy", "NO_PROXY")
 }
 # Set before triton is imported, because triton reads it once; transformers imports triton while tests are collected.
-# tests/triton uses the interpreter, except in `make test-gpu`.
+# tests/triton uses the interpreter, except in `make test-gpu`. With the interpreter no GPU can be used, and by default weft
+# would use one.
 if os.environ.get("WEFT_TEST_DEVICE", "cpu") == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 from weft.loading.gguf import GgufFile, read_gguf
 from weft.loading.pull import models_directory, pull

@@ -1,5 +1,5 @@
-// Compiled with AVX-512 F, BW, DQ, VL, VNNI and VBMI: products for Zen 4 and 5; all other kernels are those of
-// avx512vnni.
+// Compiled with AVX-512 F, BW, DQ, VL, VNNI and VBMI: the kernels of linear.inl, rows.inl and quantise.inl, for Zen 4
+// and 5. All other kernels are those of avx512vnni.
 #define WEFT_ISA zen4
 #define WEFT_AVX512 1
 #define WEFT_VNNI 1

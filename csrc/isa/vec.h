@@ -54,8 +54,8 @@ inline Vec in_register(Vec a) {
   return a;
 }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }    // a * b + c
-// One float for all lanes. The multiply instruction reads it from memory. Loading it into a register first would cost
-// up to half a multiplication, and the compiler does that if several are used.
+// One float for all lanes. The multiply instruction reads it from memory. Without the assembly below, the compiler
+// loads it into a register first if several are used. That costs up to half a multiplication.
 struct Repeated {
   const float* at;
 };
@@ -78,8 +78,8 @@ inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return _mm512_mask_blend_
 inline Vec swap_neighbours(Vec a) { return _mm512_permute_ps(a, 0xb1); }
 inline Vec negate_even(Vec a) { return _mm512_xor_ps(a, _mm512_castsi512_ps(_mm512_set1_epi64(0x80000000))); }
 
-// Adds lanes at a distance of 8, 2 or 1, in a and in b. One vector holds the results of both: a0 + a8 is next to b8 +
-// b0. One operand is a blend and not a second shuffle, because blend units are less busy.
+// Adds lanes at a distance of 8, 2 or 1, in a and in b. One vector holds the results of both. At distance 8, lane 0 is
+// a0 + a8 and lane 8 is b8 + b0. One operand is a blend and not a second shuffle, because blend units are less busy.
 inline Vec add_at_8(Vec a, Vec b) { return _mm512_mask_blend_ps(0xff00, a, b) + _mm512_shuffle_f32x4(a, b, 0x4e); }
 inline Vec add_at_2(Vec a, Vec b) { return _mm512_mask_blend_ps(0xcccc, a, b) + _mm512_shuffle_ps(a, b, 0x4e); }
 inline Vec add_at_1(Vec a, Vec b) {
@@ -89,7 +89,7 @@ inline Vec add_at_1(Vec a, Vec b) {
 // The sum of the lanes of each of eight vectors: four sums to `out`, four to `second_out`.
 inline void sum8(const Vec* a, float* out, float* second_out) {
   const Vec even = add_at_2(add_at_8(a[0], a[4]), add_at_8(a[2], a[6])), odd = add_at_2(add_at_8(a[1], a[5]), add_at_8(a[3], a[7]));
-  const Vec fours = add_at_1(even, odd);   // for each of a[0] .. a[3] two partial sums, then for each of a[4] .. a[7]
+  const Vec fours = add_at_1(even, odd);   // two partial sums of each: of a[0] .. a[3] in the lower half, a[4] .. a[7] in the upper
   const Vec sums = fours + _mm512_shuffle_f32x4(fours, fours, 0xb1);
   _mm_storeu_ps(out, _mm512_castps512_ps128(sums));
   _mm_storeu_ps(second_out, _mm512_extractf32x4_ps(sums, 2));
@@ -138,7 +138,7 @@ inline Vec load_twice(const float* p, int64_t n) {
 inline void store(float* p, Vec a) { _mm256_storeu_ps(p, a); }
 inline void store(float* p, Vec a, int64_t n) { _mm256_maskstore_ps(p, first_lanes(n), a); }
 
-// Forces a into a register: otherwise the compiler may load it again for each use, and loads are scarce.
+// Keeps `a` in a register. Otherwise the compiler may load it again for each use, and the kernels are limited by loads.
 inline Vec in_register(Vec a) {
   asm("" : "+x"(a));
   return a;
@@ -151,7 +151,7 @@ inline Vec fnma(Vec a, Vec b, Vec c) { return _mm256_fnmadd_ps(a, b, c); }  // c
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }                // b if either is NaN; the same for min
 inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 inline Vec round(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// a * 2^n for an integer n in -250 .. 250: in two steps, because 2^n alone may not be a float.
+// a * 2^n for an integer n in -250 .. 250. It multiplies twice, because 2^n alone may be outside the range of floats.
 inline Vec times_power_of_two(Vec a, Vec n) {
   const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), one = _mm256_set1_epi32(127);
   const __m256i first = _mm256_slli_epi32(_mm256_add_epi32(half, one), 23);
@@ -166,8 +166,8 @@ inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return _mm256_blendv_ps(n
 inline Vec swap_neighbours(Vec a) { return _mm256_permute_ps(a, 0xb1); }
 inline Vec negate_even(Vec a) { return _mm256_xor_ps(a, _mm256_castsi256_ps(_mm256_set1_epi64x(0x80000000))); }
 
-// Adds lanes at a distance of 2 or 1, in a and in b. One vector holds the results of both: a0 + a2 is next to b2 + b0.
-// One operand is a blend and not a second shuffle, because blend units are less busy.
+// Adds lanes at a distance of 2 or 1, in a and in b. One vector holds the results of both. At distance 2, lane 0 is
+// a0 + a2 and lane 2 is b2 + b0. One operand is a blend and not a second shuffle, because blend units are less busy.
 inline Vec add_at_2(Vec a, Vec b) { return _mm256_blend_ps(a, b, 0xcc) + _mm256_shuffle_ps(a, b, 0x4e); }
 inline Vec add_at_1(Vec a, Vec b) { return _mm256_blend_ps(a, b, 0xaa) + swap_neighbours(_mm256_blend_ps(a, b, 0x55)); }
 
@@ -234,7 +234,7 @@ inline Vec max(Vec a, Vec b) { return a > b ? a : b; }   // b if either is NaN; 
 inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
 // Rounds to the nearest integer, for magnitudes below 2^22: the sum with 1.5 * 2^23 has no fraction bits.
 inline Vec round(Vec a) { return a + all(0x1.8p23f) - all(0x1.8p23f); }
-// a * 2^n for an integer n in -250 .. 250: in two steps, because 2^n alone may not be a float.
+// a * 2^n for an integer n in -250 .. 250. It multiplies twice, because 2^n alone may be outside the range of floats.
 inline Vec times_power_of_two(Vec a, Vec n) {
   const Vec shifted = n + all(0x1.8p23f);
   Bits whole;

@@ -1,5 +1,5 @@
-// Exact sums of byte products, for as many outputs as a float vector has lanes. Weights: four bytes per output;
-// activations: the same four bytes for all outputs.
+// Exact sums of byte products, for as many outputs as a float vector has lanes. Each output has its own four bytes of
+// weights. All outputs use the same four bytes of activations.
 //
 // W4: a group needs two sums for each output: the sum of activation * (code - 8), and the sum of its activations. Both
 // fit 15 bits and a sign, so one 32-bit lane holds them as a pair of 16-bit numbers. `start` (kernels.h) is the pair
@@ -10,8 +10,8 @@
 // W8: codes are read as unsigned bytes, 128 too large. `correction`, -128 times the sum of the activations,
 // compensates.
 //
-// weights_at and signed_bytes_at return one input of each output as floats. `bit` is the position of its code in the
-// four bytes.
+// weights_at and signed_bytes_at return the weights of one input, one for each output, as floats. `bit` is the position
+// of the input's code in the four bytes.
 #pragma once
 
 #include "isa/vec.h"
@@ -76,8 +76,7 @@ inline vec::Vec load_bfloats(const uint16_t* from) {
 
 #endif
 
-// --- the sum of a group: started with the first products, then added to
-// --------------------------------------------------------------
+// --- the sum of a group: `start` sets it to the first products, `add` adds the next ones ------------------------------
 
 #if defined(WEFT_AVX512) || defined(WEFT_AVX2)
 
@@ -198,9 +197,8 @@ struct SumW8 {
 // Computed in floats, which hold these integers exactly: every processor multiplies vectors of floats.
 using Bytes = vec::Unsigned;
 
-// One of four inputs for each output.
 struct Codes {
-  vec::Vec at[4];
+  vec::Vec at[4];   // by input; one lane for each output
 };
 struct Activations {
   float at[4];

@@ -117,7 +117,7 @@ inline Whole add_products(RepeatedPair a, CodePairs b, Whole c) { return _mm256_
 
 #else
 
-using Whole = Unsigned;   // unused lanes may overflow
+using Whole = Unsigned;   // unsigned, because unused lanes may overflow
 using CodePairs = Bits;
 using RepeatedPair = CodePairs;
 

@@ -1,8 +1,8 @@
 // W4 products in pairs of inputs, for processors that add bytes in parallel with multiplications: Zen 4 and 5.
 //
-// Two inputs a and b with weights v and w need only one product: (a + w) (b + v) = a v + b w + a b + v w. The excess a
-// b is known when activations are quantised; the excess v w is computed once for all rows of a tile. So inputs 0 to 15
-// of a group need half the multiplications. The additions that this costs run on otherwise idle units.
+// Two inputs a and b with weights v and w need only one product: (a + w) (b + v) = a v + b w + a b + v w. The last two
+// terms are subtracted again. The term a b is computed when activations are quantised, the term v w once for all rows
+// of a tile. So inputs 0 to 15 of a group need half the multiplications. The additions run on otherwise idle units.
 //
 // Of every eight inputs, the first four take the role of a, the last four that of b. v and w are codes minus 8. 128 is
 // added to a + w, because the instruction reads that operand as unsigned. Both factors fit a byte, because no
@@ -19,8 +19,8 @@ namespace pairs {
 
 using bytes::Bytes;
 
-// Constants are read from memory, because registers are scarce. The tables map a 4-bit code to code - 8 and to code +
-// 120.
+// Constants are read from memory, because registers are scarce. The tables map a 4-bit code to (code - 8) and to
+// (code + 120).
 constexpr int32_t nothing = 0, nibbles = 0x0f0f0f0f;
 #define WEFT_FOUR_TIMES(...) {__VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__}
 alignas(64) constexpr uint8_t less_8[64] =
@@ -68,8 +68,8 @@ struct Steps {
   }
 };
 
-// `w4_lift` is still added to every group sum (isa/vec_bytes.h) when it joins its scale block. This function returns
-// the start value of a scale block that cancels the lifts. It is the same for all rows.
+// Group sums still contain `w4_lift` (isa/vec_bytes.h) when they are added to their scale block. This function returns
+// the start value of a scale block that cancels these lifts. It is the same for all rows.
 inline Bytes without_lifts(const uint8_t* group, int64_t groups) {
   const Bytes minus_lift = bytes::all_fours(-w4_lift & 0xffff);   // the pair (-lift, 0): the offset has no lift
   Bytes sum = zero();

@@ -14,9 +14,9 @@ constexpr int blocks_together = 8;
 constexpr int groups_together = blocks_together * scale_block_groups;
 constexpr int block_vectors = scale_block_inputs / vec::lanes;
 
-// The largest magnitude of a block, in four lanes that are not yet combined: that is done for several blocks at once.
-// It is not finite if a value is not finite: magnitudes are compared as integers, where infinity is above all numbers
-// and NaN above infinity.
+// The largest magnitude of a block is first kept as this many lane maxima. They are combined later, for several blocks
+// at once. Magnitudes are compared as integers, where infinity is above all numbers and NaN above infinity. So the
+// largest magnitude is not finite if a value is not finite.
 constexpr int maxima_kept = 4;
 
 #if defined(WEFT_AVX512) || defined(WEFT_AVX2)
@@ -198,9 +198,9 @@ inline __m512i sums_of_groups(const __m512i (&of)[blocks_together]) {
 }
 
 #if defined(WEFT_PAIRS)
-// The part of `pairs_start` that a block's codes determine: the excess a b (isa/vec_pairs.h) and 8 times the other
-// codes. Lanes are those of `sums_of_fours`. In each 128-bit part of the packed codes, the first and third four codes
-// are multiplied in pairs. Parts alternate between a and b.
+// What is subtracted in `pairs_start`: the terms a b (isa/vec_pairs.h), with 128 added to a, and 8 times the sum of the
+// codes that are not multiplied in pairs. Lanes are those of `sums_of_fours`. In each 128-bit part of the packed codes,
+// the first and third four codes are multiplied in pairs. Parts alternate between a and b.
 inline __m512i excess_of_fours(__m512i packed) {
   constexpr __mmask16 of_pairs = 0x5555, of_a = 0x0505;
   const __m512i eights = _mm512_maskz_set1_epi32(static_cast<__mmask16>(~of_pairs), w4_middle * 0x01010101);
@@ -252,7 +252,7 @@ inline uint32_t write_codes_of(const float* values, const float* factors, Count 
   int32_t both[groups_together][2];
   _mm512_storeu_si512(both, _mm512_permutex2var_epi32(starts, pairs, corrections));
   _mm512_storeu_si512(both + 8, _mm512_permutex2var_epi32(starts, _mm512_add_epi32(pairs, _mm512_set1_epi32(8)), corrections));
-  asm("" : "+m"(both));   // forces a write to memory, as in quantise_row
+  asm("" : "+m"(both));   // the loop below reads it from memory, as in quantise_row
 #pragma GCC unroll 16
   for (int group = 0; group < groups_together; group++)
     if (group < groups) std::memcpy(&into[group * panel_rows].start, both[group], sizeof both[group]);

@@ -11,7 +11,7 @@ struct Statistics {
 // A group of queries of a task, with all their heads, and the scratch memory to compute them.
 struct QueryBlock {
   const AttendTask& task;
-  Prefetcher* prefetcher;   // is informed how many cache lines are about to be read; may be null
+  Prefetcher* prefetcher;   // gets the number of cache lines before they are read; may be null
   int64_t first_query, rows;
   int64_t width;            // head size rounded up to whole vectors and units
   float* scores;            // [tile_rows, score_stride]: scores of the current tile and segment, later weights * value scales
@@ -101,7 +101,7 @@ struct QueryBlock {
 inline Span common(Span a, Span b) { return {larger(a.first, b.first), smaller(a.end, b.end)}; }
 inline int64_t tiles_of(Span span) { return span.empty() ? 0 : (span.end + key_tile - 1) / key_tile - span.first / key_tile; }
 
-// The key tiles or value tiles of one tier (KV cache or store) in one segment: where they are, or copied to scratch
+// The key tiles or value tiles of one tier (KV cache or store) in one segment, either in place or copied to scratch
 // memory.
 struct TierTiles {
   Span span;       // positions that any row sees
@@ -133,7 +133,7 @@ inline void for_runs(const AttendTask& task, int64_t start, Span span, Use use) 
   }
 }
 
-// Converts codes to floats: n keys of one feature, or all features of one value.
+// Converts codes to floats: one feature of n keys, or all features of one value.
 inline void convert_keys(const StoreLayer& store, const uint8_t* tile, int64_t tile_width, int64_t f, int64_t n, float* out) {
   const uint8_t* from = tile + (store.bits == 8 ? f : f / 2) * tile_width;
   for (int64_t i = 0; i < n; i++)

@@ -62,7 +62,7 @@ __attribute__((noinline)) void score_code_tile(const int16_t* queries, int64_t w
   }
 }
 
-// score_codes for any number of tiles. Calls before(tile, tiles) just before it reads them.
+// score_code_tile for any number of tiles. Calls before(tile, n) just before it reads n tiles from `tile` on.
 template <int Rows, typename Prologue>
 inline void score_codes(const int16_t* queries, int64_t width, const float* factors, int64_t features, const void* const* tiles,
                         int64_t count, const float* scales, Prefetcher* prefetcher, int64_t lines, float* scores, Prologue before) {

@@ -161,7 +161,7 @@ float Candidates::nucleus_floor(const ScannedRow& row, double top_p) {
   const float factor = static_cast<float>(std::min(factor_, static_cast<double>(FLT_MAX)));
   const double total = kernels().sum_weights_roughly(row.scores, row.count, row.scan.best, factor, near);
   const double least = top_p * total * (1.0 - rough_share), most = top_p * total * (1.0 + rough_share);
-  // All tokens further below the best score have together less than the weight that top-p removes.
+  // All tokens further than this below the best score have together less than the weight that top-p removes.
   double distance = -std::log((1.0 - top_p) * total * (1.0 - rough_share) / static_cast<double>(row.count));
   for (int i = num_near - 1; i >= 0; i--)
     if (near[i] * (1.0 - rough_share) > most) distance = std::min(distance, static_cast<double>(near_distances[i]));
@@ -192,7 +192,7 @@ void Candidates::keep_typical(double typical_p) {
   keep([&](int64_t i) { return surprises_[i] <= furthest; });
 }
 
-// xtc. Removes the tokens with at least the probability of the threshold, except the least likely of them.
+// xtc. Removes the tokens whose probability is at least the threshold, except the least likely of them.
 void Candidates::exclude_top_choices(double log_threshold) {
   weigh();
   double total = 0.0;

@@ -163,7 +163,7 @@ constexpr int64_t quantise_scratch(int64_t columns) {
   return blocks * scale_block_inputs + (blocks + 7) / 8 * 8 * 4;
 }
 
-// At most this many values of a row can exceed `outlier_ratio` times their mean.
+// At most this many values of a row can exceed `outlier_ratio` times the mean magnitude of the row.
 constexpr int64_t most_outliers(int64_t columns) { return columns / outlier_ratio + 1; }
 
 // Part of a product: rows [first_row, end_row) of the activations times strips [first_strip, end_strip) of the
@@ -197,7 +197,8 @@ struct LinearTask {
 // Elements 0 to 2 are used as codes 0 to 2 directly: each code is rounded to the nearest value with these low bits. So
 // a code has 12 bits including the sign: the precision that f16 has for the largest feature.
 //
-// No sum of products overflows 32 bits. The weight codes of a row and segment add up to at most twice the largest code.
+// No sum of products overflows 32 bits. The codes of the attention weights of a row and segment add up to at most twice
+// the largest code.
 // A dot product of query and key is at most the product of their lengths, so both lengths are limited. This holds for
 // heads of up to 7,000 features. For a typical key of 64 features or more the limit costs at most 7% of the resolution.
 constexpr int64_t key_tile = 16;
@@ -393,8 +394,8 @@ struct Kernels {
   void (*scale_and_cap)(float* row, int64_t columns, float scale, float cap);   // cap 0: none
   // RoPE of one head of one token: pair i is rotated by (cosine[i], sine[i]); features past the pairs are copied.
   void (*rotate)(const float* head, int64_t head_size, int64_t pairs, bool interleaved, const float* cosine, const float* sine, float* out);
-  // The experts of one token, best first, and their routing weights: softmax over all experts. Normalised: the weights
-  // of the chosen experts add up to 1.
+  // The experts of one token, best first, and their routing weights: softmax over all experts. With `normalise`, the
+  // weights of the chosen experts add up to 1.
   void (*route)(const float* logits, int64_t experts, int64_t per_token, bool normalise, int32_t* chosen, float* shares);
 
   // cache.inl: writes key and value of one token and KV head to a position of a KV block
@@ -415,7 +416,7 @@ struct Kernels {
   // sampler.inl. A token is the index of a score in its row; `below` is the distance from the best score: best - score,
   // in float
   RowScan (*scan_scores)(const float* scores, int64_t count, float* maxima);   // maxima [maxima_count(count)]
-  // sets the score of every token without its bit to minus infinity; one bit per token
+  // `allowed` has one bit per token. The score of a token whose bit is 0 becomes minus infinity.
   void (*mask_scores)(const float* scores, int64_t count, const uint8_t* allowed, float* out);
   double (*sum_exp)(const float* scores, int64_t count, float best);   // sum of exp(score - best), with the difference in double
   // The weight of a token is exp(-below * factor). `sum_weights_roughly` has a relative error of at most
@@ -425,12 +426,12 @@ struct Kernels {
   void (*weigh_each)(const float* below, int64_t count, double factor, double* out);
   // Collects tokens at most `limit` below the best score, in token order; returns their number.
   int64_t (*collect_scores)(const float* scores, int64_t count, float best, float limit, int32_t* tokens, float* below);
-  // The token with the highest -below / temperature + noise, the lowest token at a tie; `likeliest` has the best
-  // score.
+  // Returns the token with the highest -below / temperature + noise; at a tie, the lowest. `likeliest` is the token
+  // with the best score.
   int64_t (*draw_scores)(const float* scores, int64_t count, float best, double temperature, uint64_t key, int64_t likeliest);
 
-  // linear.inl, for measurements: computes only byte products and returns how many; returns 0 without instructions for
-  // them.
+  // linear.inl, for measurements: computes only byte products, and returns their number. Returns 0 if the instruction
+  // set has no instruction for byte products.
   int64_t (*multiply_in_registers)(int64_t repeats);
 };
 

@@ -133,7 +133,7 @@ struct Group<Layout::w4> {
 template <>
 struct Group<Layout::w8> {
   static constexpr int bytes = w8_group_bytes;
-  static constexpr int parts_together = 1;   // one group at a time: without VNNI a sum takes two registers
+  static constexpr int parts_together = 1;   // one vector of outputs at a time: without VNNI a sum takes two registers
   using Sum = bytes::SumW8;
   using BlockSum = Vec;
   struct EightInputs {
@@ -233,8 +233,8 @@ inline void add_products(const QuantisedRows& rows_in_bytes, int64_t first_row, 
 }
 
 // Adds the products of outliers. The weights of the strip were just read, so they are in the L1 cache. A row without an
-// outlier at this input has the value 0: adding 0 is faster than a branch. Outliers are listed for four rows; a tile
-// begins with the first of four rows or ends with the last of them.
+// outlier at this input has the value 0: adding 0 is faster than a branch. A list of outliers covers four rows. A tile
+// that begins inside four such rows does not extend past them.
 template <Layout layout, int rows>
 inline void add_outliers(const QuantisedRows& from, int64_t first_row, const uint8_t* strip, Totals<rows>& totals) {
   constexpr int together = outlier_rows;
@@ -276,7 +276,7 @@ inline void finish(const LinearTask& task, const Totals<rows>& totals, int64_t f
   });
 }
 
-// Not with sanitizer checks: compiling one such function would take minutes.
+// Inlines all calls into one function. Not with sanitizer checks: compiling one such function would take minutes.
 #if defined(__SANITIZE_ADDRESS__)
 #define WEFT_IN_ONE_FUNCTION
 #else
@@ -336,8 +336,8 @@ void multiply_count(const LinearTask& task, int64_t count, int64_t first_row, in
   if constexpr (rows > 1) multiply_count<layout, rows - 1>(task, count, first_row, first_strip, end_strip);
 }
 
-// The number of rows of the tile that begins at `row`. A tile that begins inside a panel ends with the panel. A tile
-// that begins inside a list of outliers (four rows) ends with that list.
+// The largest number of rows of a tile that begins at `row`. A tile that begins inside a panel does not extend past the
+// panel. A tile that begins inside the four rows of a list of outliers does not extend past them.
 template <Layout layout>
 constexpr int64_t rows_fitting(int64_t row) {
   if (!is_quantised(layout) || row % panel_rows == 0) return most_rows<layout>();

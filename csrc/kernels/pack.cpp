@@ -82,8 +82,7 @@ struct FactorsW4 {
   }
 };
 
-// --- stored codes, copied
-// -----------------------------------------------------------------------------------------------------------
+// --- stored codes, copied -----------------------------------------------------------------------------------------------------------
 
 // Q4_0 and Q4_1: byte i holds values i and 16 + i.
 void copy_q4(const uint8_t* packed, const Lane& lane, int64_t group) {
@@ -348,8 +347,8 @@ void pack(const StoredFormat& format, const uint8_t* raw, int64_t rows, int64_t 
 }
 
 uint64_t checksum(const uint8_t* bytes, int64_t count) {
-  // Like XXH64: four chains, so that four multiplications run in parallel. Each step is a bijection of its chain and
-  // of its word, so a difference never cancels itself.
+  // Like XXH64: four chains, so that four multiplications run in parallel. `step` is a bijection of the chain for a
+  // given word, and of the word for a given chain. So a change of one word always changes the result.
   const auto step = [](uint64_t chain, uint64_t word) {
     chain += word * 0xc2b2ae3d27d4eb4f;
     return (chain << 31 | chain >> 33) * 0x9e3779b185ebca87;

@@ -62,7 +62,7 @@ inline float write_values(int64_t columns, Make make, float* out, float* lane_ma
   return vec::sum_of_four(last.sums);
 }
 
-// Replaces the outliers of a block by zeros, and writes the lanes of its new largest magnitude. Returns the number of
+// Replaces the outliers of a block by zeros, and writes the lane maxima of the remaining values. Returns the number of
 // outliers.
 inline int32_t remove_outliers(float* values, float bound, uint32_t first_input, Outlier* out, float* lane_maxima) {
   int32_t count = 0;
@@ -82,7 +82,7 @@ inline int32_t remove_outliers(float* values, float bound, uint32_t first_input,
   return count;
 }
 
-// The number of blocks or groups to process together from `first` on: all that remain, but at most `together`.
+// The number of blocks or groups to process together from `first` on: all that remain, but at most `most`.
 inline int taken_together(int64_t all, int64_t first, int most) { return static_cast<int>(all - first < most ? all - first : most); }
 
 }  // namespace quantising

@@ -131,7 +131,8 @@ void route(const float* logits, int64_t experts, int64_t per_token, bool normali
   float all = 0.0f, taken = 0.0f;
   for (int64_t i = 0; i < experts; i++) all += vec::first(vec::exp(vec::all(logits[i]) - base));
   for (int64_t place = 0; place < per_token; place++) {
-    // The best expert that is not chosen yet, the first at a tie. This also holds if logits are NaN.
+    // The best expert that is not chosen yet, the first at a tie. With NaN logits the order is arbitrary, but no expert
+    // is chosen twice.
     int64_t best = -1;
     for (int64_t i = 0; i < experts; i++) {
       bool free = true;

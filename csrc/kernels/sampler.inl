@@ -6,7 +6,8 @@
 namespace weft::WEFT_ISA {
 namespace {
 
-// Calls work(scores, first token) for every `step` scores; the last call is padded with minus infinity.
+// Calls work(scores, first token) for every `step` scores. If fewer are left at the end, they are padded with minus
+// infinity.
 template <int step, typename Function>
 inline void in_steps(const float* scores, int64_t count, Function&& work) {
   int64_t token = 0;

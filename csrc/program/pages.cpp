@@ -15,9 +15,8 @@
 namespace weft {
 namespace {
 
-// Asks the kernel to fault in many small pages with one call. With two threads, faulting them in one by one takes ten
-// times as long. Returns false if the kernel lacks the call. If memory is exhausted, the error shows when the memory is
-// used.
+// Asks Linux to fault in many small pages with one call. With two threads, faulting them in one by one takes ten times
+// as long. Returns false if the system lacks the call. If memory is exhausted, the error shows when the memory is used.
 bool populate(uint8_t* begin, uint8_t* end, uintptr_t page) {
 #if defined(__linux__)
   const uintptr_t from = reinterpret_cast<uintptr_t>(begin) / page * page;
@@ -36,8 +35,8 @@ void touch(uint8_t* begin, uint8_t* end, uintptr_t page) {
 }
 
 // A range of memory in parts, each within one huge page. If two threads faulted in the same huge page, both would clear
-// it, and the kernel would discard one copy. Small parts also limit how long a thread that maps memory waits for the
-// kernel's lock.
+// it, and the operating system would discard one copy. It also holds a lock during a call. Small parts limit how long a
+// thread that maps memory waits for this lock.
 class HugePageParts {
  public:
   HugePageParts(uint8_t* begin, uint8_t* end) : begin_(begin), end_(end), first_(reinterpret_cast<uintptr_t>(begin) / large_page) {}

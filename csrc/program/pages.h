@@ -1,5 +1,5 @@
-// Prefaulting. The kernel allocates and clears a page at the first write, in the thread that writes. These functions
-// write ahead of time, so that a step does not wait for that.
+// Prefaulting. The operating system allocates and clears a page at the first write, in the thread that writes. These
+// functions write ahead of time, so that a step does not wait for that.
 #pragma once
 
 #include <cstdint>

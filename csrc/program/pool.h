@@ -60,8 +60,8 @@ class Pool {
   Work work_ = nullptr;
   void* context_ = nullptr;
 
-  // A phase is over when none of its items is unfinished. Only then is work_ replaced, so a taken item always belongs
-  // to the phase in work_.
+  // A phase is over when all its items are finished. Only then is work_ replaced, so a taken item always belongs to the
+  // phase in work_.
   alignas(64) std::atomic<int64_t> untaken_{0};
   alignas(64) std::atomic<int64_t> unfinished_{0};
   alignas(64) std::atomic<int> sleeping_{0};

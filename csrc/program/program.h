@@ -191,8 +191,8 @@ class Program {
     LinearTask product_task(const Weight& weight, int64_t rows, float* out, int64_t out_stride, bool add, float scale) const;
   };
 
-  // The LM head for one row block: the first product of the logits. A thread that finishes its row block early begins
-  // it.
+  // The LM head for one row block: the first product of the logits. A thread that finishes its row block before the
+  // others computes part of it.
   struct HeadProduct {
     PreparedRows prepared;
     int64_t strips_done = 0;
@@ -282,7 +282,7 @@ class Program {
   std::vector<TaskRange> task_ranges_;   // if attention runs in row blocks: one range per row block
   std::vector<RowBlock> row_blocks_;
   std::vector<int64_t> costs_;   // per request, in products
-  std::vector<size_t> first_dependency_;   // per row block: the first earlier row block that writes K or V that it reads
+  std::vector<size_t> first_dependency_;   // per row block: the first row block whose new K and V it reads, or itself
   Pipeline pipeline_;
   std::vector<int64_t> written_by_;   // per KV block: 1 + index of the request that writes it in this step, or 0
   std::vector<HeadProduct> head_products_;   // per row block

@@ -71,7 +71,7 @@ int64_t Program::strips_of_head_at_once() const {
   return std::max<int64_t>(1, head_bytes / strip_bytes(weight.layout, weight.inputs));
 }
 
-// Computes the part of the LM head that no thread began while it waited for other row blocks.
+// Computes the part of the LM head that the threads did not compute while they waited for other row blocks.
 void Program::finish_head() {
   const Stopwatch watch(measured_ ? &seconds_[static_cast<size_t>(Instruction::Kind::linear)] : nullptr);
   const int64_t strips = instructions_[logits_begin_].weight.strips(), at_once = strips_of_head_at_once();

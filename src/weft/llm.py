@@ -46,12 +46,13 @@ OnResult = Callable[[GenerationResult], object]
 K = TypeVar("K")
 
 _SUBMITTED_PER_ROW = 4
-"""`run` keeps this many requests per row of the engine submitted: enough to keep it busy, few enough for the memory."""
+"""Maximum number of submitted requests whose results are not read yet, per row of the engine. It is enough to keep the
+engine busy, and small enough for the memory."""
 
 
 _gc_frozen: weakref.WeakSet[LLM] = weakref.WeakSet()
-"""The number of open LLMs on a GPU. While it is not 0, the garbage collector ignores the objects that existed when they
-were opened."""
+"""The open LLMs on a GPU. While there are any, the garbage collector ignores the objects that existed when one was
+last opened or closed."""
 
 
 @dataclass(frozen=True)

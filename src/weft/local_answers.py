@@ -31,8 +31,8 @@ class Feeder:
         self.ended: queue.SimpleQueue[tuple[Any, LocalChoices | WeftError] | None] = queue.SimpleQueue()
         """The answers that have ended. None follows the last one."""
         self.capacity = threading.Semaphore(max_unread)
-        """Limits unread results. It is released when a result is read, so that `source` is read only as fast as its
-        results."""
+        """Limits the requests whose results are not read yet. Reading a result releases it, so `source` is not read
+        faster than its results are."""
         self.failure: BaseException | None = None
         """The error that `source` raised."""
         self._engine = engine
@@ -100,7 +100,7 @@ class LocalChoices:
         on_end: Callable[[], object],
         deliver: Callable[[str], object] | None = None,
     ) -> None:
-        """`request` has an id."""
+        """`request` must have an id. `deliver` is called with each new text."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._request = request

@@ -85,7 +85,7 @@ class SwapTask(NamedTuple):
 
     A swap is ordered only by these dependencies: a backend may run it at any time after them.
 
-    Full blocks use slots below `swap_blocks`, store blocks use the slots from there on.
+    Full blocks use the swap slots below `BackendInfo.swap_blocks`. Store blocks use the swap slots from there on.
     """
 
     swap_id: int
@@ -165,7 +165,7 @@ class IterationPlan:
     tokens, and samples after each of them.
 
     A sample is valid only if all draft tokens before it were accepted. The backend need not check that: the next plan
-    uses absolute indices. No other step holds the row until this step ends.
+    gives the absolute index at which the row continues. No other step holds the row until this step ends.
     """
 
     @property
@@ -204,7 +204,7 @@ class StepResult:
     tokens: Sequence[int] = ()
     """One per entry that samples, in entry order. An entry with draft tokens has one per position."""
     logprobs: Sequence[TokenLogprobs | None] | None = None
-    """One per token, None for a request without logprobs. None if no request of the step has logprobs."""
+    """One per token. An element is None if its request wants no logprobs. The field is None if no request wants any."""
     prompt_logprobs: Mapping[RequestId, tuple[int, Sequence[TokenLogprobs]]] = field(default_factory=dict)
     """Logprobs of prompt tokens: (position of the first token, values). If a prompt is computed in chunks, each chunk
     is reported when it is computed."""

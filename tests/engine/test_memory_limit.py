@@ -134,4 +134,4 @@ def test_weights_that_do_not_fit_give_one_message(
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 2, done.stderr
     (line,) = done.stdout.splitlines()
-    assert "MiB of memory are needed" in line and "MiB are free; free memory, raise the limits" in line
+    assert "MiB of memory are needed" in line and "; free memory, raise the limits of this process" in line

@@ -149,8 +149,8 @@ class CostModelBackend:
         pass  # the tokens are arbitrary numbers, so no grammar is checked
 
     def submit(self, plan: IterationPlan) -> _Step:
-        # Waits for the swaps in the order of their ids: a swap depends only on earlier swaps, and this step may depend
-        # on all.
+        # Computes the end times of the swaps first, in the order of their ids. A swap depends only on earlier swaps.
+        # This step may depend on any of them.
         for task in sorted((*plan.swap_out, *plan.swap_in)):
             self._start_swap(task)
         seconds = self._costs.seconds(plan)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Masks:
     """The tokens that grammars allow, for the M of a step's S samples that have a grammar."""
 
-    entries: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # int64 [M]
+    entries: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # int64 [M]: indices of samples
     bits: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.uint8))
     """uint8 [M, bytes]: one bit per token, the first token in the lowest bit; 1: allowed."""
     errors: dict[int, Failure] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class RowGrammars:
         rows = []
         for row, token in sampled:
             if row in self._matchers:
-                # Accepts tokens after the end token too: a step in flight may sample once more, and that token is
+                # The matcher also accepts a token after the end token: a step in flight may sample one more, which is
                 # discarded.
                 self._matchers[row].consume_token(token)
                 rows.append(row)

@@ -47,7 +47,8 @@ def _limited_cgroups(root: Path) -> Iterator[tuple[int, int]]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
-        # In a container the cgroup of the process may be mounted as the root; then `path` does not exist below it.
+        # In a container, the cgroup of the process may be mounted as the root. Then `path` does not exist below it, and
+        # only the root is read.
         inner = PurePosixPath(path.removeprefix("/"))
         for part in (inner, *inner.parents):
             folder = root / base / part

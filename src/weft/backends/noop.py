@@ -5,7 +5,7 @@ The next token is a hash of the whole context, read back through the block table
 order that respects their stated dependencies. Blocks that become free, and blocks that get new content, are overwritten
 with POISON. So an error in blocks, positions, chunks, swaps, rows or overlapped steps changes the output.
 
-With two tiers, every position has a cell in two layers. A cell that was moved to the store is marked as quantised.
+With two tiers, every position has a cell in each of two layers. A cell that moved to the store is marked as quantised.
 
     lower cell of p   (position, token)
     upper cell of p   hash of all lower cells that p reads
@@ -14,7 +14,7 @@ With two tiers, every position has a cell in two layers. A cell that was moved t
 So these errors change the output too: a block is moved to the store too late, too early, twice or from the wrong block;
 or a position reads the wrong tier. An error also spreads to every cell that is computed from a wrong one.
 
-Grammars do not constrain tokens here. But the backend checks when rows with a grammar are planned. Unless
+Grammars do not constrain tokens here, but the backend checks the steps of rows with a grammar. Unless
 `grammars_may_overlap`, such a row must not be in a step while the step that samples its last token is in flight.
 """
 
@@ -233,7 +233,7 @@ class NoopBackend:
             max_context = longest_context(max_context, sizes, pool.block_size, pool.tail_blocks)
         else:
             num_blocks, store_blocks = PoolSizes(pool.blocks_in_memory(block_bytes) or 4096, 0)
-        # The last block is never written. Index POISON (-1), a missing table entry, reads it.
+        # The last block is never written. A missing table entry is POISON (-1), so reading through it gives this block.
         self._blocks = [self._poisoned() for _ in range(num_blocks + store_blocks + 1)]
         self._host: dict[int, list[int]] = {}
         swap_blocks = num_blocks if pool.swap_blocks is None else pool.swap_blocks

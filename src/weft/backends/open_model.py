@@ -25,7 +25,7 @@ def check_context(max_context: int, model_context: int) -> None:
 
 
 def grammar_compiler(checkpoint: Checkpoint, vocabulary_size: int) -> GrammarCompiler:
-    """Opens the tokenizer at the first grammar: without grammars the start does not wait for it."""
+    """Returns a compiler that opens the tokenizer for its first grammar, so that the start does not wait for it."""
 
     def open_tokenizer() -> Tokenizer:
         from weft.text.model_text import open_tokenizer

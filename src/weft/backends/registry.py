@@ -1,6 +1,6 @@
 """Builds backends by name, importing each only when it is needed, and decides what "auto" means on this machine.
 
-It checks for a usable GPU without importing torch, which takes seconds.
+It checks for a usable GPU without torch, because importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _BUILDERS = {
     "cuda": ("weft.backends.cuda.runner", "open_cuda_backend"),
     "noop": ("weft.backends.noop", "NoopBackend"),
 }
-# Options of only one backend. The CPU ignores `invariant`: there an answer never depends on the rest of the batch.
+# Options of only one backend. The CPU ignores `invariant`: with its C++ kernels, an answer never depends on the rest of
+# the batch.
 _OPTIONS_OF = {"threads": "cpu", "quantize": "cpu", "invariant": "cuda"}
 
 CARD_BUDGETS: dict[str, Any] = {
@@ -36,7 +37,8 @@ _DEVICE_FILES = Path("/dev")
 
 
 def build(name: str, **options: Any) -> Backend:
-    """Builds the backend `name`, or the one that "auto" means. Options of another backend are ignored.
+    """Builds the backend `name`, or the one that "auto" means. Options of another backend are ignored, except that
+    "cuda" rejects options of the CPU (see `chosen`).
 
     "cpu" takes `checkpoint`, `max_context`, `dtype`, `threads`, `quantize`; "cuda" takes `checkpoint`, `max_context`,
     `dtype`, `invariant`."""
@@ -56,7 +58,7 @@ def open_model(model: str, device: str, options: Mapping[str, Any]) -> OpenedMod
 
 def chosen(name: str, options: Mapping[str, Any]) -> str:
     """The name of the backend that `build` uses. "auto" means "cuda" if there is a usable GPU and no option is for the
-    CPU only. Raises InvalidRequestError if the backend cannot be used here, or not with these options."""
+    CPU only. Raises InvalidRequestError if this machine or these options rule the backend out."""
     if name != AUTO and name not in _BUILDERS:
         allowed = ", ".join((AUTO, *sorted(_BUILDERS)))
         raise InvalidRequestError(f"backend is {name!r}; allowed: {allowed}", field="backend")

@@ -39,7 +39,7 @@ class SampledEntries:
     output_indices: np.ndarray  # int64 [S]: the number of tokens generated before it
     seeds: np.ndarray  # uint64 [S]
     temperatures: np.ndarray  # float64 [S]
-    is_plain: np.ndarray  # bool [S]: no sampling parameter but temperature is set
+    is_plain: np.ndarray  # bool [S]: only temperature has an effect, apart from a grammar
     top_counts: np.ndarray  # int64 [S]: how many top logprobs to report; -1: no logprobs at all
 
 
@@ -177,7 +177,8 @@ class Rows:
         _include(self.with_prompt_logprobs, row, params.prompt_logprobs is not None)
 
     def prepare(self, plan: IterationPlan) -> PreparedStep:
-        """Makes the arrays of one step. `logit_indices` lists the tokens that sample, then those that score prompts.
+        """Makes the arrays of one step. `logit_indices` lists the tokens whose logits are sampled, then those whose
+        logits score prompts.
 
         Example with three rows a, b, c:
 
@@ -349,7 +350,7 @@ class Rows:
 
 
 def _one_position_further(step: PreparedStep) -> PreparedStep:
-    """Returns the same decodes, one position further in each row, in the same KV blocks. Unchanged arrays are shared."""
+    """Returns the same decodes, one position further in each row, in the same KV blocks. Reuses unchanged arrays."""
     indices, entries = step.indices, step.entries
     context_lengths = indices.context_lengths + 1
     next_indices = StepIndices(

@@ -1,7 +1,8 @@
-"""`weft bench gpu`: the workloads of `gpu_work` through `LLM.generate` on models with random weights, compared with vLLM.
+"""`weft bench gpu`: runs the workloads of `gpu_work` through `LLM.generate`, and compares the speed with vLLM.
 
-Prompts are token ids on the host, the whole engine runs, sampling is greedy. Each workload first runs once with short
-answers, so that kernels are compiled and graphs are captured before the measurement.
+The models have random weights. Prompts are token ids on the host, the whole engine runs, and sampling is greedy. Each
+workload first runs once with short answers, so that kernels are compiled and graphs are captured before the
+measurement.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ STEP_TOKENS = 8192
 _WARM_UP_TOKENS = 32
 _WARM_UP_SHARE = 8
 """Warm-up answers have at most `_WARM_UP_TOKENS` tokens, or 1/`_WARM_UP_SHARE` of the longest answer if that is more.
-As they end one after the other, the batch passes through every size several times, so that every graph is captured."""
+Answers of different lengths end one after the other. The batch then passes through every size several times, so that
+every graph is captured."""
 _RUNS = 3
 _SECONDS = 3.0
 """A workload is repeated until it has run `_RUNS` times or `_SECONDS` have passed."""

@@ -182,8 +182,8 @@ def open_shape(shape: str) -> Checkpoint:
 def least_seconds(work: Work, shape: str) -> float:
     """Lower bound of the time on that H200.
 
-    All prompts are computed in one step; then every step gives each running request a token. A step takes the longer of
-    its memory reads and its products. Activations, sampling and the host cost nothing.
+    All prompts are computed in one step. Then every step gives each running request a token. The time of a step is that
+    of its memory reads or of its arithmetic, whichever is longer. Activations, sampling and the host cost nothing.
     """
     checkpoint = open_shape(shape)
     config = build_config(checkpoint.layout, checkpoint.metadata, checkpoint.tensors)

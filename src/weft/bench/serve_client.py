@@ -84,7 +84,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def was_used(self) -> bool:
-        """Whether the connection was used for an earlier request before the last one."""
+        """Whether the connection had carried a request before its last one."""
         return self._num_requests > 1
 
     @property

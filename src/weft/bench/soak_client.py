@@ -68,7 +68,7 @@ class Lateness:
         return max((late for _, late in self.ticks), default=0.0)
 
     def explains(self, began: float) -> bool:
-        """Whether the loop was late for at least half of the time since `began`."""
+        """Whether the loop was late for more than half of the time since `began`."""
         now = time.monotonic()
         late = sum(late for ended, late in self.ticks if ended > began)
         return 2 * late > now - began

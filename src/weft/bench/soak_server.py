@@ -1,4 +1,4 @@
-"""The server that a benchmark starts in a separate process: the real server, with a backend that no flag can select.
+"""The server that a benchmark starts in a separate process: the real server, with `ServerSettings` given as JSON.
 
 It prints its port as one line and ends when its standard input is closed, so that a killed benchmark leaves no process
 behind.
@@ -35,7 +35,7 @@ async def running_server(backend: str, path: str, vocabulary_size: int) -> Async
         settings["backend_options"] = {"vocabulary_size": vocabulary_size, "max_context": NOOP_CONTEXT}
     else:
         settings["backend_options"] = {"checkpoint": path, "max_context": 2048}
-        # Few KV blocks: the cache is full after a minute or two, so later growth is a leak, and sequences are preempted.
+        # Few KV blocks: sequences are preempted, and the cache is full after a minute or two. Later growth is a leak.
         settings["engine"] = {"scheduler": {"policy": "adaptive"}, "cache": {"num_blocks": _CPU_BLOCKS}}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "weft.bench.soak_server", json.dumps(settings)),

@@ -177,7 +177,7 @@ class BatchRun:
             with _progress(source) as show:
                 for job, result in self._llm.run(self._jobs(source)):
                     self._take(job.key, result)
-                    # Not the position in the file: lines are read before they are answered.
+                    # The position in the file would be too far ahead: lines are read before they are answered.
                     answered = self.num_done + self.num_failed + self.num_skipped
                     show(answered / self.num_read, self._summary())
         finally:

@@ -26,7 +26,7 @@ memory."""
 _URLS: dict[str, Form] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 _PARAMETERS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
-# Fields of the OpenAI API that are ignored: they identify the client, or the model, which --model sets.
+# Fields of the OpenAI API that are ignored: --model sets the model, and the others do not change the answer.
 _IGNORED = frozenset(
     ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 )
@@ -92,8 +92,8 @@ def read_lines(file: IO[bytes]) -> Iterator[bytes | InvalidRequestError]:
 
 
 def read_line(raw: bytes, index: int, previous: Form) -> tuple[Line, dict[str, Any] | InvalidRequestError]:
-    """Parses a line to its identity and its content, or an error. A line that is not a JSON object gets the form of the
-    previous line."""
+    """Parses a line to its identity and its content, or an error. An invalid line whose form is unknown gets the form
+    of the previous line."""
     line = Line(index, previous)
     try:
         content = json.loads(raw.decode("utf-8-sig"), parse_constant=_no_number)

@@ -37,7 +37,7 @@ class Processor:
     name: str
     physical_cores: int | None
     usable_cores: int
-    """Cores that this process may use, by its affinity and the quota of its cgroup."""
+    """Logical processors (hardware threads) that this process may use, by its affinity and the quota of its cgroup."""
     features: tuple[str, ...] | None
 
 

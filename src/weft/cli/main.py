@@ -269,7 +269,7 @@ def chat(
 
 
 def with_setting_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the flags of all settings to a command. It gets them by key."""
+    """Adds the flags of all settings to a command. The command gets each value by the key of its setting."""
 
     def called(**values: Any) -> None:
         command(**{keys.get(name, name): value for name, value in values.items()})

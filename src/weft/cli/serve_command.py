@@ -67,7 +67,7 @@ def _settings(gathered: Gathered) -> ServerSettings:
 
 
 def _on_device(settings: ServerSettings, gathered: Gathered) -> ServerSettings:
-    """Sets the device, and on a GPU its step sizes, unless the operator sets them."""
+    """Sets the device. On a GPU, also sets the budgets of a step, unless the operator sets any of them."""
     backend = registry.chosen(settings.backend, _compute_options(settings))
     engine = settings.engine
     budgets = registry.CARD_BUDGETS

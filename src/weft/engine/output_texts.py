@@ -40,7 +40,7 @@ class AnswerTexts:
         try:
             added = text.add(output)
         except Exception as error:
-            message = f"the text failed ({type(error).__name__}: {error})"
+            message = f"the tokens could not be decoded to text ({type(error).__name__}: {error})"
             self._fail(output.request_id, Failure(FailureKind.DELIVERY, message))
             return ""
         if text.is_cut and not was_cut:

@@ -142,7 +142,8 @@ class ServingEngine:
     ) -> RequestId:
         """Queues a request and returns its id. Raises QueueFullError if the queue is full.
 
-        With `block`, it first waits up to `timeout` seconds for a place. Another thread must run the loop meanwhile.
+        With `block`, it first waits up to `timeout` seconds for room in the queue. Another thread must run the loop
+        meanwhile.
         """
         return self._submit([self._sequence(request)], None, block, timeout)[0]
 
@@ -200,7 +201,7 @@ class ServingEngine:
             raise
 
     async def stream(self, request: InferenceRequest) -> AsyncIterator[TokenOutput]:
-        """Submits a request and yields its tokens. Leaving the loop early cancels the request.
+        """Submits a request and yields its tokens. Leaving the `async for` early cancels the request.
 
         The request is also cancelled when more than `stream_buffer` tokens are unread: a slow reader must not delay
         other requests.

@@ -5,7 +5,8 @@ A quantised row is a series of quantisation blocks. A block holds codes (small i
 - K formats (Q4_K ...): 256 values in groups of 16 or 32. Each group has a small integer scale, which is multiplied by
   one float scale of the block.
 
-Codes of less than a byte are packed in bit planes. Four bits, runs of 16 bytes:
+Codes of less than a byte are packed in runs of bytes. The low bits of all bytes of a run hold its first codes, the next
+bits the following codes. With codes of four bits and runs of 16 bytes:
 
     byte i of a run:  | code i + 16 | code i |
                        bits 7..4     bits 3..0

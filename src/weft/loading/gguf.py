@@ -254,10 +254,10 @@ class _Reader:
         return self.scalars(kind, count, field)
 
     def strings(self, count: int, field: str) -> list[str]:
-        """Reads `count` strings: a vocabulary has 100,000 of them, and start-up waits for it.
+        """Reads `count` strings. Start-up waits for this, and a vocabulary has 100,000 of them.
 
-        The C++ function is fast, and returns None for malformed data. The Python loop is for installs without it, and
-        raises the error for malformed data.
+        So a C++ function reads them. The Python loop runs in installs without it. It also runs after the C++ function
+        returned None for malformed data, and raises the error.
         """
         if _read_strings is not None:
             found = _read_strings(self.data, self.position, count, self.table_end)

@@ -174,7 +174,7 @@ def remove_hub_model(model: HubModel, progress: Progress) -> None:
 def _fetch(
     repository: _Repository, manifest: Manifest, kept: Manifest | None, progress: Progress, verify: bool
 ) -> None:
-    """Brings every file of the manifest into its folder and verifies the checksums."""
+    """Puts every file of the manifest into its folder. Verifies the checksums of new files; with `verify`, of all."""
     total, done = manifest.size, 0
     to_fetch: list[ExpectedFile] = []
     for file in manifest.files:
@@ -306,7 +306,7 @@ class _Repository:
                 if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
                     raise self._hub_error(error, None) from error
                 raise ConnectionError(_first_line(error)) from error
-            # A URL on another host is signed and needs no token, so that host must not get it.
+            # A URL on another host is signed and needs no token. The token must not be sent to that host.
             is_same_host = urlsplit(location)[:2] == urlsplit(url)[:2]
             headers = build_hf_headers(library_name="weft")
             return Location(location, headers if is_same_host else {})

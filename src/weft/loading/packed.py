@@ -4,8 +4,8 @@
     packed tensors, each at a multiple of 64 bytes
     checksums of everything above, a u64 for every 4 MiB
 
-The header names the source files, and the name and size of each packed tensor. A file with another header is replaced.
-All checksums are verified before use. A file that is damaged, or writable by other users, is set aside and replaced.
+The header lists the source files, and each packed tensor with its size. A file with another header is replaced. All
+checksums are verified before use. A file that is damaged, or writable by other users, is renamed and replaced.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _PART_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 64 << 20
 _WRITABLE_BY_OTHERS = 0o022
 _LOCK_SECONDS = 60.0
-"""The longest wait for a process that packs the same folder. An engine that waited longer would look stuck
-(`stall_seconds`)."""
+"""The longest wait for another process that packs weights into the same folder. An engine that waited much longer would
+count as stalled (`stall_seconds`)."""
 
 Sizes = Mapping[str, int]
 Fill = Callable[[str, np.ndarray], None]
@@ -129,7 +129,7 @@ class _Layout:
 
     @property
     def parts(self) -> list[slice]:
-        """The byte ranges of which each has a checksum."""
+        """The byte ranges that have one checksum each."""
         return [slice(start, min(start + _PART_BYTES, self.end)) for start in range(0, self.end, _PART_BYTES)]
 
     def checksums(self, content: np.ndarray, checksum: Checksum, threads: int) -> bytes:

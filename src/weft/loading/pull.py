@@ -45,7 +45,7 @@ def pull(model: str = "default", progress: Progress | None = None, verify: bool 
         from weft.loading.hub import pull_hub_model
 
         return pull_hub_model(model, report, verify)
-    # Not pathlib, which raises for '~unknown_user' and for an inaccessible folder. For `os`, they just do not exist.
+    # pathlib raises for '~unknown_user' and for an inaccessible folder. os.path says that such a path does not exist.
     path = Path(os.path.expanduser(model))
     if not os.path.exists(path):
         hint = f"; or did you mean the model hf:{model} of the hub?" if model.count("/") == 1 else ""

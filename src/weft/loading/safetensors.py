@@ -112,7 +112,7 @@ def _entry(path: Path, name: str, entry: Any) -> _Entry:
 
 
 def _are_sizes(values: Any) -> TypeGuard[list[int]]:
-    """Whether it is a list of unsigned 63-bit integers. Without the limit, huge Python integers would take hours."""
+    """Whether `values` is a list of unsigned 63-bit integers. The product of huge Python integers would take hours."""
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 

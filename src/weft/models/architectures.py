@@ -57,7 +57,7 @@ def describe(
     """Makes the configuration from the fields that all architectures share and the differences of this one.
 
     `ropes` and `windows` have an entry for each layer. By default all layers have the same rope and no window.
-    `gguf_interleaved`: in its GGUF files, the rows of Q and K are ordered for a rope that rotates neighbouring pairs.
+    `gguf_interleaved`: GGUF files of the architecture order the rows of Q and K for a rope of neighbouring pairs.
     """
     if differences.get("experts") is None and fields.size("experts", 0, smallest=0) > 0:
         raise fields.error("experts", f"weft does not support {fields.architecture} with experts")
@@ -347,7 +347,8 @@ def _windows(
 def _local_layers(fields: Fields, layers: int) -> list[bool] | None:
     """Which layers have a window; None if the file does not say.
 
-    The file has a name for each layer, a flag for each layer, or a period: then every period-th layer has none.
+    The file has a name for each layer, a flag for each layer, or a period. With a period, every period-th layer has no
+    window.
     """
     names = fields.get("layer_types")
     if names is not None:
@@ -375,7 +376,7 @@ def _local_layers(fields: Fields, layers: int) -> list[bool] | None:
 def _qwen_windows(fields: Fields, full_layers_first: bool = True) -> tuple[int | None, ...]:
     """The windows of Qwen. In config.json they are unused unless `use_sliding_window` is set.
 
-    With `full_layers_first`, the first `max_window_layers` layers have none.
+    With `full_layers_first`, the first `max_window_layers` layers have no window.
     """
     if fields.layout == "huggingface" and not fields.flag("uses_window", False):
         return (None,) * _layers(fields)

@@ -55,7 +55,7 @@ _GEMMA2: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
 }
 
-# By `model_type`. If a field has two keys (see `fields`), the default uses the second: then both keys of a file override
+# By `model_type`. If a field has two keys (see `fields`), the default uses the second, so either key of a file replaces
 # it. Gemma's `hidden_activation` is an exception: its classes ignore `hidden_act`.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": _LLAMA,

@@ -175,9 +175,9 @@ def _draw(scores: np.ndarray, drawn: np.ndarray, entries: SampledEntries, rows: 
 def _winner(relative: np.ndarray, key: np.uint64) -> int:
     """The token with the highest sum of score and noise; the lowest id at a tie. Scores are relative to the best.
 
-    The result is exact, but the logarithms of the noise are computed only for tokens that can win. To reach the sum
-    `floor`, a token needs noise of at least `floor` minus its score. gumbel(u) >= x implies u <= exp(-x), so comparing
-    u is enough.
+    The result is exact, but the logarithms of the noise are computed only for tokens that can win. `floor` is the sum
+    of the token with the best score, which is 0. To reach it, a token needs noise of at least `floor` minus its score.
+    gumbel(u) >= x implies u <= exp(-x), so comparing u is enough.
     """
     token_ids = np.flatnonzero(relative >= GUMBEL_MIN - GUMBEL_MAX)
     scores = relative[token_ids]
@@ -191,7 +191,8 @@ def _winner(relative: np.ndarray, key: np.uint64) -> int:
 def _filter(scores: np.ndarray, params: SamplingParams) -> None:
     """Applies top_k, top_p, min_p and typical_p in place: removed tokens get the score minus infinity.
 
-    Each filter sees the tokens that the one before kept. It keeps all tokens that tie with the last one it keeps.
+    Each filter sees the tokens that the previous filter kept. It also keeps all tokens that tie with the least likely
+    token that it keeps; for typical_p, with the least typical one.
     """
     if 0 < params.top_k < len(scores):
         scores[scores < np.partition(scores, -params.top_k)[-params.top_k]] = -np.inf
@@ -214,7 +215,7 @@ def _exclude_top_choices(scores: np.ndarray, params: SamplingParams, key: np.uin
     """Applies xtc in place to the tokens that the other filters kept. `scores` are relative to the best of all tokens.
 
     xtc applies with a probability. The noise of token id -1, which no token has, decides. So the decision too is a pure
-    function of seed and output index. xtc removes the tokens with at least the probability of the threshold, except the
+    function of seed and output index. xtc removes the tokens whose probability is at least xtc_threshold, except the
     least likely of them and the tokens that tie with it.
     """
     if uniform(noise_bits(key, np.array([-1])))[0] >= params.xtc_probability:
@@ -236,7 +237,7 @@ def _nucleus_floor(scores: np.ndarray, top_p: float) -> float:
             candidates = likeliest  # nearly always enough tokens; sorting only these is ten times faster
     ranked = np.sort(candidates)[::-1]
     probabilities = np.exp(ranked - best) / total
-    kept = np.cumsum(probabilities) - probabilities < top_p  # the tokens before sum up to less
+    kept = np.cumsum(probabilities) - probabilities < top_p  # kept if the more likely tokens sum up to less
     return float(ranked[kept][-1])
 
 

@@ -14,8 +14,8 @@ the estimate."""
 
 MAX_CORRECTION = 0.25
 MAX_STEP_RATIO = 3.0
-"""Limits for the influence of one step, since the machine may have stalled: its weight in the estimate, and its length
-relative to the mean."""
+"""Limits of the influence of one step: its weight in the estimate, and its duration relative to the mean. The machine
+may have stalled during the step."""
 
 MAX_DEVIATION = 16.0
 """The estimate stays within this factor of the value that the backend states."""
@@ -35,9 +35,9 @@ class DecodeCosts:
     The true cost is a staircase, since kernels compute rows in tiles. A straight line is off by up to 1/7, which
     changes few decisions. A table by number of rows would need many times as many steps.
 
-    Only the ratio is kept, so nothing changes if the whole machine becomes slower. Each step is compared with the mean
-    of recent steps. So slowly growing contexts do not look like more rows, and equal steps leave the estimate
-    unchanged.
+    `fixed_rows` is a ratio of two times, so it does not change if the whole machine becomes slower. Each step is
+    compared with the mean of recent steps. So slowly growing contexts do not look like more rows, and equal steps leave
+    the estimate unchanged.
     """
 
     def __init__(self, fixed_rows: float) -> None:
@@ -78,6 +78,7 @@ class DecodeCosts:
         self._mean_seconds += MEAN_WEIGHT * more_seconds
 
     def learn_gap(self, seconds: float) -> None:
-        """Updates the mean gap: from the end of a step to the start of the next, which was not planned ahead."""
+        """Updates the mean gap. `seconds`: from the end of a step to the start of the next, if that was not planned
+        ahead."""
         seconds = min(max(seconds, 0.0), MAX_GAP_COST / GAP_FACTOR * self._mean_seconds)
         self._mean_gap += MEAN_WEIGHT * (seconds - self._mean_gap) if self._mean_gap else seconds

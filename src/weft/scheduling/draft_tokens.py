@@ -24,8 +24,8 @@ MATCH_LENGTHS = (2, 4, 8)
 """How many of the last tokens must occur earlier. The longest match is used."""
 
 SEARCH_WINDOW = 2048
-"""How many tokens are searched after each new token while there is no match. This takes 1 to 6 us, more if token ids
-share bytes."""
+"""How many of the last tokens are searched for a match. While there is no match, each new token starts a search. It
+takes 1 to 6 us, or more if many token ids have bytes in common."""
 
 INITIAL_ACCEPTANCE = 0.5
 LEARNING_RATE = 0.1
@@ -34,8 +34,8 @@ _TOKEN_BYTES = array("i").itemsize
 
 
 class DraftProposer:
-    """Proposes draft tokens for one sequence. Every new token updates the acceptance rate, even if no step checked a
-    draft token at its position."""
+    """Proposes draft tokens for one sequence. While there is a match, every new token updates the acceptance rate, even
+    if no step checked a draft token at its position."""
 
     __slots__ = ("_bytes", "_next", "_tokens", "acceptance_rate")
 
@@ -101,10 +101,11 @@ class DraftProposer:
 class Speculation:
     """Decides how many draft tokens a step checks.
 
-    Let n sequences run, and let the fixed cost of a step equal that of `fixed` rows (`DecodeCosts`). A draft token
-    costs one row. It pays off if the step yields more tokens per cost with it: its probability of acceptance must
-    exceed n / (fixed + n), and more after each draft token before it. So one sequence alone gets many draft tokens;
-    among many sequences only those with a high acceptance rate get some.
+    Let n sequences run, and let the fixed cost of a step equal that of `fixed` rows (`DecodeCosts`). Without draft
+    tokens, a step yields n / (fixed + n) tokens per row. A draft token costs one row. It pays off if its probability of
+    acceptance exceeds that yield. Each draft token that pays off raises the yield, and so the threshold for the next
+    one. So one sequence alone gets many draft tokens; among many sequences only those with a high acceptance rate get
+    some.
 
     Steps with prompts have no draft tokens: prompts fill a step by themselves, and requests wait for their first token.
     """
@@ -143,14 +144,14 @@ class Speculation:
     def add_draft_tokens(self, builder: PlanBuilder, kv_cache: KvCacheManager, room: int) -> None:
         """Adds at most `room` draft tokens to the decodes of a step, without preempting anything.
 
-        They make a step at most 1.5 times as long. One sequence may always have its `max_draft_tokens`, even if they
-        make it longer."""
+        They make the step at most 1.5 times as long. Exception: one sequence can always have its `max_draft_tokens`,
+        even if the step becomes longer than that."""
         num_running = len(builder.decodes)
         room = min(room, max(self._max_draft_tokens, int(self.costs.fixed_rows + num_running) // 2))
         for sequence in builder.decodes:
             proposer = sequence.draft_proposer
             if proposer is None or sequence.target > len(sequence.tokens):
-                continue  # its last token is being sampled
+                continue  # no draft tokens for it, or its newest token is still being sampled
             count = min(
                 len(self._worthwhile_drafts(proposer, num_running)),
                 sequence.limit - sequence.target - 1,

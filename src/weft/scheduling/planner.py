@@ -313,7 +313,8 @@ class Planner:
     # ------------------------------------------------------------------ admission
 
     def _admission_is_open(self) -> bool:
-        """Without dynamic batching: a batch closes when its first sequence generates, and opens when all have ended."""
+        """Whether sequences may be admitted. Without dynamic batching, a batch closes when its first sequence
+        generates, and the next one opens when all have ended. A preempted sequence may return to a closed batch."""
         if self._config.dynamic_batching:
             return True
         if not self._sequences.running and not self._sequences.resuming:
@@ -331,21 +332,23 @@ class Planner:
         return any(s.priority < first.priority for s in self._sequences.running)
 
     def _first_to_admit(self, skipped_priority: int) -> Sequence | None:
-        """The first waiting sequence, if it may be admitted. It must outrank every sequence that was skipped before it."""
+        """The first waiting sequence, if it may be admitted. It must outrank every sequence that was skipped before
+        it."""
         first = self._sequences.queue.peek()
         if first is None or first.priority <= skipped_priority:
             return None
         return first if self._batch_is_open or first.state is not RequestState.PENDING else None
 
     def _max_tokens_before(self, in_progress: _Prompts, first: Sequence) -> int:
-        """How many tokens the first waiting sequence may take before the next prompt in progress. 0: none."""
+        """How many tokens the first waiting sequence may take before the next prompt in progress. 0: it must wait
+        for that prompt."""
         if not in_progress:
             return self._config.max_tokens_per_step
         next_key, _ = in_progress[-1]
         if self._prefill_sort_key(first) < next_key:
             return self._config.max_tokens_per_step
-        # A prompt can be overtaken only once it has started. So it starts with one block, and does not delay later
-        # prompts.
+        # `first` is less urgent than the prompt in progress, but a later prompt in the queue may be more urgent. Only a
+        # prompt that has started can be overtaken. So `first` starts with one block.
         delays_others = self._config.chunked_prefill and any(
             self._prefill_sort_key(sequence) < next_key
             for sequence in self._sequences.queue.near_front(MAX_SKIPPED)
@@ -363,8 +366,11 @@ class Planner:
         return self._order.sort_key(sequence, cached)
 
     def _start(self, builder: PlanBuilder, sequence: Sequence, max_tokens: int) -> bool | Sequence:
-        """Admits a waiting sequence: a row, its prefix hits, and a first chunk of at most `max_tokens`. Returns False
-        if there is no room, or the sequence that is about to compute the next block it needs."""
+        """Admits a waiting sequence: it gets a row, its prefix hits, and a first chunk of at most `max_tokens`.
+
+        Returns whether it was admitted. If another sequence is about to compute the next block that it needs, returns
+        that sequence instead.
+        """
         kv_cache, prefixes, block_size = (
             self._sequences.kv_cache,
             self._sequences.prefixes,
@@ -379,7 +385,7 @@ class Planner:
         count = min(max_tokens, self._size.chunk(builder, start, sequence.target - start))
         if not count:
             return False
-        # Before `_make_room`: without this reference, the hits would count as free blocks.
+        # Must come before `_make_room`: without this reference, the hits would count as free blocks.
         kv_cache.share(hits)
         stored = kv_cache.num_stored(hits)
         if self._info.store_blocks:
@@ -427,9 +433,11 @@ class Planner:
     def _make_room(
         self, builder: PlanBuilder, sequence: Sequence, needed: BlockCounts, needed_soon: BlockCounts
     ) -> bool:
-        """Whether a row and the `needed` blocks are free for a waiting sequence. May preempt others for it. Without
-        preemption, `needed_soon` blocks must be free as well, in addition to those that prompts in progress still
-        need. Otherwise the sequence could be preempted right after its start, which only costs time."""
+        """Whether a row and the `needed` blocks are free for a waiting sequence. May preempt others for it.
+
+        If it can preempt none and others run, `needed_soon` blocks must be free, not counting those that prompts in
+        progress still need. Otherwise the sequence could be preempted right after its start, which only costs time.
+        """
         kv_cache = self._sequences.kv_cache
         available, has_row = kv_cache.available, kv_cache.free_rows > 0
         is_alone = not (self._sequences.running or self._sequences.resuming)
@@ -450,8 +458,8 @@ class Planner:
             self._preempt(builder, victim)
         if kv_cache.free_rows:
             return True
-        # The victim's row is still in a step in flight, so this sequence must wait. It is promoted, or the victim would
-        # be admitted before it.
+        # The victim's row is still in a step in flight, so this sequence must wait. It is promoted: otherwise the
+        # victim could be admitted before it.
         self._sequences.queue.promote(sequence)
         return False
 
@@ -491,8 +499,8 @@ class Planner:
         builder.preempted.append(sequence.request_id)
 
     def _release_adopted(self, builder: PlanBuilder, sequence: Sequence) -> None:
-        """Releases the blocks of a preempted sequence from the first one that the step of this plan fills. A swap-out
-        would copy them before that step."""
+        """Releases the adopted blocks of a preempted sequence that the step of this plan is to fill, and all blocks
+        after them. A swap-out would copy them before that step."""
         allocation = sequence.allocation
         assert allocation is not None
         filled = {block for block, _ in builder.registered}

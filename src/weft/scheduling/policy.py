@@ -1,9 +1,9 @@
-"""Decides the order of admission, and learns what a step costs. Under ADAPTIVE, that cost orders prompts and sizes their
-chunks.
+"""Decides the order of admission, and learns what a step costs. That cost orders prompts. Under ADAPTIVE it
+also sizes their chunks.
 
-A policy is a sort key per sequence that never changes while the sequence waits, so the queue is a plain heap. This
-includes ageing: base + rate * (now - arrival) grows equally fast for all, so the order is that of rate * arrival -
-base.
+A policy is a sort key per sequence that never changes while the sequence waits, so the queue is a plain heap. This is
+also true of ageing: priority + rate * (now - arrival) grows equally fast for all sequences. So the key can be rate *
+arrival - priority, the smallest first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _aged_priority(sequence: Sequence, config: SchedulerConfig) -> SortKey:
 
 
 def _aged_urgency(sequence: Sequence, config: SchedulerConfig) -> SortKey:
-    """Priority with ageing. Age counts from the target of the first token; for a preempted sequence, from its arrival."""
+    """Priority with ageing. Age counts from the target time of the first token; if preempted, from arrival."""
     since = sequence.arrival
     if sequence.state is not RequestState.PREEMPTED:
         target = sequence.request.ttft_target
@@ -44,7 +44,7 @@ def _aged_urgency(sequence: Sequence, config: SchedulerConfig) -> SortKey:
 
 
 def _aged(sequence: Sequence, config: SchedulerConfig, since: float) -> SortKey:
-    # CRITICAL is always first: no age may overtake it.
+    # CRITICAL is always first, whatever the age of other sequences.
     if sequence.priority == Priority.CRITICAL:
         return (0, sequence.order)
     if config.ageing_rate == 0:

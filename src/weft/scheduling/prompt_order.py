@@ -10,7 +10,8 @@ from weft.scheduling.policy import AdmissionPolicy, SortKey, StepCostModel
 from weft.scheduling.sequence import Sequence
 
 TTFT_FACTOR = 4.0
-"""A prompt's target for its first token: this many times the seconds of its prefill alone. The earliest target goes first.
+"""A prompt's target for its first token: this many times the seconds of its prefill alone. The earliest target goes
+first.
 
 0 is the order of arrival: short prompts wait for long ones. A large factor is shortest first: long prompts wait for all
 later short ones. Bursts of 64 prompts of 16 to 512 tokens (cost model, twelve seeds):
@@ -99,7 +100,7 @@ class StepSize:
 
 
 class PromptOrder:
-    """Orders prompts by their target for the first token, waiting or in progress.
+    """Orders prompts, waiting or in progress, by the target of their first token.
 
     Prompts mostly finish in order of arrival; a short one overtakes a long one that arrived shortly before. A later
     arrival has a later target, so no prompt is overtaken forever.

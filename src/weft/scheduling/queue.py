@@ -18,7 +18,7 @@ class _QueueItem(NamedTuple):
     order: int
     sequence: Sequence
     num_tokens: int
-    """Counted at `push`: while a preempted sequence waits, a step in flight may still add its last token."""
+    """Counted when the item is made: a step in flight may still add a token to a preempted sequence that waits."""
     is_preempted: bool
 
 

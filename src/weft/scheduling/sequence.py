@@ -110,7 +110,7 @@ class Sequence:
         self.block_hashes: list[BlockHash] = []
         self.root_hash = root_hash(request.cache_salt, request.adapter_id)
         self.has_announced = False
-        """Whether `PrefixSharing` has announced the blocks that it will compute."""
+        """Whether `PrefixSharing` has announced the blocks that this sequence will compute."""
         self.is_prepared = False
         self.state = RequestState.PENDING
         self.allocation: KvCacheAllocation | None = None

@@ -1,4 +1,4 @@
-"""Owns the list that every sequence is in: waiting, running, being swapped in, or ended but still in a step in flight."""
+"""Owns the lists of sequences: waiting, running, being swapped in, and ended but still in a step in flight."""
 
 from __future__ import annotations
 

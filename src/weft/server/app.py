@@ -44,10 +44,11 @@ from weft.server.stream.whole_answer import WholeAnswer, min_response_bytes
 from weft.text.model_text import ModelText
 
 _HEADERS_SECONDS = 1.0
-"""A stream delays its status line by up to this long. If the engine refuses the request before, the response has an
-error status. A later refusal is sent as an event."""
+"""A stream delays its status line by up to this long. If the engine refuses the request in this time, the response has
+an error status. A later refusal is sent as an event."""
 _BYTES_PER_TOKEN = 4
-"""Estimated bytes of a `/tokenize` body per token. Before the work, tokens are reserved from the rate limit by it."""
+"""Estimated bytes per token in the body of `/tokenize`. The number of tokens to reserve from the rate limit, before the
+text is tokenised, is calculated from it."""
 _EXPOSED = (
     *("x-request-id", "retry-after", "warning"),
     *(
@@ -217,7 +218,8 @@ class ServerApp:
         answer_bytes: RequestBytes,
         client_id: str,
     ) -> Prepared:
-        """Prepares the request and submits it, or leaves it waiting at the gate. Raises if the engine refuses it."""
+        """Prepares the request and submits it. If `FairGate` holds it back, it is submitted later. Raises if the engine
+        refuses it."""
         self._check_model(api_request.model)
         async with active.until_deadline():
             prepared = await self._preparer.prepare(
@@ -238,7 +240,7 @@ class ServerApp:
         return prepared
 
     def _end(self, outcome: Outcome, prepared: Prepared, active: ActiveRequest) -> None:
-        """Records the outcome of a request in the metrics and in its log record."""
+        """Ends an active request. Records its outcome in the metrics and in its log record."""
         self._active_requests.end(active, outcome)
         record = current_record()
         record.is_client_gone = outcome is None
@@ -269,7 +271,7 @@ class ServerApp:
         if self.engine.state is not EngineState.READY:
             return self.engine.seconds_until_ready
         seconds = self._active_requests.completion_rate.seconds_for(len(self._active_requests))
-        # While the server drains: another server has usually replaced it after the drain time.
+        # A server that drains has usually been replaced by another one after the drain time.
         return max(seconds, self.settings.drain_seconds) if self.is_draining else seconds
 
     def _check_model(self, name: str | None) -> None:
@@ -329,7 +331,7 @@ class ServerApp:
             error.headers |= active.headers
             raise
         finally:
-            self._active_requests.end(active, None)  # no effect unless the client disconnected
+            self._active_requests.end(active, None)  # no effect if the request ended above
 
     async def _tokenizer_info(self, request: Request) -> Response:
         """The same route as in vLLM. Clients that count tokens (lm-eval) call it before they load tokenizer files."""

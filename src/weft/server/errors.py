@@ -1,4 +1,5 @@
-"""Errors: a status, and a body with a message, a type, a field and a code. API formats may write them differently."""
+"""Errors of the API. Each has a status, and a body with a message, a type, a field and a code. An API format may write
+both differently."""
 
 from __future__ import annotations
 

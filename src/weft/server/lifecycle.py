@@ -149,7 +149,7 @@ class _ServerRun:
         finally:
             stopping.cancel()
             if starting is None or not starting.done():
-                self._engine.kill()  # it handles no stop message until its weights are loaded
+                self._engine.kill()  # the engine handles no stop message until its weights are loaded
             if starting is not None and not starting.cancel():
                 starting.exception()  # retrieved so that asyncio does not log it a second time
             await self._engine.stop()

@@ -41,7 +41,7 @@ class PlanChecker:
         self.preemptions = 0
 
     def reset_rotation(self) -> None:
-        """Forgets the last steps of all requests: a step failed, or is retried in halves."""
+        """Called when a step failed or is retried in halves. Clears `_last_token_step`: the rotation starts anew."""
         self._last_token_step.clear()
 
     def check(self, plan: IterationPlan) -> None:
@@ -80,7 +80,7 @@ class PlanChecker:
             require(not (plan.first_prefill and prompts), "a step is mixed although prefer_pure_decode is on")
 
     def _check_drafts(self, plan: IterationPlan) -> None:
-        """Every draft token could become part of the answer, and all tokens before it are known."""
+        """Draft tokens follow the last known token of their sequence, and each could become part of the answer."""
         scheduler = self._scheduler
         for task in plan.decode_tasks[plan.num_decodes :]:
             sequence, name = scheduler.sequences[task.request_id], f"request {task.request_id}"
@@ -166,7 +166,7 @@ class PlanChecker:
         return has_run and holds_memory and not was_finishing and not is_final
 
     def _check_order(self, plan: IterationPlan) -> None:
-        """While a CRITICAL request waits that could have started, no other request starts in a step."""
+        """No request of lower priority starts in a step while a CRITICAL request waits that could have started."""
         scheduler = self._scheduler
         ranks = scheduler.config.policy in (PriorityPolicy.PRIORITY, PriorityPolicy.ADAPTIVE)
         if not ranks or scheduler.config.prefix_caching or not scheduler.config.dynamic_batching:
@@ -287,7 +287,7 @@ def check_result(
 def _check_logprobs(
     checker: OutputChecker, result: GenerationResult, scheduler: ContinuousBatchScheduler
 ) -> None:
-    """Logprobs are those that the request gets alone. Those of the prompt are checked once it has an answer."""
+    """Logprobs are those that the request gets alone. Those of the prompt are checked if it generated any token."""
     params, prompt, info = checker.request.params, list(checker.request.prompt), scheduler.info
     rid = checker.request_id
     tokens = [*prompt, *result.tokens]

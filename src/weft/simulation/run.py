@@ -48,7 +48,8 @@ class Outcome:
 
 
 class _CheckedBackend(NoopBackend):
-    """The noop backend, with a check of every plan. An exception in here ends the run: the engine must not recover."""
+    """The noop backend, with a check of every plan. Any exception but a simulated fault is kept in `violation` and ends
+    the run, even if the engine recovers from it."""
 
     plan_checker: PlanChecker
     violation: Exception | None = None
@@ -213,7 +214,7 @@ class Simulation:
     def _check_cause(self, request_id: RequestId, state: RequestState) -> None:
         """A request fails, or is cancelled, only for a cause of its own."""
         if state is RequestState.FAILED:
-            # A fault of a whole step is retried; only a second one may end requests.
+            # After the fault of a whole step, the step is retried. Only a second such fault may end requests.
             has_cause = request_id in self.faults.hit_requests or request_id in self._callback_failed
             require(
                 has_cause or self.faults.num_unattributed > 1, f"request {request_id} failed without a cause"

@@ -242,7 +242,7 @@ def _with_few_tokens(arrival: Arrival, vocabulary_size: int) -> Arrival:
 
 
 class DrawnFaults:
-    """Draws faults at the scenario's rates. Records the requests that have a fault: only these may fail."""
+    """Draws faults at the scenario's rates. Records them, because no request may fail without a fault."""
 
     def __init__(self, scenario: Scenario, rng: random.Random) -> None:
         self._submit, self._step, self._request, self._swap = scenario.fault_rates

@@ -104,7 +104,7 @@ class StreamTrimmer:
         return certain
 
     def flush(self) -> str:
-        """Returns the white space held back, if it must not be removed after all."""
+        """Returns the white space held back. For callers that must keep it after all."""
         held, self._held = self._held, ""
         return held
 

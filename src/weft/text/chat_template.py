@@ -27,7 +27,8 @@ _LONGEST_SOURCE = 1 << 20
 # Unicode never assigns these characters. The tokenizer is fastest with the first one.
 _NONCHARACTERS = [MARK, *(chr(code) for code in range(0xFDD3, 0xFDF0))]
 _PROBE = "probe"
-# A tool is given as in the OpenAI API, or in the older form, where the tool itself has the fields of the function.
+# Templates read a tool as in the OpenAI API, or in an older form, in which the tool itself has the fields of the
+# function. The probe has both forms.
 _PROBE_FUNCTION = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object", "properties": {}}}
 _PROBE_TOOL = {"type": "function", "function": _PROBE_FUNCTION, **_PROBE_FUNCTION}
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
@@ -250,7 +251,7 @@ def start_templates(sources: Mapping[str, str]) -> TemplateProcess:
 def _shield(tokenizer: Tokenizer, source: str) -> Shield:
     """A shield for control tokens and for user-defined tokens that the template writes to structure the prompt.
 
-    A token in quotes in the template (`'</think>'`) is excluded: the template searches for it in messages.
+    A user-defined token in quotes in the template (`'</think>'`) is excluded: the template searches for it in messages.
     """
     structural = {
         token

@@ -100,7 +100,7 @@ class _Window:
         return certain if len(text) - len(certain) <= _MOST_HELD else text[:-1]
 
     def _shrink(self, must_shrink: bool) -> None:
-        """Drops the tokens before the context, if that does not change the text that is not emitted yet."""
+        """Drops the tokens before the context, if `must_shrink` or if that does not change the text not emitted yet."""
         rest = self._decode(self._ids)[len(self._emitted) :]
         start = len(self._ids) - _CONTEXT
         while start and self._tokenizer.is_byte(self._ids[start]) and not must_shrink:

@@ -73,8 +73,8 @@ def _cased(suffix: str, digits: str) -> str:
     )
 
 
-# Letters of scripts with upper and lower case, as in DeepSeek's first tokenizer. Code points instead of characters,
-# because some look alike, and an editor that normalises text would change them.
+# Letters of scripts with upper and lower case, as in DeepSeek's first tokenizer. They are written as code points: some
+# characters look alike, and an editor that normalises text would change them.
 _CASED_LETTERS = """
 41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376 377 37B-37D 37F 386 388-38A 38C
 38E-3A1 3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA 1CBD-1CBF 1D00-1D2B

@@ -67,8 +67,7 @@ def _content(path: Path, value: Any, name: str) -> str:
 def _add_tokens(
     backend: tokenizers.Tokenizer, path: Path, config: dict[str, Any], names: dict[str, str]
 ) -> None:
-    """Adds tokens that only tokenizer_config.json lists. Also marks tokens as special that only tokenizer_config.json
-    declares to be special."""
+    """Adds the tokens that only tokenizer_config.json lists. Also marks the tokens in `names` as special."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     decoder = config.get("added_tokens_decoder") or {}
     if not isinstance(decoder, dict) or not all(key.isdecimal() for key in decoder):

@@ -123,7 +123,8 @@ def _merges_of_scores(
 ) -> list[tuple[str, str]]:
     """All pairs of tokens that form a token, in SentencePiece's order of merging: best score first.
 
-    Gemma's scores do not give the order of its merges. There, runs of white space come first, then the token order.
+    Gemma's scores do not give the order of its merges. For Gemma, runs of white space come first, then the other tokens
+    in the order of their ids.
     """
     if vocabulary.architecture.startswith("gemma"):
         scores = [0.0 if _RUN.fullmatch(token) else -1.0 - index for index, token in enumerate(tokens)]

@@ -1,4 +1,5 @@
-"""Compiles grammars for a model's vocabulary with llguidance. Owns its view of the vocabulary and a cache of grammars.
+"""Compiles grammars for a model's vocabulary with llguidance. Owns llguidance's copy of the vocabulary, and a cache of
+compiled grammars.
 
 llguidance's fuel bounds the cost of compilation and of every token, so that a malicious grammar fails instead of
 blocking the engine. A schema that refers to another document is rejected: nothing is downloaded.
@@ -39,7 +40,7 @@ _TOO_COMPLEX = re.compile(r"(?i)fuel|too (many|large|big|complex|deeply)|; max i
 
 
 class GrammarCompiler:
-    """Thread-safe. The first `compile` reads the vocabulary, in its own thread."""
+    """Thread-safe. The first call of `compile` reads the vocabulary, in the thread of its caller."""
 
     def __init__(
         self, open_tokenizer: Callable[[], Tokenizer], end_ids: Collection[int], vocabulary_size: int

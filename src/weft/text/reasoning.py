@@ -74,7 +74,7 @@ class ReasoningParser:
         return (self._trimmer.add(held), "") if self._is_inside else ("", held)
 
     def _inside(self, text: str) -> tuple[str, str]:
-        """`add` for text inside the reasoning. Holds back an end of the text that may begin the closing marker."""
+        """`add` for text inside the reasoning. Holds back the end of the text if the closing marker may begin there."""
         closing = self._markers.closing
         end = text.find(closing)
         if end < 0:

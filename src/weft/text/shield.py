@@ -41,7 +41,7 @@ class Shield:
         return self.pattern.sub(lambda match: match[0][0] + mark + match[0][1:], text)
 
     def mark(self, value: Any, mark: str) -> Any:
-        """`value` with all its strings marked, including strings that may become a part of a control token.
+        """`value` with marks in every string that contains a control token, or may become a part of one.
 
         A template may write `'<|' + role + '|>'`, or concatenate two strings.
         """

@@ -1,7 +1,7 @@
 """Parses tool calls in a streamed answer.
 
 The parser is a generator over the whole answer, which yields when it needs more text. So the result does not depend on
-where the stream splits the text. Every character is read once.
+where the stream splits the text. Every character is read once, except those beyond the limit of `_hold`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.text.answer_parts import (
 from weft.text.tool_formats import ToolFormat
 
 _LONGEST_HELD = 1 << 14
-"""The text of a call before its arguments may turn out to be content. So it is held back, at most this many characters."""
+"""Most characters held back. A call is held back up to its arguments, because its text may turn out to be content."""
 _SPACE = re.compile(r"\s*")
 _STRING_END = re.compile(r'["\\]')
 _BRACKET_OR_STRING = re.compile(r'["{}\[\]]')

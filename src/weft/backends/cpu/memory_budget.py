@@ -21,8 +21,8 @@ _LEAST_TOKENS = 512
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Raises an error for sizes above the cgroup limit: with more memory the kernel would kill the process. Without a
-    limit, requested sizes are not checked here."""
+    """Chooses default sizes, and raises an error for sizes above the cgroup limit, at which the operating system would
+    kill the process. Without a limit, requested sizes are not checked here."""
 
     memory: HostMemory
     """The free memory before the weights are loaded."""
@@ -38,7 +38,8 @@ class MemoryBudget:
             raise self._does_not_fit(0, "or take a smaller model") from error
 
     def default_cache_bytes(self, block_bytes: int, block_size: int, max_context: int) -> int:
-        """`_DEFAULT_CACHE_BYTES`, or a whole context of the model if larger. At most half of the free memory."""
+        """`_DEFAULT_CACHE_BYTES`, or a whole context of the model if that is larger and fits. The limit is half of the
+        memory that the weights leave free."""
         least = -(-min(max_context, _LEAST_TOKENS) // block_size) * block_bytes
         self._require(least, "or take a smaller model")
         whole_context = -(-max_context // block_size) * block_bytes
@@ -77,8 +78,10 @@ class MemoryBudget:
         limit = self.memory.limit
         free = self._available if limit is None else self.memory.left_in_limit
         where = "" if limit is None else f" inside the cgroup's limit of {limit >> 20} MiB"
-        remedy = "free memory, raise the limits of this process" if limit is None else "raise the limit"
         needed = self.weight_bytes + cache_bytes + _OTHER_BYTES
+        # An allocation may fail although enough is free: at a limit of the process, such as `ulimit -v`.
+        is_cgroup = limit is not None and needed > free
+        remedy = "raise the limit" if is_cgroup else "free memory, raise the limits of this process"
         return OutOfMemoryError(
             f"{needed >> 20} MiB of memory are needed ({self.weight_bytes >> 20} for the weights, {cache_bytes >> 20} for KV "
             f"cache and swap space, {_OTHER_BYTES >> 20} for the rest) and {free >> 20} MiB are free{where}; "

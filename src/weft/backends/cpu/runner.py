@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from weft._kernels import Pool
     from weft.ops.cpu.weights import Quantize
 
-# Bytes. A block takes memory at its first use. Up to this size, the scheduler uses fresh blocks rather than evict
-# cached content. Above it, fresh blocks are used only under load, so that resident memory follows the load.
+# A block takes memory at its first use. Up to this size of all used blocks, the scheduler uses fresh blocks rather than
+# evict cached content. Above it, fresh blocks are used only under load, so that resident memory follows the load.
 _EAGER_CACHE_BYTES = 256 << 20
 # How much cache memory is prefaulted after the used blocks.
 _CACHE_BYTES_AHEAD = 128 << 20

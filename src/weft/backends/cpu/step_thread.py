@@ -54,7 +54,7 @@ class QueuedStep:
         self._start_lock.acquire(timeout=_START_SECONDS)
 
     def run(self) -> None:
-        """Stores the result. Called in the thread."""
+        """Runs the step, and stores or reports its result. Called in the thread."""
         assert self._run is not None, "a step runs once"
         self._run(self)
         self._run = None  # a handle that is kept must not keep the inputs of the step alive

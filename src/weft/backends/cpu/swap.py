@@ -35,7 +35,8 @@ class _Tier:
 
 
 class HostSwap:
-    """Swap slots in host memory, and the swaps in flight. Block and slot ids of the store follow those of the cache."""
+    """Swap slots in host memory, and the swaps in flight. Ids of store blocks and of their swap slots follow those of
+    the full blocks."""
 
     def __init__(
         self, cache: np.ndarray, slots: int, store: np.ndarray | None = None, store_slots: int = 0

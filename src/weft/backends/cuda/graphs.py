@@ -1,8 +1,9 @@
 """CUDA graphs of decode steps: the size to which a step is padded, the graphs captured so far, and when to capture one.
 
-Graphs are captured on demand, so the start does not wait for them. A kind is a padded batch size, a limit of the context and a sampling path
-(`Kind`). The first step of a kind is launched kernel by kernel: this compiles Triton kernels and lets cuBLAS choose its
-kernels. The second step of the kind is captured; capturing costs the host little more than launching.
+Graphs are captured on demand, so the start does not wait for them. Each graph is for one kind of step (`Kind`): a
+padded batch size, a limit of the context and a sampling path. The first step of a kind is launched kernel by kernel:
+this compiles Triton kernels and lets cuBLAS choose its kernels. The second step of the kind is captured. Capturing
+costs the host little more than launching.
 
 A kind without a graph first uses a larger graph for a few steps. When requests end and the batch shrinks, it passes
 through many sizes, and most are not worth a capture. But padding is not free: from about 100 rows on, the matrix
@@ -28,7 +29,7 @@ _SMALL_SIZES = (1, 2, 4, 8, 16)
 _SMALLEST_CONTEXT = 512
 _MOST_PADDING = 2
 _STEPS_IN_LARGER_GRAPH = 2
-"""After this many steps in a larger graph, a kind gets its own. A capture costs a few milliseconds once. Padding
+"""After this many steps in a larger graph, a kind gets its own graph. A capture costs a few milliseconds once. Padding
 costs up to 2 ms in every step (8 billion weights, 128 rows in a graph of 256)."""
 
 

@@ -1,5 +1,5 @@
-"""Mailbox slots: pinned memory through which host and GPU exchange the inputs and results of steps. One slot per step in
-flight.
+"""Mailbox slots: pinned memory through which host and GPU exchange the inputs and results of steps. Each step in flight
+has one slot.
 
 The host writes a slot before it launches a step; the GPU writes it at the end of the step. A slot is used again only
 after the result of its last step was read, so nothing is overwritten while it may still be read.
@@ -78,8 +78,8 @@ class Mailbox:
         self.step_count = device.zeros(1, dtype=torch.int32)
         self._num_sent = 0
         inboxes, outboxes = self.inbox.numpy(), self.outbox.numpy()
-        # Words for the prompts that start in a step and its row changes. It is large, because pinning more later takes
-        # milliseconds.
+        # The size of a staging buffer, for the prompts that start in a step and the other row changes of the step. It
+        # is large, because pinning more memory later takes milliseconds.
         words = max(_LEAST_STAGING_WORDS, 4 * max_tokens)
         self._slots = [Slot(device, inboxes[index], outboxes[index], words) for index in range(SLOTS)]
 

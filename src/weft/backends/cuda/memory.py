@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 _DEFAULT_SWAP_BYTES = 8 << 30
 _LEAST_TOKENS = 512
-"""The smallest useful cache, unless the model's own context is shorter."""
+"""The smallest useful cache, in tokens. If the model's own context is shorter, that is enough."""
 # Reserve of free memory for temporary tensors of steps, CUDA graphs and libraries.
 _SPARE_SHARE = 0.04
 _SPARE_BYTES = 1 << 30

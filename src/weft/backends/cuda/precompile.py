@@ -200,7 +200,7 @@ def _marker_name(outline: Outline, sizes: Sizes | None = None) -> str:
     return name + hashlib.sha256(sizes.kind(outline.config).encode()).hexdigest()[:24]
 
 
-# --- in that process --------------------------------------------------------------------------------------------------
+# --- in the process that compiles -------------------------------------------------------------------------------------
 
 
 class CompileOnlyDriver:
@@ -343,7 +343,7 @@ class _KernelShares:
     def __init__(self) -> None:
         self.launched: dict[tuple[str, str, str], None] = {}
         self.share: tuple[int, int] | None = None
-        """The number of this process, and the number of processes. None: it compiles nothing."""
+        """The index of this process, and the number of processes. None: this process compiles nothing."""
 
     def skips(self, *, key: Any, fn: Any, **rest: Any) -> bool:
         """A hook that Triton calls before it compiles a kernel. True keeps Triton from compiling it."""
@@ -363,7 +363,8 @@ def prepare_to_compile(capability: int) -> _KernelShares:
         return lambda *arguments, **constants: self.run(*arguments, grid=grid, warmup=True, **constants)
 
     JITFunction.__getitem__ = compiling
-    # cuBLAS needs no compilation, and for tensors without data torch would import its own compiler here.
+    # Matrix products do nothing here: cuBLAS needs no compilation, and for tensors without data torch would import its
+    # own compiler.
     for owner, product in ((torch, "mm"), (torch, "addmm"), (Tensor, "addmm_")):
         setattr(owner, product, lambda *arguments, **options: None)
     return shares

@@ -144,7 +144,7 @@ def apply_changes(
     ROW_BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Writes the segments of new rows, and new block-table entries. The order does not matter: none is written twice.
+    """Writes the segments of new rows, and new block-table entries, in any order: no word is written twice.
 
     staged  [ part .. | row .. | first index .. | length .. | offset in staged .. ]     of each segment
             [ row .. | index .. | block .. ]                                            of each update

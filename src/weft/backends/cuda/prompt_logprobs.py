@@ -24,11 +24,11 @@ class ScoredChunk:
     tokens: tuple[int, ...]  # the tokens to score
     top_count: int
     scores: list[PendingLogprobs] = field(default_factory=list)
-    """The logprobs of `tokens`, in order; filled when they are launched."""
+    """The logprobs of `tokens`, in order. Filled when their kernels are launched."""
 
 
 class ScoredPrompts:
-    """The prompts of rows with `prompt_logprobs`. The host keeps their tokens, because it names the tokens to score."""
+    """The prompts of rows with `prompt_logprobs`. The host keeps their tokens: it sends those to score to the GPU."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[tuple[int, ...], int]] = {}

@@ -124,7 +124,8 @@ class DeviceRows:
         )
 
     def _table_parts(self, blocks: tuple[int, ...]) -> Iterator[tuple[int, Sequence[int]]]:
-        """Divides a block table into contiguous runs. Yields the first index and the blocks of each run."""
+        """Divides a block table, in which store blocks come first, into at most two runs: full blocks and store blocks.
+        Yields the first index and the blocks of each run."""
         if self._full_blocks is None:
             stored: list[int] = []
         else:
@@ -158,7 +159,7 @@ class DeviceRows:
         words = slot.pack(
             [[source for source, _ in pairs], [target - self._full_blocks for _, target in pairs]]
         )
-        # In GPU memory, because every program of the kernel reads it.
+        # Copied to GPU memory, because every program of the kernel reads a pair.
         copied = self._moves[: len(words)]
         if len(words) > len(copied):
             copied = self._device.empty(len(words), dtype=torch.int32)

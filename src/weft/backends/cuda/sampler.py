@@ -47,7 +47,7 @@ class _Sizes:
     """How the vocabulary is divided. Most tokens are never examined one by one, because the best score of their group
     is too low."""
 
-    head: int  # tiles that a program reads first; most other tokens cannot beat their best token
+    head: int  # tiles that a program reads first; most tokens of later tiles cannot beat the best token of these
     group: int  # tokens per group; the survey finds the best of each group
     groups_of_piece: int  # groups that one program surveys
     few: int  # groups in the short list
@@ -122,8 +122,8 @@ class DeviceSampler:
         self._counters = device.zeros(max_sampled, dtype=torch.int32)
         sizes = self._cut = _INTERPRETED if INTERPRETED.value else _ON_CARD
         self._survey_pieces = ceil_divide(vocabulary_size, sizes.group * sizes.groups_of_piece)
-        # The number of groups for the longer list. If likely tokens are spread evenly over the vocabulary, the list has
-        # about 1/14 of all tokens.
+        # The second, longer list has a lower threshold: the best tokens of this many groups reach it. If likely tokens
+        # are spread evenly over the vocabulary, the list has about 1/14 of all tokens.
         self._most_groups = vocabulary_size // sizes.group * 127 // 128
         self._groups = self._survey_pieces * sizes.groups_of_piece
         self._maxima = device.empty(max_sampled, self._groups, dtype=torch.float32)

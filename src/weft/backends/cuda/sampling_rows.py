@@ -87,7 +87,7 @@ class SamplingPath:
 
 
 class SamplingRows:
-    """Written at row starts, read by every step. Only one thread may call it."""
+    """The parameters are written at row starts, and every step reads them. Only one thread may call this."""
 
     def __init__(
         self, num_rows: int, vocabulary_size: int, eos_token_ids: Collection[int], device: Device

@@ -17,7 +17,7 @@ from weft.plan import IterationPlan, SwapTask
 
 _log = logging.getLogger(__name__)
 
-# Slots are pinned in regions, each at its first use: pinning all of them would delay the start by seconds.
+# Swap slots are pinned in regions, each at its first use: pinning all slots at once would delay the start by seconds.
 _REGION_BYTES = 256 << 20
 # How many outcomes of swaps are kept, because later swaps may depend on them. A new swap depends only on swaps whose
 # outcome the scheduler does not know yet, so old outcomes can be dropped.
@@ -76,7 +76,8 @@ class _Tier:
 
 
 class CardSwap:
-    """Swap slots in pinned memory, and the swaps in flight. Block and slot ids of the store follow those of the cache."""
+    """Swap slots in pinned memory, and the swaps in flight. Ids of store blocks and of their swap slots follow those of
+    the full blocks."""
 
     def __init__(
         self, device: Device, cache: Tensor, slots: int, store: Tensor | None = None, store_slots: int = 0

@@ -227,8 +227,8 @@ class EngineClient:
     async def _keep_running(self) -> None:
         """Supervises the process: when it ends or is stuck, fails its requests and starts another.
 
-        Never gives up: a shortage that prevents a start (of memory, descriptors, processes) may end before the next
-        try.
+        Retries without limit: a shortage that prevents a start (of memory, descriptors, processes) may end before the
+        next try.
         """
         loop = asyncio.get_running_loop()
         tries, began = 0, loop.time()

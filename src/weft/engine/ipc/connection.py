@@ -25,7 +25,7 @@ class Connection(asyncio.Protocol):
         """After `tokens_per_turn` tokens the connection lets other tasks run, so that they read the tokens. One read of
         the socket may return more tokens than the buffer of an answer can hold."""
         self.first_message = asyncio.Event()
-        """Set at the first message that is no heartbeat and no warning, and when the connection closes."""
+        """Set at the first message other than heartbeats and warnings, and when the connection closes."""
         self.closed = asyncio.Event()
         self._take = take
         self._tokens_per_turn = tokens_per_turn

@@ -34,7 +34,7 @@ class LaunchedEngine:
 
 
 def launch_engine(backend: str, options: Mapping[str, Any], config: ServingEngineConfig) -> LaunchedEngine:
-    """Starts a process that builds the engine. Its first message says whether that succeeded.
+    """Starts a process that builds the engine. The process reports the outcome as `wire.Ready` or `wire.Failed`.
 
     Raises OSError if memory, processes or descriptors are exhausted; it then leaves no descriptor open.
     """

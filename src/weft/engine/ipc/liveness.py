@@ -100,8 +100,8 @@ class Liveness:
             self._work_before.clear()
 
     def _has_worked(self) -> bool:
-        """Whether enough CPU time was used since it was first measured. Only if the process used none, its children are
-        measured: finding them reads all of `/proc`."""
+        """Whether the process or its children used enough CPU time since the first measurement. The children are
+        measured only if the process used too little: finding them reads all of `/proc`."""
         least = _LEAST_WORK_SECONDS + _LEAST_WORK_SHARE * self.quiet_seconds
         for number, measure in enumerate(self._measures):
             try:
@@ -121,14 +121,15 @@ def _has_advanced(before: int | None, now: int | None) -> bool:
 
 
 def work_of(process_id: int, without: tuple[int, ...] = ()) -> float:
-    """CPU seconds of a process, plus time for pages read from disk. Excludes the threads with the ids `without`."""
+    """CPU seconds of a process and its ended children, plus time for pages read from disk. Excludes the threads with
+    the ids `without`."""
     process = Path(f"/proc/{process_id}")
     own, of_children = _work(process / "stat")
     return own + of_children - sum(_work(process / f"task/{thread}/stat")[0] for thread in without)
 
 
 def work_of_children(process_id: int) -> float:
-    """The same for all descendants of the process."""
+    """The sum of `work_of` over all running descendants of the process."""
     parents = dict(_parents())
     found = {process_id}
     while new := {child for child, parent in parents.items() if parent in found} - found:

@@ -84,8 +84,8 @@ class Outbox:
 
 
 def _merged(messages: list[wire.Message]) -> list[wire.Message]:
-    """Merges adjacent step reports up to `_LARGE_STEP` tokens. Merged reports cost a slow
-    client less work per token."""
+    """Merges adjacent step reports until a report has `_LARGE_STEP` tokens or more. Merged reports cost a slow client
+    less work per token."""
     merged: list[wire.Message] = []
     for message in messages:
         last = merged[-1] if merged else None

@@ -65,7 +65,7 @@ class EngineProcess:
         self._handles: dict[RequestId, int] = {}
         """The client's handles of unfinished answers. An answer has its handle before the engine gets its request."""
         self._compiling: dict[int, list[wire.Cancel | wire.Finish]] = {}
-        """Answers with a grammar that are not submitted yet, by handle, with the messages to handle once they are."""
+        """Handle of an answer with a grammar that is not submitted yet -> messages to handle after its submission."""
         self._to_compile = CompileQueue()
         """Of the requests in `_compiling`, those whose compilation has not started."""
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="weft-compiler")
@@ -171,8 +171,8 @@ class EngineProcess:
             self._engine.finish(message.request_id, message.num_tokens)
 
     def _drop(self, handle: int) -> bool:
-        """Cancels an answer that waits for compilation. Drops the request, and returns True, if it was its last
-        answer."""
+        """Cancels an answer that waits for compilation. If its request has no other answer left, drops the request and
+        returns True."""
         with self._lock:
             waiting = self._to_compile.cancel(handle)
             if waiting is None:
@@ -273,8 +273,8 @@ class EngineProcess:
 
 
 def main() -> None:
-    # Ctrl-C and service managers signal the whole process group. The client gets the signal too: it drains its requests,
-    # then closes the connection, which ends this process.
+    # Ctrl-C and service managers signal the whole process group. The client gets the signal too: it drains its
+    # requests, then closes the connection, which ends this process.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     descriptor, *stacks = map(int, sys.argv[1:])

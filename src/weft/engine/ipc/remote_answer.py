@@ -68,8 +68,8 @@ class RemoteAnswer:
         return bool(self._unread) or self._failure is not None
 
     def check(self) -> None:
-        """Raises the error that ended the request, as a copy. The traceback of a raised error keeps its
-        frames alive, and this object keeps the error."""
+        """Raises a copy of the error that ended the request. If the error itself, which this object keeps, were raised,
+        its traceback would keep the frames alive."""
         if self._failure is not None:
             raise copy.copy(self._failure)
 

@@ -145,11 +145,12 @@ class Attention:
         self._kind = (*sizes, shape.score_cap is not None, window, self.fixed_split)
 
         self.can_read_rows = not invariant and self.width == shape.head_size and device.dependent_launches
-        """True if the GPU has tensor memory copies (Hopper or newer) and the head size is a power of two."""
+        """True if new prompts may read K and V from the rows of the step. That needs TMA copies (Hopper or newer) and a
+        head size that is a power of two. Always False in the invariant mode."""
         self._described_rows: tuple[int, int, Tiles] | None = None
         self.by_cudnn = not invariant and supports_dense_attention(shape, device)
-        # One split at a time in the invariant mode: the summation order over several splits depends on the index of the
-        # first.
+        # The invariant mode joins one split at a time, as prefill does. If several were joined at once, the summation
+        # order would depend on which split is the first in the window.
         self.joined_at_once = 1 if invariant else max(1, min(8, 4096 // (self.joined_rows * self.width)))
         cuts = [
             (requests, self.splits(requests, max_context, tiered))
@@ -201,8 +202,8 @@ class Attention:
         if isinstance(cache, TwoTierCache):
             rope_and_write(batch, qkv, cache.full, layer, tables, self.shape, norm)
             if batch.moves is not None:
-                # Blocks move to the store after all tokens are written: a block may become full and leave the tail in
-                # the same step.
+                # Blocks move to the store after all tokens are written: a block may become complete and leave the tail
+                # in the same step.
                 move_to_store(cache, batch.moves, self.device, layer)
             last, block_size = batch.longest_context - 1, cache.full.shape[4]
             is_read_in_full = stored_blocks(last, block_size, cache.tail_blocks) == 0

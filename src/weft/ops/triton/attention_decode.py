@@ -1,4 +1,4 @@
-"""Attention of requests with one token each. Contexts are split; the last split of a request to finish joins them.
+"""Attention of requests with one token each. Contexts are split. The program that finishes the last split joins them.
 
 A program (thread block) works on splits of one KV head, with all query heads that read it. For few requests each
 program has one split: each context is cut into equal splits, as many as there are programs for.
@@ -7,7 +7,7 @@ In a batch that fills the GPU there are as many programs as run at the same time
 equally among them, across request borders. So all programs take about equally long:
   requests  |--A--|------B------|-C-|--D--|
   programs  |---0---|---1---|---2---|---3-|
-The part of a program is called its share. If the contexts are about equal, each request has its own program instead.
+The tiles of a program are called its share. If the contexts are about equal, each request has its own program instead.
 Then nothing is joined, and the GPU's scheduler keeps all multiprocessors busy.
 """
 
@@ -82,9 +82,9 @@ def decode_attention(
         counts = tl.where(each < requests, _work_of(contexts, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS), 0)
         all_tiles = tl.sum(counts, 0)
         longest = tl.max(counts, 0)
-        # How uneven the work is if each request has its own program, and `programs` of these run at a time. `most_read`
-        # is an upper bound of the tiles that are read one after another, times `programs`. It equals `all_tiles` if
-        # the work is even.
+        # Is the work even enough if each request has its own program, and `programs` of these run at the same time? At
+        # most `most_read` / `programs` tiles are then read one after another. If the work is even, these are
+        # `all_tiles` / `programs`.
         most_read = tl.minimum(
             tl.cdiv(requests, programs) * longest * programs, all_tiles + longest * programs
         )
@@ -108,7 +108,7 @@ def decode_attention(
             let_next_begin(DEPENDENT)
             for index in range(0, end_request - first_request):
                 request, context, row = first_request + index, next_context, next_row
-                # Loads the indices of the next request now, so that it does not wait for them later.
+                # Loads the indices of the next request now, so that the next iteration does not wait for them.
                 next_request = tl.minimum(request + 1, requests - 1)
                 next_context, next_row = tl.load(context_lengths + next_request), tl.load(rows + next_request)
                 work = _work_of(context, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS)
@@ -178,7 +178,8 @@ def decode_attention(
         first_position = first_seen // TILE * TILE
         if BITS > 0 and FIXED_SPLIT == 0:
             work = _work_of(context, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS)
-            # First the tiles that have only stored positions.
+            # The first units of work are the tiles with only stored positions, one unit each. A split has a multiple of
+            # STEP units, so it reads whole tiles of the store.
             STEP: tl.constexpr = STORE_TILE // TILE if STORE_TILE > TILE else 1
             split_work = tl.maximum(smallest_split // TILE, tl.cdiv(work, most_splits))
             split_work = tl.cdiv(split_work, STEP) * STEP

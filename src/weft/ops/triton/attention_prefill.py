@@ -168,8 +168,8 @@ def prefill_attention(
             )
             peak, total, mixed = joined(peak, total, mixed, some_peak, some_total, some_mixed)
     else:
-        # The context has three sections: 0 is at the window's edge, 1 in the middle, 2 around the program's own tokens.
-        # Only 0 and 2 need masks.
+        # The context has three sections: 0 is at the edge of the window or of the store, 1 in the middle, 2 around the
+        # program's own tokens. Only 0 and 2 need masks.
         all_see_until = (first_position + 1) // TILE * TILE
         all_see_from = begin
         if WINDOW > 0:

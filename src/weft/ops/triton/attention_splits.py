@@ -1,5 +1,5 @@
-"""How a program of decode attention ends: it stores the partial result of its split. The last split of a request to
-finish joins all."""
+"""How a program of decode attention ends: it stores the partial result of its split. The program that finishes the last
+split of a request joins all splits."""
 
 from __future__ import annotations
 

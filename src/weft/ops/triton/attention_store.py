@@ -19,8 +19,9 @@ from weft.ops.triton.store import rotated, scale_of
 
 @triton.jit
 def load_queries(rows, there, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
-    """Loads query rows [ROWS] in the layout of the codes: one column per row, one line per feature. Returns one tensor,
-    or two with 4 bits (even features, odd features), rotated like keys. Also returns the sum of each row."""
+    """Loads queries as [features, ROWS], the right operand of products with codes. `rows` are their addresses. Returns
+    two tensors and the sum of each query. With 4 bits the two hold the even and the odd features, rotated like keys.
+    With 8 bits both hold all features."""
     NEIGHBOURS: tl.constexpr = 8 // BITS
     feature = tl.arange(0, WIDTH // NEIGHBOURS)[:, None] * NEIGHBOURS
     is_feature = there[None, :] & (feature < HEAD_SIZE)
@@ -210,8 +211,8 @@ def _load_tile(
     offsets)."""
     CODE_BYTES: tl.constexpr = HEAD_SIZE * BITS // 8
     VALUES: tl.constexpr = BLOCK_SIZE * CODE_BYTES
-    # At least this many consecutive tokens are in one block. The compiler must know it, to load them with one
-    # instruction.
+    # TOGETHER tokens that begin at a multiple of TOGETHER are in one block. The compiler must know it, to load them
+    # with one instruction.
     TOGETHER: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else (8 if BLOCK_SIZE % 8 == 0 else 1)
     start = start // TOGETHER * TOGETHER
     end = end // TOGETHER * TOGETHER
@@ -262,8 +263,9 @@ def _offset(offset, TYPE: tl.constexpr, BITS: tl.constexpr):
 def _numbers(codes, TYPE: tl.constexpr):
     """Converts signed bytes to TYPE for a product."""
     if tl.bfloat16 == TYPE and not INTERPRETED:
-        # A bfloat16 with the high byte 0x43 is 128 + the low seven bits; the top bit alone gives 128 or 256. The
-        # difference of the two is the signed value. This takes four instructions for two numbers.
+        # The code becomes the low byte of a bfloat16 with the high byte 0x43. The low seven bits of the code alone give
+        # 128 + their value, its top bit alone gives 128 or 256. The first minus the second is the signed value. This
+        # takes four instructions for two numbers.
         return tl.inline_asm_elementwise(
             """
             {

@@ -1,5 +1,5 @@
-"""Functions that the attention kernels share: an online softmax over tiles of the paged cache, and the merge of two of
-them.
+"""Functions that the attention kernels share: an online softmax over tiles of the paged cache, and the merge of two
+softmax states.
 
 The state of a softmax, for each row (one head of one query), in base 2:
 
@@ -212,8 +212,8 @@ def exponents(scores, scale, score_cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def joined(peak, total, mixed, other_peak, other_total, other_mixed):
-    """Merges two softmax states. The explicit fma calls fix which product is rounded: the invariant mode needs the same
-    rounding in every kernel, and the compiler would choose differently."""
+    """Merges two softmax states. The explicit fma calls fix which product is rounded. Otherwise the compiler could
+    choose differently in each kernel, and the invariant mode needs the same rounding in all of them."""
     highest = tl.maximum(peak, other_peak)
     shrink = tl.exp2(peak - highest)
     other_shrink = tl.exp2(other_peak - highest)

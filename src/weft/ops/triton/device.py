@@ -1,8 +1,8 @@
 """The GPU that kernels run on, or Triton's interpreter instead: memory, streams, events, graphs, launches.
 
 With TRITON_INTERPRET=1 and the device "cpu", every kernel computes the same on host tensors, so a machine without a GPU
-can test all of it. There all work is done when a call returns. So streams and events have nothing to order, and
-replaying a graph runs the work again.
+can test all of them. In the interpreter all work is done when a call returns. So streams and events have nothing to
+order, and replaying a graph runs the work again.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ class Device:
         return torch.cuda.get_device_properties(self.torch_device).total_memory
 
     def release(self) -> None:
-        """Waits for all work here. Then gives the memory of deleted tensors and graphs back to the system: GPU memory
-        and page-locked host memory. Otherwise torch would keep it for its next allocations."""
+        """Gives the memory of deleted tensors and graphs back to the system: GPU memory and page-locked host memory.
+        Otherwise torch would keep it for its next allocations. The streams go to the next `Device`."""
         gc.collect()
         if self.is_card:
             _idle_streams[self.index] += reversed(self._streams)
@@ -223,8 +223,8 @@ class Device:
         Graphs that never run at the same time may share a `pool` (from `graph_pool`) for their allocations."""
         if not self.is_card:
             return _InterpreterGraph(work)
-        # Not `torch.cuda.graph`: it waits for the GPU and empties torch's memory caches, and a capture happens between
-        # two steps. Other threads may allocate and copy meanwhile.
+        # Not `torch.cuda.graph`: it waits for the GPU and empties torch's memory caches, which would delay a step.
+        # With "thread_local", other threads may allocate and copy during the capture.
         graph = torch.cuda.CUDAGraph()
         stream = self._stream_for_captures()
         stream.wait_stream(torch.cuda.current_stream(self.torch_device))
@@ -300,16 +300,16 @@ class Device:
 @triton.jit
 def wait_for_previous(DEPENDENT: tl.constexpr):
     """Waits until the previous kernel has ended. Every program of a dependent kernel calls this before it reads or
-    writes memory that another kernel uses; weights may be read earlier. If a kernel omitted it, later kernels could
-    overtake the kernel before it."""
+    writes memory that another kernel uses; weights may be read earlier. If kernel B of A, B, C omitted it, C would wait
+    only for B and could run before A has ended."""
     if DEPENDENT:
         gdc_wait()
 
 
 @triton.jit
 def let_next_begin(DEPENDENT: tl.constexpr):
-    """Once every program has called this, the next kernel may start. The next kernel still waits before it reads results
-    of this one.
+    """Once every program has called this, the next kernel may start. The next kernel still waits before it reads
+    results of this one.
 
     Call it after `wait_for_previous`. Then, when a kernel has started, the kernel two before it has ended, and its
     results may be read before waiting. Only a norm calls it earlier: the kernel after a norm reads only weights before

@@ -34,11 +34,11 @@ class Tile:
     early: bool = True
     """True: the first weights are loaded before the previous kernel has ended."""
     ahead: int = 0
-    """Inputs per output that are prefetched into the L2 cache before the previous kernel has ended. They follow the
-    first weights."""
+    """Number of weights of each output that are prefetched into the L2 cache before the previous kernel has ended. They
+    follow the weights that are loaded early."""
     release: int = -1
-    """The next kernel may begin when this kernel has this many loop iterations left; -1: at once. After a late start,
-    the next kernel prefetches its weights while this kernel ends and memory is idle."""
+    """The next kernel may begin when this kernel has this many loop iterations left; -1: at once. If it begins late, it
+    prefetches its weights at the end of this kernel, when memory is idle."""
     together: int = 1
     """Number of token tiles that use a weight tile one after the other while it is in the L2 cache."""
     norm_inside: bool = True
@@ -47,11 +47,11 @@ class Tile:
 
 @cache
 def gemv_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile | None:
-    """The tile for one token. Small weights use it for up to four tokens, because there the overhead of tensor cores takes
-    longer.
+    """The tile of `_gemv`, for one token. With small weights also for two to four tokens, if that is faster than tensor
+    cores, which have more overhead. None: use `skinny_tile`.
 
-    Each program has 8 KiB of weights in flight, or whole rows if there are many rows. With a norm, more work is done
-    per loaded value; programs with few rows hide that better.
+    Each program loads 4 to 16 KiB of bfloat16 weights at a time. With a norm, more work is done per loaded value.
+    Programs with few rows hide that better.
     """
     if tokens > 1:
         return _few_tokens_tile(tokens, outputs, inputs, has_norm)

@@ -1,8 +1,8 @@
 """A mixture of experts: every token passes through the few experts that its router chose.
 
     route      the experts of each token, by ascending expert number, and their routing weights ("shares")
-    group      for each expert the list of its pairs. A pair is a token and one of its experts:
-               pair token * experts per token + i is the i-th expert of a token
+    group      for each expert the list of its pairs. A pair is a token and one of its experts. The number of a
+               pair is token * experts per token + i, for the i-th expert of the token
     products   two for each pair: gate and up (with the gate applied), then down
     combine    for each token the weighted sum over its pairs
 
@@ -177,8 +177,8 @@ class MixtureProduct:
     def __init__(
         self, router: Linear, experts: Experts, normalise: bool, space: MixtureSpace, device: Device
     ) -> None:
-        # Uses the batch-invariant mode: the router's choice depends on small differences, so its input rows must have
-        # the same bits in any batch.
+        # Uses the batch-invariant mode: the router's choice depends on small differences, so its logits must have the
+        # same bits in any batch.
         self._router = Product(router, device, invariant=True)
         self._experts = experts
         self._normalise = normalise

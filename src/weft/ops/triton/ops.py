@@ -45,7 +45,7 @@ class TritonOps(RecordingOps):
         return weight.nbytes
 
     def new_cache(self, blocks: int, layers: int, block_size: int, shape: AttentionShape) -> Tensor:
-        """Unlike in the numpy cache, the part of a block that belongs to one KV head is contiguous."""
+        """Unlike in the numpy cache, K of one KV head in a block is contiguous, and so is V."""
         return self.device.zeros(
             blocks, layers, 2, shape.kv_heads, block_size, shape.head_size, dtype=self.dtype
         )

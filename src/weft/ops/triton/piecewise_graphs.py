@@ -1,8 +1,8 @@
 """CUDA graphs of the segments between two attentions, for steps that are not captured as a whole.
 
-In a step with prompts, the launches of attention depend on the lengths of its requests. The segments between depend
-only on the number of rows, which is padded to few sizes. In small steps the host needs longer to launch a segment than
-the GPU needs to run it. Launching a graph takes as long as one launch.
+In a step with prompts, the launches of attention depend on the lengths of its requests. The segments between
+attentions depend only on the number of rows, which is padded to few sizes. In small steps the host needs longer to
+launch a segment than the GPU needs to run it. Launching a graph takes as long as one launch.
 """
 
 from __future__ import annotations

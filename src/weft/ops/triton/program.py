@@ -42,7 +42,8 @@ from weft.ops.triton.rope import RopeTables
 
 @dataclass
 class _Run:
-    """A running step. `buffers` are cut to its rows, `padded` to its padded rows, for products."""
+    """A running step. `buffers` are views of the slots with the rows of the step. `padded` are the same views with
+    padded row counts, for products."""
 
     batch: DeviceBatch
     cache: Tensor | TwoTierCache
@@ -77,8 +78,8 @@ class CudaProgram:
         device: Device,
         invariant: bool = False,
     ) -> None:
-        """Operations from `logits_from` on compute `logits` from `rows`. A step has at most `max_tokens` tokens and
-        `max_sampled` sampled tokens, of as many requests."""
+        """Operations from `logits_from` on compute `logits` from `rows`. A step has at most `max_tokens` tokens, and at
+        most `max_sampled` requests and sampled tokens."""
         self._device = device
         self._invariant = invariant
         self._max_tokens = max_tokens
@@ -102,8 +103,9 @@ class CudaProgram:
                 operation.layer.interleave_gate()
         slots = assigned_slots(operations, {rows, logits})
 
-        # A buffer is a slice of a slot: one row for each token, each selected row, or each sampled row. The output of a
-        # selection has a buffer of its own: if all rows are selected, the buffer is replaced by the input.
+        # A buffer is a view of the first rows of a slot: as many as the step has tokens, selected rows or sampled rows.
+        # Buffers with the same slot and row count share a view. Only the output of a selection has a view of its own:
+        # if all rows are selected, the view of the input replaces it.
         self._cuts: dict[tuple[int, str, Buffer | None], int] = {}
         selection = next(at for at, operation in enumerate(first_part) if isinstance(operation, SelectRows))
         kinds = {
@@ -145,12 +147,13 @@ class CudaProgram:
         self._make_logits = [self._launch(operation) for operation in second_part]
 
     def run(self, batch: DeviceBatch, cache: Tensor | TwoTierCache) -> tuple[Tensor, Tensor | None]:
-        """Only steps with prompts: the graph of a decode-only step covers the whole step."""
+        """Launches one step. Returns the logits of the sampled tokens, and a copy of the hidden rows of the other
+        selected tokens (None if there are none). The next call overwrites the logits."""
         selected = len(batch.logit_indices)
         counts = (batch.tokens, selected, batch.sampled)
         padded = tuple(map(padded_rows, counts))
         run = _Run(batch, cache, self._cut(*counts), self._cut(*padded), padded[0])
-        # Decode-only steps are captured as a whole.
+        # Piecewise graphs are only for steps with prompts: decode-only steps are captured as a whole.
         run.from_graphs = batch.longest_query > 1 and self._piecewise_graphs.begin_step(run.padded_tokens)
         for launch in self._forward:
             launch(run)
@@ -166,7 +169,7 @@ class CudaProgram:
         return run.buffers[self._logits], others
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Logits of rows that do not belong to a step, at most `max_sampled`; valid until the next call."""
+        """Logits of at most `max_sampled` rows that belong to no step. The next `logits` or `run` overwrites them."""
         buffers = self._cut(0, 0, len(rows))
         buffers[self._sampled_rows] = rows
         run = _Run(NO_STEP, NO_STEP, buffers, buffers)

@@ -23,7 +23,7 @@ _ELEMENTS = 1024
 
 @triton.jit
 def tanh(values):
-    """Correct for very negative values too: exp overflows to infinity, and the quotient is 0."""
+    """Correct for very large values too: exp overflows to infinity, and the quotient is 0."""
     return 1.0 - 2.0 / (tl.exp(2.0 * values) + 1.0)
 
 
@@ -136,7 +136,8 @@ def _gate_rows(
     GATE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The gate of input [rows, 2 * columns], with interleaved gate and up columns. Grid (rows, tiles of BLOCK columns)."""
+    """The gate of input [rows, 2 * columns], with interleaved gate and up columns. Grid (rows, tiles of BLOCK
+    columns)."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -234,6 +235,6 @@ def scale_and_cap(values: Tensor, scale: float, cap: float | None, device: Devic
 
 
 def _warps(block: int) -> int:
-    """The number of warps for a program that holds a row of `block` values: as many that each thread has two 16-byte
-    loads in flight."""
+    """The number of warps for a program that holds a row of `block` values. Each thread then has two 16-byte loads in
+    flight."""
     return max(1, min(16, block // 512))

@@ -55,7 +55,7 @@ FILTERS: tl.constexpr = tl.constexpr(
 )
 TOUCHES: tl.constexpr = tl.constexpr(HAS_REPETITION.value | HAS_COUNTS.value | HAS_LISTS.value)
 
-# Filters that kernels are compiled for (`USED`). Steps without them run kernels without their code.
+# Kernels contain the code of these filters only if the step uses them: the kernels are compiled per set (`USED`).
 COMPILED_FILTERS: tl.constexpr = tl.constexpr(
     HAS_TOP_K.value | HAS_TOP_P.value | HAS_TYPICAL_P.value | HAS_XTC.value
 )
@@ -77,8 +77,8 @@ SAW_FINITE: tl.constexpr = tl.constexpr(2)
 LOWEST_TEMPERATURE: tl.constexpr = tl.constexpr(1e-200)
 LOWEST_TEMPERATURE_SINGLE: tl.constexpr = tl.constexpr(1e-38)
 
-# Upper bounds of the error of single precision in the race, with a margin: relative, and in base-2 logarithms.
-_SLACK: tl.constexpr = tl.constexpr(1e-4)
+# Upper bounds of the single-precision error in the exponential race (see `choose_kernel`), with a margin.
+_SLACK: tl.constexpr = tl.constexpr(1e-4)  # relative error
 _ROOM: tl.constexpr = tl.constexpr(1e-3)  # absolute error of a base-2 logarithm
 
 _NO_TOKEN: tl.constexpr = tl.constexpr(0x7FFFFFFF)
@@ -341,7 +341,7 @@ def choose_kernel(
                 )
             # In the remaining tiles, noise is computed only for the few tokens that may beat the best token of the
             # first tiles. The test is cheap: exponential noise is at least the uniform value that it is made from,
-            # and the bits are that uniform value.
+            # and the bits are that value times 2^32.
             leading = tl.max(best, 0)
             bound = tl.max(tl.exp((best - leading) * inverse_temperature) / best_noise, 0)
             most_bits = 32.0 + _ROOM - tl.log2(bound)

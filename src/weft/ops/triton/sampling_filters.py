@@ -1,7 +1,8 @@
 """Top-k, top-p, min-p, typical-p and xtc: finds the tokens that they keep, and samples one of them. A list of the most
 likely tokens is enough for both; the row is not sorted.
 
-    survey      the best score of every group of tokens, and the mass of every piece of the vocabulary: one read
+    survey      reads the scores once. It finds the best score of every group of tokens, and the mass of every piece of
+                the vocabulary.
     shortlist   one program per entry. It finds a threshold from the maxima of the groups and lists the tokens that
                 reach it. From this list it finds the floor of each filter (the lowest score that it keeps), then
                 samples a token.
@@ -61,7 +62,7 @@ from weft.ops.triton.sampling_noise import gumbel_double, noise_bits, noise_key,
 # Attempts: a list from the best groups, then a list from nearly all groups, then the whole row.
 _ATTEMPTS: tl.constexpr = tl.constexpr(3)
 
-# In units of the temperature. A token this far below the best score hardly matters for filters by probability.
+# A token that is this many times the temperature below the best score hardly matters for filters by probability.
 _NEGLIGIBLE_BELOW: tl.constexpr = tl.constexpr(25.0)
 _KEY_OF_MINUS_INFINITY: tl.constexpr = tl.constexpr(0x007FFFFF)
 
@@ -354,8 +355,8 @@ def shortlist_kernel(
                 if has_typical_p & fits:
                     reach = tl.zeros((), tl.uint32)
                     mass = total
-                    # If the list lacks tokens that the other filters keep, a longer list is needed, unless typical-p is
-                    # the only filter.
+                    # If there are other filters and the list lacks tokens that they keep, a longer list is needed. If
+                    # typical-p is the only filter, the list may still have all tokens that it keeps.
                     is_alone = (has_top_k | has_top_p | has_min_p) == 0
                     if is_covered:
                         mass, mean = mass_and_mean(

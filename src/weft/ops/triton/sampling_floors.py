@@ -5,8 +5,8 @@ expected surprise have larger keys (`surprise_keys`). A filter keeps the largest
 probability mass reaches a target.
 
 The row is not sorted. Each pass over the row finds the next four bits of the floor. It divides the remaining range of
-keys into 16 parts and sums the tokens of each part. From the largest key down, the floor is in the part in which the
-sum reaches the target:
+keys into 16 parts and adds up the number or the mass of the tokens in each part. From the largest key down, the floor
+is in the part in which the sum reaches the target:
 
     pass 1   |----.----.----.----|   the range is all keys
     pass 2        |-.-.-.-|          the range is the part that contains the floor
@@ -108,8 +108,8 @@ def find_floor(
             is_enough = total >= target
         # For each part: the sum of this part and all parts above it. In the matrix, column j has the parts from j on.
         from_each = tl.sum(tl.where(parts[:, None] >= parts[None, :], totals[:, None], 0.0), 0) + above
-        # Passes add in different orders. By a rounding error, no part may reach the target: then take the lowest part
-        # that has tokens, which keeps all of them.
+        # Passes add in different orders, so rounding errors can leave the sum of all parts below the target. Then the
+        # lowest part that has tokens is chosen, which keeps all of them.
         lowest = tl.min(tl.where(totals > 0.0, parts, _PARTS - 1), 0)
         chosen = tl.maximum(tl.max(tl.where(from_each >= target, parts, -1), 0), lowest)
         above += tl.sum(tl.where(parts > chosen, totals, 0.0), 0)

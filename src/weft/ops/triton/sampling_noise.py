@@ -40,8 +40,8 @@ def noise_steps(token_ids):
 
 @triton.jit
 def noise_bits(key, steps):
-    """32 random bits for each token, as uint32: the upper half of `_mix`. It is computed in 32 bits, because
-    converting 64-bit integers to float is slow on a GPU."""
+    """32 random bits for each token, as uint32: the upper half of `_mix`. The last xor-shift and the
+    result have 32 bits, because converting 64-bit integers to float is slow on a GPU."""
     upper = (_products(key + steps) >> 32).to(tl.uint32)
     return upper ^ (upper >> 31)
 

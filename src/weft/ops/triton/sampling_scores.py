@@ -101,7 +101,7 @@ def count_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Counts how often each token was generated. The counts are zero before. With CLEARS, sets them to zero again
-    instead. Grid (entries, any)."""
+    instead. Grid (entries, any number of programs)."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     entry = tl.program_id(0)
@@ -147,7 +147,7 @@ def penalise_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Writes the penalised scores of all tokens so far. A token that occurs twice is written twice with the same
-    value, because the score is computed from its logit. Grid (entries, any)."""
+    value, because the score is computed from its logit. Grid (entries, any number of programs)."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     entry = tl.program_id(0)

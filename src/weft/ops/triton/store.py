@@ -1,8 +1,8 @@
 """The store of a two-tier cache on the device: the memory layout of quantised blocks, and the kernel that fills them.
 
 A vector (one token, one KV head, K or V) is stored as integer codes, a scale and an offset: value = scale * (code -
-offset). `weft.ops.store_format` defines them. With 4 bits, keys are rotated first. In a block, each layer and KV head
-has one contiguous part:
+offset). `weft.ops.store_format` defines them and calls the offset `zero`. With 4 bits, keys are rotated first. In a
+block, each layer and KV head has one contiguous part:
 
     K codes   [block size, code bytes]      token by token, as queries read them
     V codes   [code bytes, block size]      feature by feature: a product with V sums over tokens, and tensor cores need
@@ -10,8 +10,8 @@ has one contiguous part:
     words     int32 [block size]            scale K | offset K | scale V | offset V, one byte each
 
 With 8 bits a code byte is code - 128 of one feature. With 4 bits it holds the codes of two neighbouring features, the
-even one in the low bits. An offset byte counts from -128, in units of 1, or of 1/16 with 4 bits. A scale byte has 5
-bits of exponent and 3 of mantissa; 255 means that the vector is not finite.
+even one in the low bits. An offset byte is offset - 128 with 8 bits, and 16 * offset - 128 with 4 bits. A scale byte
+has 5 bits of exponent and 3 of mantissa; 255 means that the vector is not finite.
 """
 
 from __future__ import annotations

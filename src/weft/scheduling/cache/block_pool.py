@@ -33,8 +33,8 @@ class BlockCounts:
 
 
 def root_hash(cache_salt: str, adapter_id: str) -> BlockHash:
-    """The hash that precedes a sequence's first block. The length is hashed too, so that ("ab", "c") and ("a", "bc")
-    differ."""
+    """The hash that precedes a sequence's first block. The salt's length is hashed too, so that ("ab", "c") and
+    ("a", "bc") differ."""
     salt = cache_salt.encode()
     return hashlib.sha256(b"%d:%b%b" % (len(salt), salt, adapter_id.encode())).digest()
 
@@ -150,7 +150,7 @@ class BlockPool:
         self._reused.add(block)
 
     def share_all(self, blocks: Sequence[int]) -> None:
-        """Adds a reference to each of these blocks. If one of them is free, adds none."""
+        """Adds a reference to each of these blocks. If one of them is free, raises ValueError and adds none."""
         for shared, block in enumerate(blocks):
             try:
                 self.share(block)
@@ -195,8 +195,8 @@ class BlockPool:
             self._move(block_hash, self._evictable, self._evictable_hot)
 
     def unmark_hot(self, block_hash: BlockHash) -> None:
-        """Removes one session. If no session keeps the content any more, it was not used for long, so it is evicted
-        first."""
+        """Removes one session that keeps this content hot. If it was the last one, the content is evicted first: it
+        was probably not used for a long time."""
         self._hot_counts[block_hash] -= 1
         if self._hot_counts[block_hash] == 0:
             del self._hot_counts[block_hash]

@@ -308,8 +308,8 @@ class KvCacheManager:
         return bool(allocation.blocks) and self._swaps.free.covers(allocation.size)
 
     def swap_out(self, allocation: KvCacheAllocation, after_step: int) -> tuple[SwapTask, int] | None:
-        """Swaps a request out. Its blocks are free at once; the swap guards them until the copy ends (`SwapSlots`). None:
-        there are not enough swap slots.
+        """Swaps a request out. Its blocks are free at once; the swap guards them until the copy ends (`SwapSlots`).
+        None: there are not enough swap slots.
 
         Returns the copy to make, and the row: `free_row` releases it when no step uses it any more.
         """

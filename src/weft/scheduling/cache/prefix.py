@@ -1,4 +1,4 @@
-"""Prefix sharing: finds KV blocks by content, and knows which running sequence is about to compute a block."""
+"""Prefix sharing: finds KV blocks by content, and records which running sequence will compute which block."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ class PrefixSharing:
             0 ........... border ............ length
             [ store blocks  )[ full blocks          ]
 
-        The next position reads its tail from full blocks, so the border is at most its `tiers.stored_blocks`. If the
-        store has fewer blocks, the border is earlier, and the first step moves the full blocks between to the store.
+        The position after the hit reads its tail from full blocks, so the border is at most its `tiers.stored_blocks`.
+        If the store holds fewer blocks, the border is earlier, and the first step moves the missing blocks to the
+        store.
 
         If the hit is shorter only because full blocks are missing, their hashes are noted. Once computed again, they
         stay cached for the next lookup.

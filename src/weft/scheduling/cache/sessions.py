@@ -53,8 +53,8 @@ class Sessions:
             return
         self._sessions[session] = kept
         self._num_hashes += len(kept.hashes)
-        # Keeps no more hashes than there are blocks, since the others can never be cached: many sessions must not fill
-        # the host's memory.
+        # Keeps no more hashes than there are blocks, since no more can be cached. Many sessions must not fill the
+        # host's memory.
         while self._num_hashes > self._max_hashes or len(self._sessions) > MAX_SESSIONS:
             self._drop(next(iter(self._sessions)))
 

@@ -22,25 +22,26 @@ from weft.server.stream.choices import Choices
 from weft.text.answer_reader import AnswerSyntax
 
 Outcome = list[GenerationResult] | ApiError | None
-"""How a request ended; None: the client disconnected."""
+"""How a request ended. None: the client disconnected, or an unexpected exception was raised."""
 
 _DEFAULT_ANSWER_TOKENS = 512
 """Tokens that an answer without max_tokens reserves from the rate limit of its key. When the request ends, the tokens
 that it used replace the reservation."""
 _MAX_OPEN_PER_FREE = 4
-"""With several keys, a key may have at most this many active requests per free place. So a key that sends very many
-requests leaves a fifth of `max_requests` to the other keys."""
+"""With several keys, a key may have at most this many active requests for each further request that the server can
+accept. So a key that sends very many requests leaves a fifth of `max_requests` to the other keys."""
 _GRACE_SECONDS = 1.0
 """The engine enforces deadlines. The server ends a request this much later if the engine did not."""
 _WAKE_EVERY = 64
 _WAKE_EVERY_FOR_STOPS = 8
-"""The server reads an answer that is not streamed after every so many tokens. Only then it finds a stop string or the
-last tool call in the text. The engine may generate up to this many tokens too many."""
+"""Tokens between two reads of an answer that is not streamed. The smaller number is for answers that a stop string or a
+limit of tool calls may end. The server finds their end only when it reads. So the engine may generate up to this many
+tokens too many."""
 
 
 class ActiveRequest:
-    """One request, from the end of its body to the end of its response. Whatever calls `ActiveRequests.begin` must
-    also call `end`."""
+    """One request, from the end of its body to the end of its response. The caller of `ActiveRequests.begin` must also
+    call `end`."""
 
     def __init__(
         self,
@@ -192,7 +193,7 @@ class ActiveRequests:
         is_streamed: bool,
     ) -> None:
         """Submits the request to the engine. If the gate holds it back, a background task submits its answers when they
-        are released. `form` is the form of its answers."""
+        are released. `form` is the syntax of its answers; None: plain text."""
         active.choices.check()
         active.requests = requests
         if active.limits is not None:
@@ -240,7 +241,7 @@ class ActiveRequests:
         used = None
         if not isinstance(outcome, ApiError) or (num_generated and outcome.is_client_fault):
             used = num_generated
-            if active.requests:  # without: only text work, which ends too soon to predict the time of answers
+            if active.requests:  # text work alone ends too soon to predict the time of answers
                 self.completion_rate.record_end()
         if active.ticket is not None:
             self._gate.leave(active.ticket, used)

@@ -13,7 +13,7 @@ _SHORTEST, _LONGEST = 1, 600
 
 class CompletionRate:
     """A moving average of the requests that end per second. It is never below one request per `_MEMORY_SECONDS`.
-    Otherwise the average would be near 0 after an idle night, and the first refused clients would get days as
+    Otherwise the average would be near 0 after an idle night, and the first refused clients would get the longest
     Retry-After."""
 
     def __init__(self, clock: Clock) -> None:
@@ -43,5 +43,5 @@ class CompletionRate:
 
 
 def retry_after(seconds: float) -> str:
-    """The value of a Retry-After header: whole seconds, from one to ten minutes."""
+    """The value of a Retry-After header: whole seconds, at least 1 and at most 600."""
     return str(min(_LONGEST, max(_SHORTEST, math.ceil(seconds))))

@@ -77,8 +77,8 @@ class GateTicket:
 
     @property
     def rank(self) -> int:
-        """Priority between keys. HIGH and CRITICAL overtake all keys; LOW and NORMAL differ only within their own
-        key."""
+        """Priority between keys. HIGH and CRITICAL requests overtake the requests of all keys. LOW and NORMAL differ
+        only between requests of the same key."""
         return max(self.job.priority, Priority.NORMAL)
 
     def release_one(self) -> int:
@@ -156,8 +156,8 @@ class FairGate:
         self._max_unreserved = (
             max_running - (max_running + _SLOTS_PER_RESERVED_SLOT // 2) // _SLOTS_PER_RESERVED_SLOT
         )
-        """Answers in the engine up to which any key may add more. The places above it are a reserve, for keys that have
-        no answer in the engine and for requests above NORMAL priority."""
+        """While fewer answers than this are in the engine, any key may add one. The remaining places are a reserve, for
+        keys that have no answer in the engine and for requests above NORMAL priority."""
         self._max_tokens = max_tokens
         self._count_answers = count_answers
         self._now = 0.0

@@ -67,8 +67,8 @@ class ApiKey:
             _refuse("admin", self.admin, "true, false")
 
     def salt_for(self, requested: str) -> str:
-        """The cache salt of a request that sent the salt `requested`, or "". The result is a hash that
-        includes the salt of the key, so that no request can use the cached prefixes of another key."""
+        """The cache salt of a request that sent the salt `requested` ("": none). The result is a hash that includes the
+        salt of the key, or its digest. So a request cannot use the cached prefixes of keys with another salt."""
         if self.cache_salt is None:
             parts = ("own", self.key_sha256, requested)
         else:
@@ -124,7 +124,7 @@ def plain_keys(secrets: Iterable[str]) -> tuple[ApiKey, ...]:
 
 def read_key_file(path: str | Path) -> tuple[ApiKey, ...]:
     """Reads a key file: one secret per line, or TOML with a [[key]] table per key. Raises InvalidRequestError with the
-    line number."""
+    file, and with the line of an invalid table if it is known."""
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

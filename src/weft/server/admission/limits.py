@@ -48,7 +48,7 @@ class KeyLimits:
         """Counts a request, or raises a 429."""
         key = self.key
         if key.concurrent is not None and self.num_open >= key.concurrent:
-            # The error has no Retry-After, because the end of an active request is unknown. The app predicts it.
+            # This error has no retry time: it is unknown when an active request ends. The app predicts the time.
             raise self._refused(
                 f"the key {key.name!r} has {self.num_open} active requests; allowed: {key.concurrent} at once; "
                 "wait until one ends",

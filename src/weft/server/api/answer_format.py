@@ -93,8 +93,8 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def events(self, pieces: Sequence[Piece]) -> bytes:
-        """The events for new pieces, called for every token of every stream. The first piece of an answer also makes
-        its opening event. The last piece makes its closing event: its choice has a result."""
+        """The events for new pieces. This method is called for every token of every stream. It adds an opening event
+        before the first piece of an answer, and a closing event after the last, when `choice.result` is set."""
 
     @abstractmethod
     def end(self, choices: Choices) -> bytes:
@@ -132,7 +132,7 @@ class AnswerWriter(ABC):
 
 
 class RequestBody(Protocol):
-    """The fields that every request type has. It is a msgspec type."""
+    """The fields that every request type has. Request types are msgspec structs."""
 
     @property
     def model(self) -> str | None: ...
@@ -181,7 +181,7 @@ class AnswerFormat(ABC, Generic[B]):
     request_type: type[B]
     operation: Operation
     fields: Mapping[str, Field] = {}
-    """Words and ranges of the fields that only this format has. `FIELDS` has the others."""
+    """Descriptions and ranges of the fields that only this format has. `FIELDS` has those of the other fields."""
 
     @abstractmethod
     def parse(self, api_request: B, model: ServedModel) -> ParsedRequest:

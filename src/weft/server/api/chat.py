@@ -258,7 +258,7 @@ class ChatWriter(OpenAIWriter):
         self._token_bytes = context.tokenizer.token_bytes
 
     def opening(self, index: int) -> bytes:
-        # Clients concatenate the contents of all events. None if the answer may have tool calls and no content.
+        # Clients concatenate the contents of all events, so the first is "". None: there may be only tool calls.
         content = None if self.context.has_parts else ""
         return self.event(_choice(index, {"role": "assistant", "content": content}))
 
@@ -274,7 +274,7 @@ class ChatWriter(OpenAIWriter):
             for delta in piece.deltas
         ]
         if self._wants_logprobs and piece.tokens:
-            # The logprobs of all tokens, also of thoughts and tool calls, are in the first event.
+            # The first event of a piece has the logprobs of all its tokens, also of thoughts and tool calls.
             choices = choices or [_choice(index, {})]
             choices[0]["logprobs"] = self.logprobs(index, piece.tokens, piece.logprobs)
         return choices

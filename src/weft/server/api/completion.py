@@ -184,8 +184,8 @@ def _check_ids(tokens: Sequence[int], param: str) -> None:
 
 
 class TokenOffsets:
-    """The offset of each token in the text of one answer. Correct even while the end of the text is not sent yet,
-    because it may begin a stop string."""
+    """The offset of each token in the text of one answer. The offsets include text that is not sent yet because it may
+    begin a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
         self._text = Detokenizer(tokenizer, skip_control=False)
@@ -226,7 +226,7 @@ class CompletionWriter(OpenAIWriter):
             self._starts = [await self._text_length(echo.tokens, loop_turns) for echo in self.context.echoes]
 
     async def _text_length(self, tokens: Sequence[int], loop_turns: LoopTurns) -> int:
-        """The length of the prompt's text, token by token."""
+        """The length of the prompt's text, with control tokens. Waits for a turn before each 512 tokens."""
         offsets = TokenOffsets(self.context.tokenizer)
         for start in range(0, len(tokens), 512):
             await loop_turns.wait()

@@ -17,7 +17,8 @@ _LONGEST_PATH = 200
 
 
 class AccessLog:
-    """Also catches unexpected exceptions of the application: sends a 500 and logs where the error happened."""
+    """Logs requests. Also catches unexpected exceptions of the application: sends a 500 and logs where they were
+    raised."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Parses request bodies without blocking the event loop.
 
-A parser holds the interpreter lock. 16 MB of small numbers take 0.4 s, in which no stream advances, and 25 times their
-size in memory. Therefore a worker process (this module as `__main__`) parses large bodies, one at a time. It sends back
-the parsed request or the error.
+A parser holds the interpreter lock. Parsing 16 MB of small numbers takes 0.4 s, in which no stream advances, and needs
+25 times their size in memory. Therefore a worker process (this module as `__main__`) parses large bodies, one at a
+time. It sends back the parsed request or the error.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _BodyError(msgspec.Struct, frozen=True, tag=True):
 
 
 class BodyReader:
-    """Owns the worker process for large bodies. It starts with the first large body."""
+    """Owns the worker process for large bodies. The process starts with the first large body."""
 
     def __init__(self) -> None:
         self._workers = Workers("weft.server.http.bodies")

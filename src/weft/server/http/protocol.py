@@ -166,7 +166,7 @@ class TimedProtocol(H11Protocol):
         self.transport.close()
 
     def _watch_reader(self, num_unread: int, num_checks: int) -> None:
-        """Schedules the next check. `num_unread` bytes were unread in each of the last `num_checks` checks."""
+        """Schedules the next check. `num_unread` bytes are unread. The last `num_checks` checks found no progress."""
         self._stall_timer = self.loop.call_later(
             self._stall_check_seconds, self._check_reader, num_unread, num_checks
         )

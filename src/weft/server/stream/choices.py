@@ -255,12 +255,12 @@ class Choices:
                 )
                 if (
                     answer.is_readable
-                ):  # outputs may arrive before the answer is in the list; `take` missed those
+                ):  # outputs that arrived before the answer was in the list: `take` did not see them
                     self._arrived.set()
         self._is_submitted = is_last
 
     def submit_later(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Runs `work` as a task, which calls `submit`. `take` raises its error."""
+        """Runs `work`, which calls `submit`, in a task. If `work` fails, `take` and `check` raise its error."""
         self._submit_task = asyncio.create_task(self._run_submit(work))
 
     async def _run_submit(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -311,8 +311,8 @@ class Choices:
         await self._arrived.wait()
 
     def call_on_arrival(self, call: Callable[[], object] | None) -> None:
-        """Calls `call` each time `take` may return something new, and at once if it may now. `call` must not call
-        `take`: the connection is still passing outputs to the answers."""
+        """Calls `call` each time `take` may return something new, and immediately if `take` already may. `call` must
+        not call `take`: the connection is still passing outputs to the answers at that time."""
         self._arrived.on_set = call
         if call is not None and self._arrived.is_set():
             call()
