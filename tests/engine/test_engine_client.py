@@ -275,6 +275,15 @@ def test_a_slow_reader_gets_an_error_and_its_request_is_cancelled() -> None:
     with_client(use, ServingEngineConfig(cache=CONFIG.cache, stream_buffer=512))
 
 
+def test_the_final_output_is_accepted_even_if_the_buffer_is_full() -> None:
+    async def use(client: EngineClient) -> None:
+        [answer] = await client.submit(request(65))
+        await until(lambda: client.num_unfinished == 0)
+        assert len(await outputs_of(answer)) == 65
+
+    with_client(use, ServingEngineConfig(cache=CONFIG.cache, stream_buffer=64))
+
+
 def test_a_reader_is_not_slow_only_because_many_tokens_arrive_at_once() -> None:
     async def use(client: EngineClient) -> None:
         [answer] = await client.submit(request(3000))

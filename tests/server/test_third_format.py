@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from in_process import InProcess, Reply, in_process
 
 from weft.request import GenerationResult, SamplingParams
@@ -24,6 +25,7 @@ from weft.server.api.answer_format import (
 )
 from weft.server.api.field_docs import Field
 from weft.server.api.formats import FORMATS
+from weft.server.app import ServerApp
 from weft.server.errors import ApiError
 from weft.server.stream.choices import Choices, Piece
 from weft.server.stream.events import EventStream
@@ -218,3 +220,30 @@ def test_the_document_describes_the_format(default_model_path: Path) -> None:
     properties = document["components"]["schemas"]["LinesRequest"]["properties"]
     assert all(content["description"] for content in properties.values())
     assert "/v1/chat/completions" in document["paths"]
+
+
+def test_a_fault_of_the_server_costs_a_key_nothing(
+    default_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(server: InProcess) -> tuple[int, float, float]:
+        async def charged() -> float:
+            metrics = await server.send("/metrics", method="GET", key="secret")
+            lines = metrics.body.decode().splitlines()
+            return sum(
+                float(one.rpartition(" ")[2]) for one in lines if one.startswith("weft:key_tokens_total{")
+            )
+
+        own = {b"x-lines-key": b"secret"}
+        with monkeypatch.context() as patched:
+            patched.setattr(ServerApp, "_end", failing)
+            failed = await send(server, QUESTION, more_headers=own)
+        after_failure = await charged()
+        assert (await send(server, QUESTION, more_headers=own)).status == 200
+        return failed.status, after_failure, await charged()
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("a fault of the server")
+
+    found = served(default_model_path, work=work, api_keys=plain_keys(["secret"]))
+    status, after_failure, after_success = found
+    assert (status, after_failure) == (500, 0) and after_success > 0

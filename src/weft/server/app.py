@@ -160,7 +160,7 @@ class ServerApp:
         choices = Choices(self.engine, self.text.tokenizer, answer_bytes)
         record = current_record()
         active = self._active_requests.begin(key, choices, record.id, record.given_id)
-        outcome: Outcome = None
+        outcome: Outcome = ApiError.internal_error()  # unless the code below sets another
         is_owned_by_response = False
         try:
             await self._loop_turns.wait()
@@ -199,6 +199,9 @@ class ServerApp:
             self._end(results, prepared, active)
             is_owned_by_response = True
             return whole_answer.response(headers)
+        except Disconnected:
+            outcome = None
+            raise
         except ApiError as error:
             outcome = error
             error.headers |= active.headers
@@ -330,8 +333,13 @@ class ServerApp:
             self._active_requests.end(active, error)
             error.headers |= active.headers
             raise
+        except Disconnected:
+            self._active_requests.end(active, None)
+            raise
         finally:
-            self._active_requests.end(active, None)  # no effect if the request ended above
+            self._active_requests.end(
+                active, ApiError.internal_error()
+            )  # no effect if the request ended above
 
     async def _tokenizer_info(self, request: Request) -> Response:
         """The same route as in vLLM. Clients that count tokens (lm-eval) call it before they load tokenizer files."""

@@ -140,9 +140,11 @@ class RemoteAnswer:
         return is_first
 
     def put(self, output: wire.Output) -> bool:
-        """Adds an output with logprobs, or the final one. Returns whether it has the first token."""
+        """Adds an output with logprobs, or the final one, which a full buffer accepts too. Returns whether it has the
+        first token."""
         unread, capacity = self._unread, self._capacity
-        if self._failure is not None or (capacity is not None and len(unread) >= capacity):
+        is_full = capacity is not None and len(unread) >= capacity
+        if self._failure is not None or (is_full and output.finish_reason is None):
             self._overflow()
             return False
         if not self._may_grow(_size(output)):
