@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 class Masks:
     """The tokens that grammars allow, for the M of a step's S samples that have a grammar."""
 
-    entries: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # int64 [M]: indices of samples
+    entries: np.ndarray = field(
+        default_factory=lambda: np.zeros(0, np.int64)
+    )  # int64 [M]: indices of samples
     bits: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.uint8))
     """uint8 [M, bytes]: one bit per token, the first token in the lowest bit; 1: allowed."""
     errors: dict[int, Failure] = field(default_factory=dict)
