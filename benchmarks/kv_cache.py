@@ -246,7 +246,10 @@ def print_report(report: Report) -> None:
 
 
 def document(report: Report) -> dict[str, Any]:
-    return {"weft": __version__, **asdict(report), "checks": [asdict(check) for check in report.checks]}
+    share = FULL_BITS[report.device] / 16
+    required = {kind: contexts * share for kind, contexts in MORE_CONTEXTS.items()}
+    checks = [asdict(check) for check in report.checks]
+    return {"weft": __version__, **asdict(report), "required_admissions": required, "checks": checks}
 
 
 def draw(report: Report, path: Path) -> None:

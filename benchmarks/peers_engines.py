@@ -105,7 +105,7 @@ class PeerFiles:
 
 @dataclass(frozen=True)
 class Engine:
-    """One row of the table."""
+    """An engine with the settings that it is measured with: one row of the report's tables. A peer may have several."""
 
     name: str
     peer: str

@@ -17,7 +17,9 @@ def panels_of(report):
     if found := report["admissions"]:
         bars = [(one["kind"], one["contexts"], str(one["contexts"])) for one in found]
         title = f"contexts of {found[0]['context']:,} tokens\nin {found[0]['memory'] / 2**20:,.0f} MiB"
-        required = {kind: share * found[0]["contexts"] for kind, share in (("8 bits", 1.8), ("4 bits", 3.0))}
+        required = {
+            kind: share * found[0]["contexts"] for kind, share in report["required_admissions"].items()
+        }
         panels.append((title, bars, required))
     if found := report["readings"]:
         rises = [(one["kind"], 100 * one["difference"]["share"]) for one in found[1:]]

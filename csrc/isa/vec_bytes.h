@@ -165,7 +165,8 @@ struct SumW4 {
     asm("" : "+v"(sums));   // otherwise the compiler spills all products and adds them at the end
   }
   Whole added_to(Whole block, const FactorsW4& factors, int32_t start) const {
-    // RowGroup::start without the lift: the pair (-8 * sum, sum) of the activation codes, for the pair (scale, offset).
+    // start - lift is the pair (-8 * s, s), where s is the sum of the group's activation codes (see RowGroup::start). It
+    // is multiplied by the pair (scale, offset).
     const Bytes pair = subtract16(all_fours(start), all_fours(w4_lift));
     return add32(add32(block, multiply_and_add_pairs(sums, factors.scales)), multiply_and_add_pairs(pair, factors.pairs));
   }

@@ -197,10 +197,12 @@ struct LinearTask {
 // Elements 0 to 2 are used as codes 0 to 2 directly: each code is rounded to the nearest value with these low bits. So
 // a code has 12 bits including the sign: the precision that f16 has for the largest feature.
 //
-// No sum of products overflows 32 bits. The codes of the attention weights of a row and segment add up to at most twice
-// the largest code.
-// A dot product of query and key is at most the product of their lengths, so both lengths are limited. This holds for
-// heads of up to 7,000 features. For a typical key of 64 features or more the limit costs at most 7% of the resolution.
+// No sum of products overflows 32 bits:
+// - Weights times values: the weight codes of a row and segment add up to at most twice the largest code, so to less
+//   than 2^16. The magnitude of a value code is at most 2^15.
+// - Query times key: a dot product is at most the product of the two Euclidean lengths, so both lengths are limited
+//   (longest_key, longest_query). The limits leave 2% for the rounding of codes, enough for up to 7,000 features. For a
+//   typical key of 64 features or more, the limit costs at most 7% of the resolution.
 constexpr int64_t key_tile = 16;
 constexpr int codes_of_unit = 4, elements_of_unit = 3;
 constexpr int lowest_bits = 4, fourth_step = 1 << lowest_bits;

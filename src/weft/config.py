@@ -160,7 +160,7 @@ class SchedulerConfig:
     dynamic_batching: bool = True
     """New requests join while others generate. Off: a batch closes when it generates, and runs to its end."""
     prefix_caching: bool = True
-    """KV blocks of earlier prompts are reused by prompts with the same beginning."""
+    """KV blocks of earlier requests (prompts and answers) are reused by prompts with the same beginning."""
     max_draft_tokens: Annotated[
         int, Range(0, 64), Flag("--drafts", "N", "Maximum draft tokens; 0: off; default: 11.")
     ] = 11

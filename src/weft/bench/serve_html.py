@@ -282,7 +282,7 @@ def _scale(values: Sequence[float], start: float, end: float, is_log: bool = Fal
 
 
 def _round_step(step: float) -> float:
-    """The next larger of 1, 2, 5, 10, ... times a power of ten."""
+    """Rounds up to 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step * (1 - 1e-9))
 

@@ -253,7 +253,7 @@ def _model_checks(model: str) -> Iterator[Check]:
 
 
 def _find_model(model: str) -> Path | None:
-    """The path of a model, without fetching it; None if it is not in the cache."""
+    """The path of a model, without a download. None if "default" or an `hf:` model is not in the cache."""
     if model == "default" or model.startswith("hf:"):
         kept = next((one for one in cached_models() if one.name == model), None)
         if kept is None:
@@ -261,7 +261,7 @@ def _find_model(model: str) -> Path | None:
         if kept.problem:
             raise ModelFileError(f"{kept.path}: {kept.problem}")
         return kept.path
-    return pull(model)
+    return pull(model)  # a path: it is only checked, never downloaded
 
 
 def _describe(checkpoint: Checkpoint, context: int) -> str:

@@ -4,7 +4,8 @@ A decoder uses only these operations, so it runs on any array library. It does n
 is `Any`.
 
     cell  = block id * block size + offset in the block    the position of a token's K and V, in every layer
-    cache = [blocks, layers, 2 (K, V), ...]                a block is contiguous; its inner layout depends on the ops
+    cache = [blocks, layers, ...]                          K and V; a block is contiguous, its inner layout depends
+                                                           on the ops
     store = [blocks, layers, ...]                          the same for quantised blocks
 
 With a store, a query reads the blocks before its tail from the store (`weft.tiers.stored_blocks`), and the others from

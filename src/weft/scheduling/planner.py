@@ -191,7 +191,7 @@ class Planner:
                 if self._may_skip_step(builder, sequence) or self._victim_is_in_plan(builder, sequence):
                     builder.drop(sequence)
                 else:
-                    self._preempt(builder, sequence)  # no victim ranks below it
+                    self._preempt(builder, sequence)  # preempting those below it would not free enough
 
     def _needed(self, sequence: Sequence, count: int) -> BlockCounts:
         """Blocks that a running sequence lacks to compute `count` more positions."""
@@ -240,8 +240,9 @@ class Planner:
         rotation = -(-len(self._sequences.running) // self._config.sequences_per_step)
         is_prompt_in_tiers = self._info.store_blocks and not _is_decode(sequence)
         if is_prompt_in_tiers and all(s.priority >= sequence.priority for s in self._sequences.running):
-            # Prompts divide the full blocks that the tails leave free. These may be few, so one prompt may have to wait
-            # for all others. But a prompt that outranks a running sequence preempts it.
+            # Prompts share the full blocks that the tails leave free. These may be few, so a prompt may have to wait for
+            # every other running sequence: allow one step for each. A prompt with a higher priority than a running
+            # sequence gets no longer wait: it can preempt that sequence.
             rotation = max(rotation, len(self._sequences.running))
         return step - max(sequence.last_step, sequence.admitted_step - 1) <= rotation
 

@@ -54,7 +54,7 @@ class ServerSettings:
     api_keys: Annotated[
         tuple[ApiKey, ...], Flag("--api-key", "KEY", "Require this key; may be repeated.", repeats=True)
     ] = ()
-    """API keys that requests must send. None at all: no key is needed."""
+    """A request must send one of these API keys. Empty: no key is needed. `weft serve` adds the keys of `api_key_file`."""
     api_key_file: Annotated[
         str | None, Flag("--api-key-file", "PATH", "A file with one key per line, or TOML.")
     ] = None

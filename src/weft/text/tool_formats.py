@@ -41,7 +41,8 @@ class ToolFormat:
     has_short_ids: bool = False
     """The templates of these models accept only call ids of nine letters and digits."""
     template: str = r"(?!)"
-    """Matches the output of a template for a call of `probe`."""
+    """A regular expression that finds a call of the function "probe" in the output of a chat template. `detect_format`
+    uses it. The default matches nothing."""
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -185,7 +185,10 @@ class CudaBackend:
                 self._swaps.block_stream(self._stream, plan.after_swaps)
                 self._launch(plan, slot, step)
             except Exception as error:
-                self._mailbox.restore()
+                with suppress(
+                    RuntimeError
+                ):  # after a GPU error this raises too, and so does every later step
+                    self._mailbox.restore()
                 step.fail(f"{type(error).__name__}: {error}")
                 return step
             self._mailbox.send(slot, step)

@@ -25,7 +25,9 @@ class DeviceBatch:
     rows: Tensor  # int32 [requests]: row of `tables` of each request
     query_starts: Tensor  # int32 [requests + 1]
     context_lengths: Tensor  # int32 [requests], including the tokens of this step
-    tables: Tensor  # int32 [rows of the backend, blocks of a context]; two tiers: full precision, then store
+    tables: Tensor
+    """int32 [rows of the backend, blocks of a context]. With two tiers a row is twice as long: the KV blocks in full
+    precision, then the blocks of the store for the same positions."""
     logit_indices: Tensor  # int32 [selected], token indices; sampled tokens come first
     decodes: int = 0
     """The first `decodes` requests have one token each: token i belongs to request i. If `longest_query` is 1, this
