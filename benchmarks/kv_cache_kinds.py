@@ -80,7 +80,8 @@ class Setup:
 
 
 def engine_config(pool: KvCachePoolConfig, sequences: int) -> ServingEngineConfig:
-    """First come, first served, with prompts in two or three chunks: only memory limits how many requests run together."""
+    """First come, first served. A step has room for a decode of every sequence and for STEP_TOKENS prompt tokens. So only
+    memory and `sequences` limit how many requests run together."""
     scheduler = SchedulerConfig(
         max_running=sequences,
         max_tokens_per_step=STEP_TOKENS + sequences,

@@ -175,9 +175,9 @@ def _draw(scores: np.ndarray, drawn: np.ndarray, entries: SampledEntries, rows: 
 def _winner(relative: np.ndarray, key: np.uint64) -> int:
     """The token with the highest sum of score and noise; the lowest id at a tie. Scores are relative to the best.
 
-    The result is exact, but the logarithms of the noise are computed only for tokens that can win. `floor` is the sum
-    of the token with the best score, which is 0. To reach it, a token needs noise of at least `floor` minus its score.
-    gumbel(u) >= x implies u <= exp(-x), so comparing u is enough.
+    The result is exact, but the logarithms of the noise are computed only for tokens that can win. The best score is 0,
+    so the sum of its token is only that token's noise: `floor`. To reach it, a token needs noise of at least `floor`
+    minus its score. gumbel(u) >= x implies u <= exp(-x), so comparing u is enough.
     """
     token_ids = np.flatnonzero(relative >= GUMBEL_MIN - GUMBEL_MAX)
     scores = relative[token_ids]

@@ -111,6 +111,7 @@ class PromptOrder:
         self._size = size
 
     def sort_key(self, sequence: Sequence, cached: int) -> SortKey:
-        """The smallest goes first. `cached` tokens need no prefill. While the cost model is empty: order of arrival."""
+        """The prompt with the smallest key goes first. `cached` tokens need no prefill. While the cost model is empty,
+        the target of a prompt is its arrival time."""
         alone = self._size.seconds_alone(cached, sequence.target - cached)
         return self._policy.prefill_sort_key(sequence, TTFT_FACTOR * alone)

@@ -94,7 +94,8 @@ class AnswerText:
         text = "".join(self._pieces)
         if not self.is_cut:
             return dataclasses.replace(result, text=text)
-        # The token that completed the stop string is the last one, even if the engine generated more meanwhile.
+        # The last token is the one that completed the stop string or the last tool call, even if the engine generated
+        # more meanwhile.
         return dataclasses.replace(
             result,
             text=text,

@@ -307,6 +307,8 @@ def _with_end(message: Mapping[str, Any], marked: Mapping[str, Any], end: str) -
 
 
 def _until_end(text: str, end: str) -> str:
+    """The text before `end`. The caller put a space after `end`. If the template removed that space, it trims messages,
+    so this text is trimmed too."""
     position = text.rfind(end)
     if position < 0:
         raise InvalidRequestError(

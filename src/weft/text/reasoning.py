@@ -61,7 +61,8 @@ class ReasoningParser:
                 return "", ""
             self._may_open = False
             if is_open:
-                # Some models write the opening marker again, although the prompt already ends with it.
+                # The reasoning begins here. If the prompt already ends with the marker, it has begun before; some models
+                # write the marker again, and it is only removed.
                 self._is_inside = True
                 text = stripped[len(opening) :]
             elif not self._is_inside:

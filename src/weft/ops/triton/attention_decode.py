@@ -281,7 +281,8 @@ def _tile_at(
     BLOCK_SIZE: tl.constexpr,
     TAIL_BLOCKS: tl.constexpr,
 ):
-    """The index of the tile that comes after the first `work` units of a request."""
+    """The index, in the whole context, of the tile that contains unit `work` of a request (from 0). If `work` is all its
+    work: the index after the last tile."""
     if BITS > 0:
         stored = _stored_tiles(context, WINDOW, TILE, BLOCK_SIZE, TAIL_BLOCKS)
         work = tl.where(work < stored, work, stored + (work - stored) // (16 // BITS))

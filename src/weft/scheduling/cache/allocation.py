@@ -29,9 +29,9 @@ class KvCacheAllocation:
         blocks   [ store ..... | full ............... ]
                                ^ stored
 
-    `arriving`: store blocks for the entries from `stored` on, allocated for the step being planned. When the plan is
-    final, they replace the full blocks of these entries. Until the step ends, `leaving` maps each entry to its former
-    full block.
+    `arriving`: store blocks for `blocks[stored]` and the following ones, allocated for the step being planned. When the
+    plan is final, they replace these full blocks in `blocks`. Until the step ends, `leaving` maps the index of each to
+    its former full block.
     """
 
     __slots__ = ("arriving", "blocks", "leaving", "request_id", "row", "stored", "swap_slots")

@@ -267,7 +267,7 @@ class CompletionWriter(OpenAIWriter):
             "top_logprobs": [
                 None
                 if one is None
-                # The sampled token is always included.
+                # The token itself is always included, even if it is not among the top ones.
                 else {**{self._name(other): value for other, value in one.top}, name: one.logprob}
                 for name, one in zip(names, token_logprobs, strict=True)
             ],

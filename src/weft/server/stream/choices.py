@@ -108,7 +108,7 @@ class Choice:
         return Piece(self, text, tokens, logprobs, deltas, outputs[-1].is_final)
 
     def _read_all(self, outputs: Sequence[Unread]) -> Piece | None:
-        """Reads all tokens at once, for answers without stop strings and tool calls."""
+        """Reads all tokens at once, for answers that are plain text (no reasoning, no tool calls) without stop strings."""
         if not outputs:
             return None
         last = outputs[-1]
