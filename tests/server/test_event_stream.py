@@ -147,6 +147,7 @@ async def streamed(tokenizer: Tokenizer) -> AsyncIterator[Streamed]:
         ServerMetrics("m"),
         loop_turns=LoopTurns(),
         began=0.0,
+        silence_seconds=60,
         headers={},
         on_end=lambda outcome: found.outcomes.append(outcome),
     )

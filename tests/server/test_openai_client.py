@@ -239,7 +239,7 @@ def test_many_concurrent_streams_get_the_same_text_as_alone(client: openai.OpenA
 
 def test_errors_have_the_exception_classes_of_the_package(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
-        client.chat.completions.create(model="gpt-4", messages=MESSAGES)  # type: ignore[arg-type]
+        client.chat.completions.create(model="no-such-model", messages=MESSAGES)  # type: ignore[arg-type]
     assert unknown.value.param == "model" and unknown.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError, match="temperature") as bad:
         client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=-1, stream=True)  # type: ignore[arg-type]

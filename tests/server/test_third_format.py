@@ -29,8 +29,8 @@ from weft.server.app import ServerApp
 from weft.server.errors import ApiError
 from weft.server.stream.choices import Choices, Piece
 from weft.server.stream.events import EventStream
-from weft.server.text_work.text_process import Chat
 from weft.text.answer_parts import AnswerParts
+from weft.text.conversation import Conversation, Message
 
 # ---------------------------------------------------------------------- the format
 
@@ -74,8 +74,8 @@ class LinesFormat(AnswerFormat[LinesRequest]):
 
     def parse(self, api_request: LinesRequest, model: ServedModel) -> ParsedRequest:
         params = SamplingParams(max_tokens=api_request.length, seed=7, ignore_eos=True)
-        chat = Chat([{"role": "user", "content": api_request.question}])
-        return ParsedRequest(chat, params, api_request.live, deadline=api_request.deadline)
+        conversation = Conversation([Message("user", api_request.question)])
+        return ParsedRequest(conversation, params, api_request.live, deadline=api_request.deadline)
 
     def writer(self, api_request: LinesRequest, context: AnswerContext) -> AnswerWriter:
         return LinesWriter(context)
@@ -85,9 +85,6 @@ class LinesFormat(AnswerFormat[LinesRequest]):
 
     def error(self, error: ApiError) -> tuple[int, Any]:
         return 422 if error.status == 400 else error.status, problem(error)
-
-    def authorization(self, headers: Mapping[bytes, bytes]) -> bytes:
-        return b"Bearer " + headers.get(b"x-lines-key", b"")
 
 
 class LinesWriter(AnswerWriter):
@@ -169,18 +166,23 @@ def test_errors_have_the_form_the_status_and_the_field_names_of_the_format(defau
     assert odd.status == 200 and b"odd" in odd.headers[b"warning"]
 
 
-def test_the_format_finds_the_key_of_its_clients(default_model_path: Path) -> None:
+def test_a_key_is_read_from_both_headers_on_every_route(default_model_path: Path) -> None:
     async def work(server: InProcess) -> list[Reply]:
         other = b'{"prompt": "Hello", "max_tokens": 1}'
+        wrong, right = {b"x-api-key": b"wrong"}, {b"x-api-key": b"secret"}
         return [
             await send(server, QUESTION),
+            await send(server, QUESTION, more_headers=wrong),
+            await server.send("/v1/completions", other, more_headers=wrong),
             await send(server, QUESTION, key="secret"),
-            await send(server, QUESTION, more_headers={b"x-lines-key": b"secret"}),
-            await server.send("/v1/completions", other, more_headers={b"x-lines-key": b"secret"}),
+            await send(server, QUESTION, more_headers=right),
+            await server.send("/v1/completions", other, more_headers=right),
+            await server.send("/v1/models", method="GET", more_headers=right),
         ]
 
-    none, bearer, own, other = served(default_model_path, work=work, api_keys=plain_keys(["secret"]))
-    assert [none.status, bearer.status, own.status, other.status] == [401, 401, 200, 401]
+    none, wrong, other, *rest = served(default_model_path, work=work, api_keys=plain_keys(["secret"]))
+    assert [none.status, wrong.status, other.status] == [401, 401, 401]
+    assert [one.status for one in rest] == [200, 200, 200, 200]
     assert "problem" in json.loads(none.body) and "error" in json.loads(other.body)
 
 
@@ -233,7 +235,7 @@ def test_a_fault_of_the_server_costs_a_key_nothing(
                 float(one.rpartition(" ")[2]) for one in lines if one.startswith("weft:key_tokens_total{")
             )
 
-        own = {b"x-lines-key": b"secret"}
+        own = {b"x-api-key": b"secret"}
         with monkeypatch.context() as patched:
             patched.setattr(ServerApp, "_end", failing)
             failed = await send(server, QUESTION, more_headers=own)

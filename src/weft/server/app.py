@@ -25,7 +25,8 @@ from weft.server.admission.active_requests import ActiveRequest, ActiveRequests,
 from weft.server.admission.keys import ApiKey
 from weft.server.api import docs_page
 from weft.server.api.answer_format import AnswerFormat, B
-from weft.server.api.formats import FORMATS, Formats
+from weft.server.api.formats import FORMATS, ROUTES, Formats
+from weft.server.api.model_names import is_model_name
 from weft.server.api.preparing import Prepared, Preparer
 from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
 from weft.server.errors import ApiError, as_api_error, json_response, renamed_fields
@@ -43,9 +44,9 @@ from weft.server.stream.loop_turns import LoopTurns
 from weft.server.stream.whole_answer import WholeAnswer, min_response_bytes
 from weft.text.model_text import ModelText
 
-_HEADERS_SECONDS = 1.0
-"""A stream delays its status line by up to this long. If the engine refuses the request in this time, the response has
-an error status. A later refusal is sent as an event."""
+_HEADERS_SECONDS = 0.25
+"""A stream delays its status line and its first event by up to this long. If the engine refuses the request in this
+time, the response has an error status. A later refusal is sent as an event."""
 _BYTES_PER_TOKEN = 4
 """Estimated bytes per token in the body of `/tokenize`. The number of tokens to reserve from the rate limit, before the
 text is tokenised, is calculated from it."""
@@ -59,7 +60,7 @@ _EXPOSED = (
 )
 """Response headers that a web page of an allowed origin may read."""
 
-T = TypeVar("T", TokenizeRequest, DetokenizeRequest)
+T = TypeVar("T", bound=Any)
 
 
 class ServerApp:
@@ -87,7 +88,7 @@ class ServerApp:
         self._log = log
         self._name = settings.names[0]
         self._metrics = ServerMetrics(self._name, is_two_tier=settings.engine.cache.is_two_tier)
-        self._created = int(time.time())
+        self.created = int(time.time())
         self._loop_turns = LoopTurns()
         self._active_requests = ActiveRequests(settings, engine, self._metrics, time.monotonic)
 
@@ -108,6 +109,12 @@ class ServerApp:
         post, get = ["POST"], ["GET"]
         routes = [
             *(Route(path, partial(self._generate, one), methods=post) for path, one in self._formats.items()),
+            *(
+                Route(one.counting.path, partial(self._count_tokens, one), methods=post)
+                for one in self._formats.values()
+                if one.counting is not None
+            ),
+            *(route for make in ROUTES for route in make(self)),
             Route("/v1/models", self._models, methods=get),
             Route("/v1/models/{name:path}", self._model, methods=get),
             Route("/tokenize", self._tokenize, methods=post),
@@ -187,6 +194,7 @@ class ServerApp:
                         self._metrics,
                         loop_turns=self._loop_turns,
                         began=active.began,
+                        silence_seconds=self.settings.silence_seconds,
                         headers=headers,
                         on_end=lambda outcome: self._end(outcome, prepared, active),
                     )
@@ -223,7 +231,7 @@ class ServerApp:
     ) -> Prepared:
         """Prepares the request and submits it. If `FairGate` holds it back, it is submitted later. Raises if the engine
         refuses it."""
-        self._check_model(api_request.model)
+        self.check_model(api_request.model)
         async with active.until_deadline():
             prepared = await self._preparer.prepare(
                 answer_format, api_request, size, active.id, active.key, client_id
@@ -277,8 +285,8 @@ class ServerApp:
         # A server that drains has usually been replaced by another one after the drain time.
         return max(seconds, self.settings.drain_seconds) if self.is_draining else seconds
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.settings.names:
+    def check_model(self, name: str | None) -> None:
+        if name is not None and not is_model_name(name, self.settings):
             raise ApiError(
                 404,
                 f"there is no model {name!r:.200}; this server has {self._name!r}",
@@ -304,11 +312,21 @@ class ServerApp:
 
         return await self._without_engine(request, DetokenizeRequest, work)
 
+    async def _count_tokens(self, answer_format: AnswerFormat[Any], request: Request) -> Response:
+        counting = answer_format.counting
+        assert counting is not None
+
+        async def work(api_request: Any, size: int, active: ActiveRequest) -> Any:
+            self._active_requests.reserve(active, size // _BYTES_PER_TOKEN or 1)
+            with renamed_fields(answer_format.field_names(api_request)):
+                count = await self._preparer.count(answer_format, api_request, size, _client_id(request))
+            active.text_tokens = count
+            return counting.answer(count)
+
+        return await self._without_engine(request, counting.request_type, work)
+
     async def _without_engine(
-        self,
-        request: Request,
-        kind: type[T],
-        work: Callable[[T, int, ActiveRequest], Awaitable[dict[str, Any]]],
+        self, request: Request, kind: type[T], work: Callable[[T, int, ActiveRequest], Awaitable[Any]]
     ) -> Response:
         """Handles a request that needs only text work. It is an active request, and uses the token limit of its key."""
         key: ApiKey | None = request.scope[KEY]
@@ -324,7 +342,7 @@ class ServerApp:
                 api_request, _ = await unless_disconnected(
                     request.receive, self._bodies.read(kind, body, _client_id(request))
                 )
-                self._check_model(api_request.model)
+                self.check_model(api_request.model)
                 content = await unless_disconnected(request.receive, work(api_request, len(body), active))
                 choices.check()  # raises if an operator cancelled the request
             self._active_requests.end(active, [])
@@ -351,14 +369,14 @@ class ServerApp:
         return json_response({"object": "list", "data": [self._described()]})
 
     async def _model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
+        self.check_model(request.path_params["name"])
         return json_response(self._described())
 
     def _described(self) -> dict[str, Any]:
         return {
             "id": self._name,
             "object": "model",
-            "created": self._created,
+            "created": self.created,
             "owned_by": "weft",
             "max_model_len": self.engine.max_sequence_length,
         }

@@ -18,7 +18,7 @@ from weft.server.admission.completion_rate import retry_after
 from weft.server.logs import current_record
 
 ERROR_WRITER = "weft.error_writer"
-"""Scope entry with `AnswerFormat.error`, if the route has an API format."""
+"""Scope entry with `AnswerFormat.error`; None if the route has no API format."""
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -59,6 +59,12 @@ class ServerSettings:
         str | None, Flag("--api-key-file", "PATH", "A file with one key per line, or TOML.")
     ] = None
     """A file with API keys: one key a line, or TOML with limits for each key."""
+    aliases: Mapping[str, str] = field(
+        default_factory=lambda: {"claude-*": "", "gpt-*": "", "codex-*": "", "o[0-9]*": ""}
+    )
+    """Other names that requests may use, as a table: name = "name of the model". A name may have wildcards, as in
+    "gpt-*" or "*"; "" is the first name of the model. By default the names that agents of the vendors send are
+    answered."""
     context: Annotated[
         int | None, Range(2), Flag("--context", "N", "Maximum context in tokens; default: the model's.")
     ] = None
@@ -114,6 +120,8 @@ class ServerSettings:
     """Time limit for the body of a request, counted from the end of its headers."""
     stalled_reader_seconds: Seconds = 60.0
     """A connection is closed if bytes wait to be sent and its client accepts none for this long."""
+    silence_seconds: Annotated[float, Range(1, 1_000_000)] = 15.0
+    """A stream without new tokens sends an event without content this often, so that its client does not give up."""
     max_answers: AtLeastOne = 1024
     """Limit for prompts times `n` of one request."""
     max_requests: AtLeastOne = 4096

@@ -1,12 +1,15 @@
-"""Checks the messages and tools of a chat, and converts them to the form that chat templates expect."""
+"""Checks the messages and tools of a chat. Converts them to items of a conversation, and to the form that chat templates
+expect."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from weft.errors import InvalidRequestError
+from weft.text import conversation
+from weft.text.conversation import Item
 
 Message = Mapping[str, Any]
 
@@ -33,6 +36,43 @@ def normalised_messages(
         _message(message, f"messages[{index}]", content_form, parse_arguments)
         for index, message in enumerate(messages)
     ]
+
+
+def items_of(messages: Sequence[Message]) -> list[Item]:
+    """The items of messages in the form of the OpenAI API. Raises InvalidRequestError if one is invalid."""
+    checked = normalised_messages(messages, content_form="either", parse_arguments=False)
+    return [item for index, one in enumerate(checked) for item in _items(one, f"messages[{index}]")]
+
+
+def _items(message: dict[str, Any], where: str) -> Iterator[Item]:
+    """`message` is normalised."""
+    role, content = message.pop("role"), _texts(message.pop("content", None))
+    if role == "tool":
+        yield conversation.ToolResult(message.pop("tool_call_id", None), content or "", message)
+        return
+    reasoning = [message.pop(name, None) for name in _REASONING]
+    if (
+        role == "assistant"
+        and (thought := next((one for one in reasoning if one is not None), None)) is not None
+    ):
+        yield conversation.Thought(str(thought))
+    calls = message.pop("tool_calls", None) or ()
+    yield conversation.Message(role, content, message)
+    for index, call in enumerate(calls):
+        function = call.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str):
+            raise InvalidRequestError(
+                f"{where}.tool_calls[{index}] has no function with a name; send one", field="messages"
+            )
+        call_id, arguments = call.get("id"), function.get("arguments")
+        yield conversation.ToolCall(
+            call_id if isinstance(call_id, str) else None, name, "{}" if arguments is None else arguments
+        )
+
+
+def _texts(content: Any) -> str | list[str] | None:
+    return [part["text"] for part in content] if isinstance(content, list) else content
 
 
 def checked_objects(values: Any, field: str) -> list[Any] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -18,8 +18,8 @@ from weft.server.api.tool_use import NO_TOOLS, ToolUse
 from weft.server.errors import ApiError
 from weft.server.stream.choices import Choices, Piece
 from weft.server.stream.loop_turns import LoopTurns
-from weft.server.text_work.text_process import Chat
 from weft.text.answer_parts import AnswerParts
+from weft.text.conversation import Conversation
 from weft.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]
@@ -40,7 +40,7 @@ class ServedModel:
 class ParsedRequest:
     """The content of a body, independent of the API format."""
 
-    prompt: Chat | Sequence[Prompt]
+    prompt: Conversation | Sequence[Prompt]
     """One conversation, or the prompts to continue."""
     params: SamplingParams
     is_streamed: bool = False
@@ -72,6 +72,8 @@ class AnswerContext:
     request_id: str
     wants_logprobs: bool = False
     num_choices_per_prompt: int = 1
+    prompt_tokens: int = 0
+    """Tokens of all prompts together."""
     has_parts: bool = False
     """Answers may have thoughts or tool calls besides content."""
     echoes: Sequence[Echo] = ()
@@ -90,6 +92,15 @@ class AnswerWriter(ABC):
         self.context = context
 
     # ------------------------------------------------------------------ a stream
+
+    def begin(self) -> bytes:
+        """The first bytes of a stream. They are sent at once, before the prompt is computed."""
+        return b""
+
+    def keep_alive(self) -> bytes:
+        """An event without content. It is sent after a time without events, because clients give up a silent stream.
+        Many clients ignore comments of server-sent events, so it must be an event of the protocol."""
+        return b""
 
     @abstractmethod
     def events(self, pieces: Sequence[Piece]) -> bytes:
@@ -175,6 +186,18 @@ HELLO = [{"role": "user", "content": "Hello"}]
 """The messages of examples."""
 
 
+@dataclass(frozen=True)
+class Counting:
+    """A route that counts the prompt tokens of a request without generating."""
+
+    path: str
+    request_type: type[RequestBody]
+    """Type of its body. `AnswerFormat.parse` must accept it."""
+    answer: Callable[[int], Any]
+    """The JSON of the response, from the number of tokens."""
+    operation: Operation
+
+
 class AnswerFormat(ABC, Generic[B]):
     """One API format."""
 
@@ -182,6 +205,10 @@ class AnswerFormat(ABC, Generic[B]):
     operation: Operation
     fields: Mapping[str, Field] = {}
     """Descriptions and ranges of the fields that only this format has. `FIELDS` has those of the other fields."""
+    family: str = ""
+    """All routes that begin with this path have the errors of this format."""
+    counting: Counting | None = None
+    """The route that only counts the tokens of a prompt, if the format has one."""
 
     @abstractmethod
     def parse(self, api_request: B, model: ServedModel) -> ParsedRequest:
@@ -198,7 +225,3 @@ class AnswerFormat(ABC, Generic[B]):
     def error(self, error: ApiError) -> tuple[int, Any]:
         """The status and the JSON of an error. Also used for errors before the body is read."""
         return error.status, error.body
-
-    def authorization(self, headers: Mapping[bytes, bytes]) -> bytes:
-        """The API key, in the form of an Authorization header."""
-        return headers.get(b"authorization", b"")

@@ -27,9 +27,10 @@ from weft.server.api.schema import MAX_ENTRIES, GenerationRequest
 from weft.server.api.tool_use import tool_use
 from weft.server.errors import ApiError
 from weft.server.stream.choices import Choice, Piece
-from weft.server.text_work.text_process import Chat
 from weft.text.answer_parts import AnswerParts, Content, ParsedCall, Reasoning, ToolCallStart
 from weft.text.answer_parts import Delta as AnswerDelta
+from weft.text.conversation import Conversation
+from weft.text.messages import items_of
 
 # ---------------------------------------------------------------------- the types of requests and responses
 
@@ -193,15 +194,14 @@ class ChatFormat(OpenAIFormat[ChatRequest]):
         params = sampling_params(api_request, model.generation_defaults, **_sampling(api_request))
         grammar = structured.requested_grammar(api_request)
         tools = tool_use(api_request.tools or [], api_request.tool_choice, api_request.parallel_tool_calls)
-        chat = Chat(
-            api_request.messages,
-            tools.template_tools,
+        conversation = Conversation(
+            items_of(api_request.messages),
             api_request.documents,
             api_request.chat_template_kwargs,
-            api_request.add_generation_prompt and not api_request.continue_final_message,
-            api_request.continue_final_message,
+            continues_last=api_request.continue_final_message,
+            opens_answer=api_request.add_generation_prompt,
         )
-        return parsed_request(api_request, chat, params, grammar, tools=tools)
+        return parsed_request(api_request, conversation, params, grammar, tools=tools)
 
     def writer(self, api_request: ChatRequest, context: AnswerContext) -> AnswerWriter:
         return ChatWriter(

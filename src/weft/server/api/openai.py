@@ -15,8 +15,8 @@ from weft.server.api.requests import priority_of
 from weft.server.api.schema import GenerationRequest
 from weft.server.errors import ApiError
 from weft.server.stream.choices import Choice, Choices, Piece
-from weft.server.text_work.text_process import Chat
 from weft.text.answer_parts import AnswerParts
+from weft.text.conversation import Conversation
 
 EVENT_NOTE = (
     "Each `data:` line is one event with a JSON object of this type. The last one is `[DONE]` or an error."
@@ -37,7 +37,7 @@ class OpenAIFormat(AnswerFormat[G]):
 
 def parsed_request(
     api_request: GenerationRequest,
-    prompt: Chat | Sequence[Prompt],
+    prompt: Conversation | Sequence[Prompt],
     params: SamplingParams,
     grammar: Grammar | None,
     **more: Any,
@@ -93,6 +93,13 @@ class OpenAIWriter(AnswerWriter):
         """The field of a choice object that has the whole answer."""
 
     # ------------------------------------------------------------------ a stream
+
+    def begin(self) -> bytes:
+        self._opened.add(0)
+        return self.opening(0)
+
+    def keep_alive(self) -> bytes:
+        return self.text_event(0, "")
 
     def events(self, pieces: Sequence[Piece]) -> bytes:
         events: list[bytes] = []

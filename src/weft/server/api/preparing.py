@@ -27,6 +27,7 @@ from weft.server.text_work.grammar_check import GrammarChecker
 from weft.server.text_work.prompt_tokens import PromptEncoder
 from weft.server.text_work.text_process import Chat, Text
 from weft.text.answer_reader import AnswerSyntax
+from weft.text.conversation import Conversation, template_messages
 from weft.text.model_text import ModelText
 
 _SMALL_BYTES = 16 << 10
@@ -87,8 +88,8 @@ class Preparer:
         echoes: Sequence[Echo] = ()
         if grammar is not None:
             grammar = await self._grammars.check(grammar, client_id)
-        if isinstance(parsed.prompt, Chat):
-            prompts = [await self._encoder.encode(parsed.prompt, size, client_id)]
+        if isinstance(parsed.prompt, Conversation):
+            prompts = [await self._chat_tokens(parsed.prompt, parsed.tools, size, client_id)]
             answer_form = parsed.tools.answer_form(self._text, prompts[0])
             grammar = await self._answer_grammar(parsed.tools, grammar, answer_form, size, client_id)
         else:
@@ -102,6 +103,7 @@ class Preparer:
             request_id,
             wants_logprobs=params.logprobs is not None,
             num_choices_per_prompt=params.n,
+            prompt_tokens=sum(map(len, prompts)),
             has_parts=answer_form is not None,
             echoes=echoes,
         )
@@ -114,6 +116,28 @@ class Preparer:
             answer_form,
             parsed.is_streamed,
         )
+
+    async def count(self, answer_format: AnswerFormat[B], api_request: B, size: int, client_id: str) -> int:
+        """The number of prompt tokens of a request."""
+        parsed: ParsedRequest = await self._run_in_thread_if_large(
+            size, client_id, answer_format.parse, api_request, self._model
+        )
+        if isinstance(parsed.prompt, Conversation):
+            return len(await self._chat_tokens(parsed.prompt, parsed.tools, size, client_id))
+        return sum(map(len, await self._prompt_tokens(parsed.prompt, client_id)))
+
+    async def _chat_tokens(
+        self, conversation: Conversation, tools: ToolUse, size: int, client_id: str
+    ) -> list[int]:
+        chat = Chat(
+            template_messages(conversation.items),
+            tools.template_tools,
+            conversation.documents,
+            conversation.template_options,
+            conversation.opens_answer and not conversation.continues_last,
+            conversation.continues_last,
+        )
+        return await self._encoder.encode(chat, size, client_id)
 
     async def _answer_grammar(
         self,

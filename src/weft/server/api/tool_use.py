@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from weft.request import Grammar
 from weft.server.api.closed_schema import closed
@@ -72,15 +72,63 @@ class ToolUse:
 NO_TOOLS = ToolUse()
 
 
+@dataclass(frozen=True)
+class ToolChoice:
+    """Which tools an answer must or may call."""
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    name: str | None = None
+    """The only tool that may be called. It must be called."""
+
+
+@dataclass(frozen=True)
+class FunctionTool:
+    """A tool as a client describes it, not checked."""
+
+    name: Any
+    description: Any
+    parameters: Any
+    """A JSON schema; None: no parameters."""
+    strict: Any
+    where: str
+    """Its place in the body, for errors."""
+    parameters_field: str = "parameters"
+    given: dict[str, Any] | None = None
+    """The tool in the form of the OpenAI API, if the client sent that. Templates get it unchanged."""
+
+    def for_template(self) -> dict[str, Any]:
+        if self.given is not None:
+            return self.given
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {
+            "type": "function",
+            "function": {key: value for key, value in function.items() if value is not None},
+        }
+
+
 def tool_use(
-    template_tools: list[dict[str, Any]], choice: str | Mapping[str, Any] | None, may_be_parallel: bool | None
+    tools: list[dict[str, Any]], choice: str | Mapping[str, Any] | None, may_be_parallel: bool | None
 ) -> ToolUse:
-    """The tools of a request, in the form of the OpenAI API. Raises ApiError if tools or tool_choice are invalid."""
-    tools = _checked_tools(template_tools)
+    """The tools of a request in the form of the OpenAI API. Raises ApiError if tools or tool_choice are invalid."""
     name = _named(choice) if isinstance(choice, Mapping) else None
     if name is None and choice not in (None, "auto", "none", "required"):
         shown = str(choice) if isinstance(choice, str) else "an object without the name of a function"
         raise _refusal(f"tool_choice is {shown!r:.80}; allowed: {_CHOICES}", "tool_choice")
+    mode: Any = "required" if name is not None else choice or "auto"
+    return chosen_tools(
+        [_function_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)],
+        ToolChoice(mode, name),
+        may_be_parallel,
+    )
+
+
+def chosen_tools(
+    given: Sequence[FunctionTool], tool_choice: ToolChoice, may_be_parallel: bool | None
+) -> ToolUse:
+    """Checks the tools of a request. Raises ApiError if they are invalid, or do not suit the choice."""
+    tools = _checked_tools(given)
+    template_tools = [one.for_template() for one in given]
+    choice, name = tool_choice.mode, tool_choice.name
     if not tools:
         if name is not None or choice == "required":
             raise _refusal(
@@ -109,38 +157,46 @@ def _named(choice: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _checked_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
-    checked = [_checked(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-    names: set[str] = set()
-    for index, tool in enumerate(checked):
-        if tool.name in names:
+def _checked_tools(given: Sequence[FunctionTool]) -> tuple[Tool, ...]:
+    checked: dict[str, Tool] = {}
+    for one in given:
+        tool = _checked(one)
+        if tool.name in checked:
             raise _refusal(
-                f"tools[{index}] has the name {tool.name!r}, as an earlier tool has; names must be unique",
-                f"tools[{index}].function.name",
+                f"{one.where} has the name {tool.name!r}, as an earlier tool has; names must be unique",
+                f"{one.where}.name",
             )
-        names.add(tool.name)
-    return tuple(checked)
+        checked[tool.name] = tool
+    return tuple(checked.values())
 
 
-def _checked(tool: Mapping[str, Any], where: str) -> Tool:
+def _function_tool(tool: dict[str, Any], where: str) -> FunctionTool:
     if tool.get("type") != "function":
         raise _refusal(f"{where}.type is {str(tool.get('type'))!r:.80}; allowed: function", f"{where}.type")
     function = tool.get("function")
     if not isinstance(function, Mapping):
         raise _refusal(f"{where} has no function; send one with a name and parameters", f"{where}.function")
-    where += ".function"
-    name = function.get("name")
+    return FunctionTool(
+        function.get("name"),
+        function.get("description"),
+        function.get("parameters"),
+        function.get("strict"),
+        f"{where}.function",
+        given=tool,
+    )
+
+
+def _checked(tool: FunctionTool) -> Tool:
+    where, name, strict = tool.where, tool.name, tool.strict
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise _refusal(
             f"{where}.name is {str(name)!r:.80}; allowed: 1 to 64 letters, digits, _ and -", f"{where}.name"
         )
-    description = function.get("description")
-    if description is not None and not isinstance(description, str):
+    if tool.description is not None and not isinstance(tool.description, str):
         raise _refusal(f"{where}.description is not a string; send one", f"{where}.description")
-    strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise _refusal(f"{where}.strict is {str(strict)!r:.80}; allowed: true, false", f"{where}.strict")
-    return Tool(name, _schema(function.get("parameters"), f"{where}.parameters"), bool(strict))
+    return Tool(name, _schema(tool.parameters, f"{where}.{tool.parameters_field}"), bool(strict))
 
 
 def _schema(parameters: Any, where: str) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.server.admission.keys import ApiKey, KeyRing
-from weft.server.api.formats import Formats
+from weft.server.api.formats import Formats, error_writer
 from weft.server.errors import ERROR_WRITER, ApiError
 from weft.server.http.byte_budget import ByteBudget, RequestBytes, answer_budget_error, body_budget_error
 from weft.server.settings import ServerSettings
@@ -64,21 +64,18 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        answer_format = self._formats.get(scope["path"])
-        if answer_format is not None:
-            scope[ERROR_WRITER] = answer_format.error
+        scope[ERROR_WRITER] = error_writer(self._formats, scope["path"], headers)
         self._check_host(headers.get(b"host"))
         self._check_origin(headers.get(b"origin"), headers.get(b"host"))
         scope[KEY] = None
         if scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
-            given = headers.get(b"authorization", b"")
-            key = self._keys.find(answer_format.authorization(headers) if answer_format else given)
+            key = self._keys.find(_authorization(headers))
             if scope["path"] == _ADMIN_PATHS or scope["path"].startswith(_ADMIN_PATHS + "/"):
                 self._check_admin(key)
             elif key is None and self._keys.keys:
                 raise ApiError(
                     401,
-                    "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+                    "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
@@ -182,6 +179,13 @@ class Guard:
             f"the body has {found}; allowed: {self._max_body_bytes} bytes",
             code="body_too_large",
         )
+
+
+def _authorization(headers: dict[bytes, bytes]) -> bytes:
+    """The API key in the form of an Authorization header. Clients of the Anthropic API send it as x-api-key."""
+    given = headers.get(b"authorization", b"")
+    key = headers.get(b"x-api-key", b"")
+    return b"Bearer " + key if key and not given else given
 
 
 def is_loopback(host: str) -> bool:

@@ -69,6 +69,7 @@ class EventStream(Response):
         *,
         loop_turns: LoopTurns,
         began: float,
+        silence_seconds: float,
         headers: dict[str, str],
         on_end: Callable[[list[GenerationResult] | ApiError | None], object],
     ) -> None:
@@ -81,6 +82,10 @@ class EventStream(Response):
         self._loop_turns = loop_turns
         self._on_end = on_end
         self._last = began
+        self._silence_seconds = silence_seconds
+        self._sent_at = 0.0
+        """When the last bytes were written."""
+        self._silence_timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._paused_until = 0.0
         self._pause_timer: asyncio.TimerHandle | None = None
@@ -110,6 +115,10 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         if self._writer is not None and not self._writer.accepts_chunks:
             self._writer = None
+        if first := self._answer_writer.begin():
+            await send(_body(first))
+        self._sent_at = time.monotonic()
+        self._silence_timer = self._loop.call_later(self._silence_seconds, self._end_silence)
         outcome: list[GenerationResult] | ApiError
         try:
             outcome = await self._send_pieces(send)
@@ -117,6 +126,9 @@ class EventStream(Response):
             outcome = as_api_error(error)
         except ApiError as error:
             outcome = error
+        finally:
+            if self._silence_timer is not None:
+                self._silence_timer.cancel()
         # The status line is sent already, so an error is sent as the last event.
         if isinstance(outcome, ApiError):
             last = self._answer_writer.error(outcome)
@@ -168,12 +180,26 @@ class EventStream(Response):
                 return
             self._measure(pieces, now)
             content = self._answer_writer.events(pieces)
+            self._sent_at = now
             if content and not (self._writer is not None and self._writer.write(content)):
                 self._stopped.set_result(content)
             elif pieces[-1].is_last and self._choices.is_over:
                 self._stopped.set_result(b"")
         except Exception as error:
             self._stopped.set_exception(error)
+
+    def _end_silence(self) -> None:
+        """Sends an event if nothing was sent for `silence_seconds`, and sets the timer again."""
+        now = time.monotonic()
+        wait = self._sent_at + self._silence_seconds - now
+        if wait <= 0:
+            wait = self._silence_seconds
+            if self._stopped is not None and not self._stopped.done():
+                self._sent_at = now
+                content = self._answer_writer.keep_alive()
+                if content and not (self._writer is not None and self._writer.write(content)):
+                    self._stopped.set_result(content)
+        self._silence_timer = self._loop.call_later(wait, self._end_silence)
 
     def _measure(self, pieces: list[Piece], now: float) -> None:
         num_tokens = len(pieces[0].tokens) if len(pieces) == 1 else sum(len(piece.tokens) for piece in pieces)

@@ -1,0 +1,107 @@
+"""A conversation, independent of the API format: every format is parsed into these items. `template_messages` converts
+them into the messages that chat templates read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    role: str
+    content: str | list[str] | None
+    """One text, or several parts. None: an assistant message with only tool calls or thoughts."""
+    more: dict[str, Any] = {}
+    """Other fields that the client sent, such as `name`. Templates may read them."""
+
+
+class Thought(msgspec.Struct, frozen=True, tag=True):
+    """Reasoning of the model before its message or its tool calls."""
+
+    text: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, tag=True):
+    id: str | None
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+class ToolResult(msgspec.Struct, frozen=True, tag=True):
+    call_id: str | None
+    content: str | list[str]
+    more: dict[str, Any] = {}
+
+
+Item = Message | Thought | ToolCall | ToolResult
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """The items of one prompt, with the options of the chat template."""
+
+    items: list[Item]
+    documents: list[dict[str, Any]] | None = None
+    template_options: dict[str, Any] = {}
+    continues_last: bool = False
+    """The answer continues the last message."""
+    opens_answer: bool = True
+    """The prompt ends with the beginning of an answer. Without effect if `continues_last`."""
+
+
+def template_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """The messages of the items, with the field names that chat templates read.
+
+    Successive thoughts, one assistant message and its tool calls become one message. A second assistant message begins
+    a new one, and so does a thought after a message or a call.
+    """
+    messages: list[dict[str, Any]] = []
+    open_message: dict[str, Any] | None = None
+    """The assistant message that the next item may join."""
+    for item in items:
+        if isinstance(item, ToolResult):
+            messages.append(
+                {"role": "tool", "content": _content(item.content), **item.more, **_id(item.call_id)}
+            )
+            open_message = None
+        elif isinstance(item, Message) and item.role != "assistant":
+            messages.append({"role": item.role, "content": _content(item.content), **item.more})
+            open_message = None
+        else:
+            if open_message is None or not _may_join(item, open_message):
+                open_message = {"role": "assistant", "content": None}
+                messages.append(open_message)
+            _join(item, open_message)
+    return messages
+
+
+def _may_join(item: Message | Thought | ToolCall, message: dict[str, Any]) -> bool:
+    return isinstance(item, ToolCall) or (
+        message.keys() <= {"role", "content", "reasoning_content"} and (message["content"] is None)
+    )
+
+
+def _join(item: Message | Thought | ToolCall, message: dict[str, Any]) -> None:
+    if isinstance(item, Thought):
+        earlier = message.get("reasoning_content")
+        message["reasoning_content"] = item.text if earlier is None else f"{earlier}\n{item.text}"
+    elif isinstance(item, Message):
+        message["content"] = _content(item.content)
+        message.update(item.more)
+    else:
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"type": "function", "function": function}
+        message.setdefault("tool_calls", []).append(call if item.id is None else {"id": item.id, **call})
+
+
+def _content(content: str | list[str] | None) -> Any:
+    """A text is a string and never a list with one part, so that both forms of a message give the same prompt."""
+    if isinstance(content, list):
+        return content[0] if len(content) == 1 else [{"type": "text", "text": text} for text in content]
+    return content
+
+
+def _id(call_id: str | None) -> dict[str, str]:
+    return {} if call_id is None else {"tool_call_id": call_id}
