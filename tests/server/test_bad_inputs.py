@@ -245,7 +245,7 @@ def test_09_a_wrong_type_in_a_completion_is_refused_with_its_field(server: Serve
 def test_10_an_unknown_model_is_404_and_a_wrong_method_405(server: Server) -> None:
     error_of(server.chat(model="no-such-model"), 404, "model")
     error_of(server.complete(model="no-such-model"), 404, "model")
-    error_of(server.client.get("/v1/models/gpt-4"), 404, "model")
+    error_of(server.client.get("/v1/models/no-such-model"), 404, "model")
     error_of(server.client.get("/v1/chat/completions"), 405)
     error_of(server.client.post("/health"), 405)
     assert server.chat(model="alias").json()["model"] == "test-model"
