@@ -31,7 +31,8 @@ from weft.request import (
     RequestState,
     SamplingParams,
 )
-from weft.server.api.answer_format import AnswerContext
+from weft.server.api.answer_format import AnswerContext, AnswerWriter
+from weft.server.api.chat import ChatWriter
 from weft.server.api.completion import CompletionWriter
 from weft.server.errors import ApiError
 from weft.server.http.protocol import WRITER, TimedProtocol
@@ -137,17 +138,19 @@ async def run_loop(count: int = 10) -> None:
 
 
 @asynccontextmanager
-async def streamed(tokenizer: Tokenizer) -> AsyncIterator[Streamed]:
+async def streamed(
+    tokenizer: Tokenizer, writer: type[AnswerWriter] = CompletionWriter, silence_seconds: float = 60
+) -> AsyncIterator[Streamed]:
     engine = Engine()
     choices = Choices(engine, tokenizer)
     await choices.submit([InferenceRequest((1,), SamplingParams(max_tokens=100))])
     stream = EventStream(
         choices,
-        CompletionWriter(AnswerContext("m", tokenizer, "id")),
+        writer(AnswerContext("m", tokenizer, "id")),
         ServerMetrics("m"),
         loop_turns=LoopTurns(),
         began=0.0,
-        silence_seconds=60,
+        silence_seconds=silence_seconds,
         headers={},
         on_end=lambda outcome: found.outcomes.append(outcome),
     )
@@ -183,6 +186,36 @@ def test_every_token_is_written_when_it_arrives(default_tokenizer: Tokenizer) ->
     assert kinds == ["http.response.start", "http.response.body"], "no piece went through send"
     assert "".join(found.texts) == TEXT
     assert found.writer.pieces[-1] == b"data: [DONE]\n\n"
+    assert [len(outcome) for outcome in found.outcomes] == [1]
+
+
+def test_the_first_event_is_sent_before_the_first_token(default_tokenizer: Tokenizer) -> None:
+    async def go() -> None:
+        async with streamed(default_tokenizer, ChatWriter) as found:
+            [event] = [piece for piece in found.writer.pieces if piece]
+            assert json.loads(event[6:])["choices"][0]["delta"]["role"] == "assistant"
+            await found.end()
+        assert b"".join(found.writer.pieces).count(b'"role"') == 1
+
+    asyncio.run(go())
+
+
+def test_a_silent_stream_sends_events_without_content(default_tokenizer: Tokenizer) -> None:
+    async def go() -> Streamed:
+        async with streamed(default_tokenizer, silence_seconds=0.01) as found:
+            while len(found.texts) < 2:
+                await asyncio.sleep(0.01)
+            await found.put(2)
+            found.may_send.clear()
+            found.writer.is_paused = True
+            await asyncio.sleep(0.1)  # several times the silence; the client reads nothing
+            found.writer.is_paused = False
+            found.may_send.set()
+            await found.end()
+            return found
+
+    found = asyncio.run(asyncio.wait_for(go(), 60))
+    assert found.texts[:2] == ["", ""] and "".join(found.texts) == TEXT
     assert [len(outcome) for outcome in found.outcomes] == [1]
 
 

@@ -1,0 +1,26 @@
+"""The names by which requests may call a model."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.server.api.model_names import is_model_name
+from weft.server.settings import ServerSettings
+
+
+@pytest.mark.parametrize("name", ["llama", "llama:latest", "claude-opus-5-5", "gpt-5.5", "o3-mini"])
+def test_the_model_and_the_names_of_vendors_are_answered(name: str) -> None:
+    assert is_model_name(name, ServerSettings(names=("llama",)))
+
+
+@pytest.mark.parametrize("name", ["lama", "llama:7b", "my-gpt-5", "other", ""])
+def test_other_names_are_not(name: str) -> None:
+    assert not is_model_name(name, ServerSettings(names=("llama",)))
+
+
+def test_aliases_replace_those_of_the_vendors() -> None:
+    settings = ServerSettings(names=("llama",), aliases={"small": "llama", "big": "no-such-model"})
+    assert is_model_name("small", settings) and is_model_name("small:latest", settings)
+    assert not is_model_name("big", settings), "the alias of a model that is not served"
+    assert not is_model_name("gpt-5.5", settings)
+    assert is_model_name("anything", ServerSettings(names=("llama",), aliases={"*": ""}))
