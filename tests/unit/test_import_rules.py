@@ -135,12 +135,13 @@ RULES = (
     Rule(("weft.text",), "text knows the vocabulary and model files", weft=(*VOCABULARY, "weft.loading")),
     Rule(
         ("weft.server",),
-        "server knows engine.client, text, and the model files that the text side is opened from",
+        "server knows engine.client, text, the folder of weft, and the model files that the text side is opened from",
         weft=(
             *VOCABULARY,
             "weft.engine.ipc.client",
             "weft.engine.ipc.launch",
             "weft.engine.ipc.remote_answer",
+            "weft.loading.cache",
             "weft.loading.checkpoint",
             "weft.text",
         ),

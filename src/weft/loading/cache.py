@@ -32,12 +32,17 @@ Progress = Callable[[PullProgress], None]
 
 
 def models_directory() -> Path:
-    """The folder of downloaded models: under WEFT_HOME, else under the user's cache directory."""
+    """The folder of downloaded models."""
+    return home_directory() / "models"
+
+
+def home_directory() -> Path:
+    """The folder of everything that weft keeps: WEFT_HOME, else a folder in the user's cache directory."""
     home, cache = os.environ.get("WEFT_HOME"), os.environ.get("XDG_CACHE_HOME")
     try:
         if home:
-            return Path(home).expanduser() / "models"
-        return (Path(cache) if cache else Path.home() / ".cache") / "weft" / "models"
+            return Path(home).expanduser()
+        return (Path(cache) if cache else Path.home() / ".cache") / "weft"
     except RuntimeError as error:  # '~' or '~name' without a home directory
         raise ModelFileError(
             f"{home or '~'}: there is no such home directory; set WEFT_HOME to the folder to keep models in"

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ from starlette.types import ASGIApp
 from weft import __version__
 from weft.engine.ipc.client import EngineClient, EngineState
 from weft.errors import WeftError
+from weft.loading.cache import home_directory
 from weft.server.admission.active_requests import ActiveRequest, ActiveRequests, Outcome
 from weft.server.admission.keys import ApiKey
 from weft.server.api import docs_page
@@ -34,10 +36,12 @@ from weft.server.http.access_log import AccessLog
 from weft.server.http.bodies import BodyReader, read_body
 from weft.server.http.byte_budget import RequestBytes
 from weft.server.http.guard import ANSWER, BODY, KEY, Guard
+from weft.server.internal import InternalReply, InternalRequest, send_internal
 from weft.server.logs import ServerLog, current_record
 from weft.server.loop_lag import watch_lag
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
 from weft.server.settings import ServerSettings
+from weft.server.state.store import Store
 from weft.server.stream.choices import Choices
 from weft.server.stream.events import Disconnected, EventStream, unless_disconnected
 from weft.server.stream.loop_turns import LoopTurns
@@ -91,6 +95,8 @@ class ServerApp:
         self.created = int(time.time())
         self._loop_turns = LoopTurns()
         self._active_requests = ActiveRequests(settings, engine, self._metrics, time.monotonic)
+        folder = Path(settings.state_path).expanduser() if settings.state_path else home_directory() / "state"
+        self.store = Store(folder, log.event)
 
     async def wait_until_idle(self, seconds: float) -> bool:
         """Returns whether all active requests ended within `seconds`."""
@@ -101,9 +107,10 @@ class ServerApp:
         await watch_lag(self._metrics.loop_lag.observe, lambda: len(self._active_requests) > 0)
 
     async def close(self) -> None:
-        """Ends the worker processes."""
+        """Ends the worker processes, and closes the store."""
         await self._bodies.close()
         await self._preparer.close()
+        await self.store.close()
 
     def asgi(self) -> ASGIApp:
         post, get = ["POST"], ["GET"]
@@ -151,9 +158,13 @@ class ServerApp:
                 )
             ]
         app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
-        return AccessLog(
+        self._asgi = AccessLog(
             Guard(app, self.settings, self._formats), self._log, self.engine.new_id, self._metrics.failed
         )
+        return self._asgi
+
+    async def send_internal(self, path: str, body: bytes, request: InternalRequest) -> InternalReply:
+        return await send_internal(self._asgi, path, body, request)
 
     # ------------------------------------------------------------------ generating
 

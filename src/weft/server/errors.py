@@ -16,6 +16,7 @@ from weft.engine.ipc.remote_answer import SlowReaderError
 from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError, WeftError
 from weft.server.admission.completion_rate import retry_after
 from weft.server.logs import current_record
+from weft.server.state.store import StoreError, StoreFullError
 
 ERROR_WRITER = "weft.error_writer"
 """Scope entry with `AnswerFormat.error`; None if the route has no API format."""
@@ -95,6 +96,10 @@ def as_api_error(error: WeftError) -> ApiError:
         return ApiError(503, message, code="engine_died")
     if isinstance(error, SlowReaderError):
         return ApiError(408, message, code="slow_reader")
+    if isinstance(error, StoreFullError):
+        return ApiError(507, message, code="storage_full")
+    if isinstance(error, StoreError):
+        return ApiError(503, message, code="storage_failed")
     return ApiError(500, message, code="failed")
 
 

@@ -126,6 +126,12 @@ class ServerSettings:
     """Limit for prompts times `n` of one request."""
     max_requests: AtLeastOne = 4096
     """Limit for active requests, waiting ones included."""
+    state_path: str | None = None
+    """The folder of stored responses, files and batches. Not set: WEFT_HOME/state, or .cache/weft/state."""
+    response_days: Annotated[float, Range(0, 10_000)] = 30.0
+    """A stored response is deleted after this many days."""
+    max_stored_bytes: AtLeastOne = 4 << 30
+    """Limit for the responses and files that are stored, of all keys together."""
 
     def __post_init__(self) -> None:
         from weft.server.admission.keys import KeyRing

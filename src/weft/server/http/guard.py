@@ -12,6 +12,7 @@ from weft.server.admission.keys import ApiKey, KeyRing
 from weft.server.api.formats import Formats, error_writer
 from weft.server.errors import ERROR_WRITER, ApiError
 from weft.server.http.byte_budget import ByteBudget, RequestBytes, answer_budget_error, body_budget_error
+from weft.server.internal import INTERNAL
 from weft.server.settings import ServerSettings
 
 _HOST = re.compile(r"(?P<name>[A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
@@ -65,6 +66,9 @@ class Guard:
     def _check(self, scope: Scope) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         scope[ERROR_WRITER] = error_writer(self._formats, scope["path"], headers)
+        if INTERNAL in scope:
+            scope[KEY] = scope[INTERNAL].key
+            return
         self._check_host(headers.get(b"host"))
         self._check_origin(headers.get(b"origin"), headers.get(b"host"))
         scope[KEY] = None

@@ -1,0 +1,1 @@
+"""What the server keeps on disk: one SQLite database and a folder of files. Only the server process writes here."""

@@ -1,0 +1,59 @@
+"""The tables of the database. A change of a table is a new entry at the end of `MIGRATIONS`; earlier entries never change.
+
+Columns that every table has: `owner` is the name of the API key that made the row, "" without keys; times are seconds
+since 1970.
+"""
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        """
+        CREATE TABLE responses (
+            id TEXT PRIMARY KEY,
+            owner TEXT NOT NULL,
+            created_at REAL NOT NULL,
+            expires_at REAL NOT NULL,
+            previous_id TEXT,
+            input BLOB NOT NULL,
+            response BLOB NOT NULL
+        ) WITHOUT ROWID
+        """,
+        "CREATE INDEX responses_by_owner ON responses (owner, created_at)",
+        "CREATE INDEX responses_by_expiry ON responses (expires_at)",
+        """
+        CREATE TABLE files (
+            id TEXT PRIMARY KEY,
+            owner TEXT NOT NULL,
+            created_at REAL NOT NULL,
+            expires_at REAL,
+            name TEXT NOT NULL,
+            purpose TEXT NOT NULL,
+            num_bytes INTEGER NOT NULL
+        ) WITHOUT ROWID
+        """,
+        "CREATE INDEX files_by_owner ON files (owner, created_at)",
+        """
+        CREATE TABLE batches (
+            id TEXT PRIMARY KEY,
+            owner TEXT NOT NULL,
+            created_at REAL NOT NULL,
+            expires_at REAL,
+            status TEXT NOT NULL,
+            batch BLOB NOT NULL
+        ) WITHOUT ROWID
+        """,
+        "CREATE INDEX batches_by_owner ON batches (owner, created_at)",
+        "CREATE INDEX batches_by_status ON batches (status)",
+        """
+        CREATE TABLE batch_lines (
+            batch_id TEXT NOT NULL REFERENCES batches (id) ON DELETE CASCADE,
+            line INTEGER NOT NULL,
+            is_error INTEGER NOT NULL,
+            result BLOB NOT NULL,
+            PRIMARY KEY (batch_id, line)
+        ) WITHOUT ROWID
+        """,
+    ),
+)
+
+EXPIRING = ("responses",)
+"""Tables whose rows are deleted at their `expires_at`."""

@@ -1,0 +1,213 @@
+"""The database of the server. It opens the file, migrates it, runs transactions in one thread, and sets a damaged file aside.
+
+Each kind of row has a module of its own, which has its SQL. Every row has an owner, the name of an API key, and an
+expiry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, TypeVar
+
+from weft.errors import WeftError
+from weft.server.state.schema import EXPIRING, MIGRATIONS
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+T = TypeVar("T")
+LogEvent = Callable[[str, str, str], object]
+"""Logs a name, a message, and a level."""
+
+_DATABASE = "state.db"
+_LOCK = "lock"
+_BUSY_SECONDS = 10.0
+"""Another server with the same folder may hold the database for a transaction."""
+_EXPIRY_SECONDS = 600.0
+
+
+class StoreError(WeftError):
+    """The database cannot be read or written: a full disk, a folder without permission."""
+
+
+class StoreFullError(StoreError):
+    """The disk is full, or a limit of the store is reached."""
+
+
+class Store:
+    """Owns the connection and its thread. Belongs to one event loop.
+
+    The file is opened at the first use, so that a start does not wait for it. Several servers may share a folder: their
+    transactions exclude each other. Only the first one `is_primary`; it runs batches.
+    """
+
+    def __init__(self, folder: Path, log: LogEvent, wall_clock: Callable[[], float] = time.time) -> None:
+        self.folder = folder
+        self.wall_clock = wall_clock
+        self._log = log
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-store")
+        self._connection: Connection | None = None
+        self._lock: IO[str] | None = None
+        self._expire_at = 0.0
+        self.is_primary = False
+        """Known after the first transaction."""
+
+    async def run(self, work: Callable[[Connection], T]) -> T:
+        """Runs `work` in the thread of the store, in one transaction. It is on disk when this method returns. An
+        exception of `work` rolls it back. A cancelled caller does not stop the transaction."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, work)
+
+    async def close(self) -> None:
+        """Waits for the running transactions."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
+        self._thread.shutdown()
+
+    # ------------------------------------------------------------------ in the thread of the store
+
+    def _run(self, work: Callable[[Connection], T]) -> T:
+        import sqlite3
+
+        try:
+            if self._connection is None:
+                self._connection = self._open()
+            connection = self._connection
+            self._expire(connection)
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                result = work(connection)
+                connection.execute("COMMIT")
+            except BaseException:
+                with suppress(sqlite3.Error):  # SQLite itself rolls back when the disk is full
+                    connection.execute("ROLLBACK")
+                raise
+            return result
+        except sqlite3.DatabaseError as error:
+            if _is_full(error):
+                message = (
+                    f"{self.folder}: the disk is full; free some space, or set state_path to another folder"
+                )
+                raise StoreFullError(message) from error
+            if _is_damaged(error):
+                self._set_aside(str(error))
+            raise StoreError(f"{self.folder}: the database of the server failed: {error}") from error
+        except OSError as error:
+            raise StoreError(
+                f"{self.folder}: the server cannot keep its state there: {error.strerror or error}; "
+                "set state_path to a writable folder"
+            ) from error
+
+    def _open(self) -> Connection:
+        import sqlite3
+
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._try_lock()
+        path = self.folder / _DATABASE
+        _open_private(path).close()
+        try:
+            return self._connect(path)
+        except sqlite3.DatabaseError as error:
+            if not _is_damaged(error):
+                raise
+            self._set_aside(str(error))
+            _open_private(path).close()
+            return self._connect(path)
+
+    def _connect(self, path: Path) -> Connection:
+        import sqlite3
+
+        connection = sqlite3.connect(path, _BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("PRAGMA foreign_keys = ON")
+            [check] = connection.execute("PRAGMA quick_check(1)").fetchone()
+            if check != "ok":
+                raise sqlite3.DatabaseError(f"{_DAMAGED}: {check}")
+            _migrate(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _try_lock(self) -> None:
+        """The kernel frees the lock of a server that ended, so another server becomes the primary one."""
+        if self._lock is None:
+            self._lock = _open_private(self.folder / _LOCK)
+        with suppress(BlockingIOError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.is_primary = True
+
+    def _expire(self, connection: Connection) -> None:
+        now = self.wall_clock()
+        if now < self._expire_at:
+            return
+        self._expire_at = now + _EXPIRY_SECONDS
+        if not self.is_primary:
+            self._try_lock()
+        for table in EXPIRING:
+            connection.execute(f"DELETE FROM {table} WHERE expires_at <= ?", (now,))
+
+    def _set_aside(self, reason: str) -> None:
+        """Renames a damaged database. The next transaction begins with an empty one."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        aside = self.folder / f"{_DATABASE}.damaged-{int(self.wall_clock())}"
+        for suffix in ("", "-wal", "-shm"):
+            with suppress(FileNotFoundError):
+                os.replace(f"{self.folder / _DATABASE}{suffix}", f"{aside}{suffix}")
+        message = (
+            f"The database of the server was damaged ({reason}). It is now {aside}, and a new one is in use."
+        )
+        self._log("damaged_state", message, "warning")
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+_DAMAGED = "malformed"
+
+
+def _is_damaged(error: Exception) -> bool:
+    message = str(error)
+    return _DAMAGED in message or "not a database" in message
+
+
+def _is_full(error: Exception) -> bool:
+    return "is full" in str(error) or "disk I/O error" in str(error)
+
+
+def _open_private(path: Path) -> IO[str]:
+    """Opens a file to append to, readable by its owner alone."""
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
+
+
+def _migrate(connection: Connection) -> None:
+    [version] = connection.execute("PRAGMA user_version").fetchone()
+    if version > len(MIGRATIONS):
+        raise StoreError(
+            f"the database of the server has version {version}; this weft knows {len(MIGRATIONS)}: "
+            "use a newer weft, or set state_path to another folder"
+        )
+    for number, statements in enumerate(MIGRATIONS[version:], version + 1):
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            for statement in statements:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {number}")
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
