@@ -127,6 +127,46 @@ class ChatTemplate:
         """The markers around the model's reasoning. None if its template has none."""
         return detect_markers(self._sources.values())
 
+    @cached_property
+    def supports_developer_messages(self) -> bool:
+        """Whether the template knows the role developer."""
+        return any("developer" in source for source in self._sources.values())
+
+    def effort_options(self, effort: str) -> dict[str, Any]:
+        """The options of the template for a reasoning effort: its switch for thoughts and its level, if it has them.
+
+        The lowest two efforts turn thoughts off. Where only levels exist, they mean the lowest level.
+        """
+        thinks = effort not in ("none", "minimal")
+        options: dict[str, Any] = {} if self._thinking_switch is None else {self._thinking_switch: thinks}
+        if self._has_effort_levels and (thinks or not options):
+            options["reasoning_effort"] = {"none": "low", "minimal": "low", "xhigh": "high"}.get(
+                effort, effort
+            )
+        return options
+
+    @cached_property
+    def _thinking_switch(self) -> str | None:
+        """The option that turns thoughts on and off, found by probes."""
+        for name in ("enable_thinking", "thinking"):
+            if self._changes_prompt(name, True, False):
+                return name
+        return None
+
+    @cached_property
+    def _has_effort_levels(self) -> bool:
+        return self._changes_prompt("reasoning_effort", "low", "high")
+
+    def _changes_prompt(self, option: str, one: Any, other: Any) -> bool:
+        if not any(option in source for source in self._sources.values()):
+            return False
+        name = "default" if "default" in self._sources else "tool_use"
+        parts = [{"type": "text", "text": _PROBE}]
+        content = parts if self._content_forms[name] == "parts" else _PROBE
+        messages = [{"role": "user", "content": content}]
+        rendered = [self._probe(name, messages, **{option: value}) for value in (one, other)]
+        return None not in rendered and rendered[0] != rendered[1]
+
     def close(self) -> None:
         """Ends the template's process. Rendering starts it again."""
         self._process.close()
@@ -220,10 +260,12 @@ class ChatTemplate:
             return "either" if text == parts else "text"
         return "parts" if _PROBE in parts else "text"
 
-    def _probe(self, name: str, messages: list[dict[str, Any]], tools: Any = None) -> str | None:
+    def _probe(
+        self, name: str, messages: list[dict[str, Any]], tools: Any = None, **options: Any
+    ) -> str | None:
         """The rendered text; None if the template fails."""
         try:
-            return self._run(name, {"messages": messages, "tools": tools}, MARK, True)
+            return self._run(name, {**options, "messages": messages, "tools": tools}, MARK, True)
         except TemplateFailed:
             return None
 

@@ -99,6 +99,16 @@ def mentions_tools(messages: Any) -> bool:
     )
 
 
+def with_system_role(messages: Any) -> Any:
+    """The same messages, in which the role developer is system. The messages need not be valid."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        return messages
+    return [
+        {**one, "role": "system"} if isinstance(one, Mapping) and one.get("role") == "developer" else one
+        for one in messages
+    ]
+
+
 def _message(message: Any, where: str, content_form: ContentForm, parse_arguments: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(
