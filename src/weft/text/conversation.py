@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 

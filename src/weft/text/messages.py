@@ -118,6 +118,13 @@ def _message(message: Any, where: str, content_form: ContentForm, parse_argument
             field="messages",
         )
     result = dict(message)
+    if result["role"] == "function" or result.get("function_call") is not None:
+        raise InvalidRequestError(
+            f"{where} has the form of the old function calls; send tool_calls, and results with the role tool",
+            field="messages",
+        )
+    if result.get("content") is None and isinstance(result.get("refusal"), str):
+        result["content"] = result["refusal"]
     reasoning = next((result[name] for name in _REASONING if result.get(name) is not None), None)
     if result.get("content") is None and _needs_content(result, reasoning):
         raise InvalidRequestError(

@@ -84,7 +84,9 @@ def _with_ids(messages: Sequence[Any]) -> list[Any]:
         calls = _calls(message)
         if any(_text_id(call.get("id")) is None for call in calls):
             calls = [
-                call if _text_id(call.get("id")) is not None else {**call, "id": f"call-{len(changed)}-{place}"}
+                call
+                if _text_id(call.get("id")) is not None
+                else {**call, "id": f"call-{len(changed)}-{place}"}
                 for place, call in enumerate(calls)
             ]
             message = {**message, "tool_calls": calls}

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from weft.errors import InvalidRequestError
 from weft.request import Grammar, InferenceRequest, RequestId
 from weft.server.admission.keys import ApiKey
-from weft.errors import InvalidRequestError
 from weft.server.api.answer_format import (
     AnswerContext,
     AnswerFormat,

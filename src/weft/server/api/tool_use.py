@@ -16,7 +16,10 @@ from weft.text.tool_grammar import Tool, after_reasoning, forced_calls, optional
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-_CHOICES = 'auto, none, required, {"type": "function", "function": {"name": ...}}'
+_CHOICES = (
+    'auto, none, required, {"type": "function", "function": {"name": ...}}, {"type": "allowed_tools", "allowed_tools": '
+    '{"mode": "auto" or "required", "tools": [...]}}'
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ class ToolChoice:
     mode: Literal["auto", "none", "required"] = "auto"
     name: str | None = None
     """The only tool that may be called. It must be called."""
+    names: frozenset[str] | None = None
+    """The tools that may be called; None: all. The prompt has all tools, so that its cached prefix stays valid."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,9 @@ def tool_use(
     tools: list[dict[str, Any]], choice: str | Mapping[str, Any] | None, may_be_parallel: bool | None
 ) -> ToolUse:
     """The tools of a request in the form of the OpenAI API. Raises ApiError if tools or tool_choice are invalid."""
+    names = None
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        choice, names = _allowed_tools(choice)
     name = _named(choice) if isinstance(choice, Mapping) else None
     if name is None and choice not in (None, "auto", "none", "required"):
         shown = str(choice) if isinstance(choice, str) else "an object without the name of a function"
@@ -117,7 +125,7 @@ def tool_use(
     mode: Any = "required" if name is not None else choice or "auto"
     return chosen_tools(
         [_function_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)],
-        ToolChoice(mode, name),
+        ToolChoice(mode, name, names),
         may_be_parallel,
     )
 
@@ -144,9 +152,35 @@ def chosen_tools(
                 f"tool_choice names {name!r:.80}, which is not in tools; send the name of a tool",
                 "tool_choice",
             )
+    if tool_choice.names is not None:
+        unknown = tool_choice.names - {tool.name for tool in tools}
+        if unknown or not tool_choice.names:
+            named = f"names {min(unknown)!r:.80}, which is not in tools" if unknown else "allows no tool"
+            raise _refusal(f"tool_choice {named}; send the names of tools", "tool_choice")
+        tools = tuple(tool for tool in tools if tool.name in tool_choice.names)
     is_forced = name is not None or choice == "required"
     is_single = name is not None or may_be_parallel is False
     return ToolUse(tools, template_tools, is_forced, name is not None, 1 if is_single else None)
+
+
+def is_named(choice: str | Mapping[str, Any] | None) -> bool:
+    """Whether tool_choice names one function."""
+    return isinstance(choice, Mapping) and choice.get("type") == "function"
+
+
+def _allowed_tools(choice: Mapping[str, Any]) -> tuple[str | None, frozenset[str]]:
+    """The mode and the names of `{"type": "allowed_tools", ...}`."""
+    allowed = choice.get("allowed_tools")
+    mode, tools = (
+        (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, Mapping) else (None, None)
+    )
+    given = tools if isinstance(tools, list) else [None]
+    names = [_named(tool) if isinstance(tool, Mapping) else None for tool in given]
+    if mode not in ("auto", "required") or None in names:
+        raise _refusal(
+            f"tool_choice.allowed_tools has not the right form; allowed: {_CHOICES}", "tool_choice"
+        )
+    return mode, frozenset(name for name in names if name is not None)
 
 
 def _named(choice: Mapping[str, Any]) -> str | None:
