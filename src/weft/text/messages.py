@@ -99,14 +99,25 @@ def mentions_tools(messages: Any) -> bool:
     )
 
 
-def with_system_role(messages: Any) -> Any:
-    """The same messages, in which the role developer is system. The messages need not be valid."""
+def with_known_forms(messages: Any, *, keeps_developer: bool) -> Any:
+    """The same messages in forms that all templates know. They need not be valid.
+
+    An assistant message with calls or thoughts alone gets "" as its content: from null, some templates write "None", and
+    Qwen 3's fails. The role developer becomes system unless `keeps_developer`.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         return messages
-    return [
-        {**one, "role": "system"} if isinstance(one, Mapping) and one.get("role") == "developer" else one
-        for one in messages
-    ]
+    return [_with_known_form(one, keeps_developer) if isinstance(one, Mapping) else one for one in messages]
+
+
+def _with_known_form(message: Message, keeps_developer: bool) -> Message:
+    role = message.get("role")
+    if role == "developer" and not keeps_developer:
+        return {**message, "role": "system"}
+    if role == "assistant" and message.get("content") is None:
+        reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+        return message if _needs_content(message, reasoning) else {**message, "content": ""}
+    return message
 
 
 def _message(message: Any, where: str, content_form: ContentForm, parse_arguments: bool) -> dict[str, Any]:
@@ -157,6 +168,8 @@ def _content(content: Any, where: str, form: ContentForm) -> Any:
             f"{where} is {_kind(content)}; send a string, or a list of text parts", field="messages"
         )
     texts = [_text_of_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
+    if form == "either" and len(texts) == 1:
+        return texts[0]  # a string and a list with one part must give the same prompt
     return "\n".join(texts) if form == "text" else _parts(texts)
 
 

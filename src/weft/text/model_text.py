@@ -15,7 +15,7 @@ from weft.loading.checkpoint import Checkpoint
 from weft.text.chat_template import ChatTemplate, start_templates
 from weft.text.folder_tokenizer import read_folder_tokenizer
 from weft.text.gguf_tokenizer import tokenizer_of
-from weft.text.messages import Message, mentions_tools, with_system_role
+from weft.text.messages import Message, mentions_tools, with_known_forms
 from weft.text.reasoning import ReasoningMarkers
 from weft.text.tokenizer import Tokenizer
 from weft.text.tool_formats import FORMATS, HERMES, ToolFormat
@@ -102,8 +102,7 @@ class ModelText:
         template = self.require_chat_template()
         if reasoning_effort is not None:
             options = {**template.effort_options(reasoning_effort), **options}
-        if not template.supports_developer_messages:
-            messages = with_system_role(messages)
+        messages = with_known_forms(messages, keeps_developer=template.supports_developer_messages)
         tools = sorted_by_name(tools)
         has_history = mentions_tools(messages)
         if has_history:
