@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from in_process import InProcess, Reply, in_process
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from server_process import Server as Real
 
 from weft.request import MAX_NAME_LENGTH, InferenceRequest
 
@@ -195,6 +196,27 @@ def test_the_usage_has_the_tokens_of_a_prediction_if_there_was_one(server: Serve
     events = [event.removeprefix(b"data: ") for event in stream.strip().split(b"\n\n")][:-1]
     last = ChatCompletionChunk.model_validate(json.loads(events[-1]), strict=True)
     assert last.usage is not None and last.usage.completion_tokens_details == details
+
+
+def test_with_its_own_answer_as_prediction_the_real_model_answers_the_same(real_server: Real) -> None:
+    """How many draft tokens are checked depends on the processor."""
+
+    def ask(**fields: Any) -> ChatCompletion:
+        question = [{"role": "user", "content": "Write a short poem about the sea."}]
+        body = {"messages": question, "max_tokens": 40, "temperature": 0, **fields}
+        answer = real_server.client.post(CHAT, json=body).json()
+        return ChatCompletion.model_validate(answer, strict=True)
+
+    plain = ask()
+    content = plain.choices[0].message.content
+    for predicted in (content, "Something else entirely."):
+        answer = ask(prediction={"type": "content", "content": predicted})
+        assert answer.choices[0].message.content == content
+        assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+        details = answer.usage.completion_tokens_details
+        accepted, rejected = details.accepted_prediction_tokens, details.rejected_prediction_tokens
+        assert accepted is not None and 0 <= accepted < answer.usage.completion_tokens
+        assert rejected is not None and rejected >= 0
 
 
 def test_developer_messages_are_system_messages_for_a_template_without_the_role(server: Server) -> None:

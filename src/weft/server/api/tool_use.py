@@ -82,8 +82,8 @@ class ToolChoice:
     mode: Literal["auto", "none", "required"] = "auto"
     name: str | None = None
     """The only tool that may be called. It must be called."""
-    names: frozenset[str] | None = None
-    """The tools that may be called; None: all. The prompt has all tools, so that its cached prefix stays valid."""
+    allowed: frozenset[str] | None = None
+    """The tools that may be called. None: all."""
 
 
 @dataclass(frozen=True)
@@ -115,19 +115,16 @@ def tool_use(
     tools: list[dict[str, Any]], choice: str | Mapping[str, Any] | None, may_be_parallel: bool | None
 ) -> ToolUse:
     """The tools of a request in the form of the OpenAI API. Raises ApiError if tools or tool_choice are invalid."""
-    names = None
+    given = [_function_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    allowed = None
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        choice, names = _allowed_tools(choice)
+        choice, allowed = _allowed_tools(choice, given)
     name = _named(choice) if isinstance(choice, Mapping) else None
     if name is None and choice not in (None, "auto", "none", "required"):
         shown = str(choice) if isinstance(choice, str) else "an object without the name of a function"
         raise _refusal(f"tool_choice is {shown!r:.80}; allowed: {_CHOICES}", "tool_choice")
     mode: Any = "required" if name is not None else choice or "auto"
-    return chosen_tools(
-        [_function_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)],
-        ToolChoice(mode, name, names),
-        may_be_parallel,
-    )
+    return chosen_tools(given, ToolChoice(mode, name, allowed), may_be_parallel)
 
 
 def chosen_tools(
@@ -145,6 +142,8 @@ def chosen_tools(
         return NO_TOOLS
     if choice == "none":
         return NO_TOOLS
+    if tool_choice.allowed is not None:
+        tools = tuple(tool for tool in tools if tool.name in tool_choice.allowed)
     if name is not None:
         tools = tuple(tool for tool in tools if tool.name == name)
         if not tools:
@@ -152,12 +151,6 @@ def chosen_tools(
                 f"tool_choice names {name!r:.80}, which is not in tools; send the name of a tool",
                 "tool_choice",
             )
-    if tool_choice.names is not None:
-        unknown = tool_choice.names - {tool.name for tool in tools}
-        if unknown or not tool_choice.names:
-            named = f"names {min(unknown)!r:.80}, which is not in tools" if unknown else "allows no tool"
-            raise _refusal(f"tool_choice {named}; send the names of tools", "tool_choice")
-        tools = tuple(tool for tool in tools if tool.name in tool_choice.names)
     is_forced = name is not None or choice == "required"
     is_single = name is not None or may_be_parallel is False
     return ToolUse(tools, template_tools, is_forced, name is not None, 1 if is_single else None)
@@ -168,19 +161,28 @@ def is_named(choice: str | Mapping[str, Any] | None) -> bool:
     return isinstance(choice, Mapping) and choice.get("type") == "function"
 
 
-def _allowed_tools(choice: Mapping[str, Any]) -> tuple[str | None, frozenset[str]]:
-    """The mode and the names of `{"type": "allowed_tools", ...}`."""
+def _allowed_tools(
+    choice: Mapping[str, Any], given: Sequence[FunctionTool]
+) -> tuple[str | None, frozenset[str]]:
+    """The mode and the names of `{"type": "allowed_tools", ...}`. The prompt still has all tools, so that its cached
+    prefix stays valid."""
     allowed = choice.get("allowed_tools")
     mode, tools = (
         (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, Mapping) else (None, None)
     )
-    given = tools if isinstance(tools, list) else [None]
-    names = [_named(tool) if isinstance(tool, Mapping) else None for tool in given]
+    listed = tools if isinstance(tools, list) and tools else [None]
+    names = [_named(tool) if isinstance(tool, Mapping) else None for tool in listed]
     if mode not in ("auto", "required") or None in names:
         raise _refusal(
-            f"tool_choice.allowed_tools has not the right form; allowed: {_CHOICES}", "tool_choice"
+            f"tool_choice.allowed_tools does not have the right form; allowed: {_CHOICES}", "tool_choice"
         )
-    return mode, frozenset(name for name in names if name is not None)
+    found = frozenset(name for name in names if name is not None)
+    if unknown := found - {one.name for one in given if isinstance(one.name, str)}:
+        raise _refusal(
+            f"tool_choice allows {min(unknown)!r:.80}, which is not in tools; send names of tools",
+            "tool_choice",
+        )
+    return mode, found
 
 
 def _named(choice: Mapping[str, Any]) -> str | None:
