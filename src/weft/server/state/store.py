@@ -57,7 +57,7 @@ class Store:
         self._lock: IO[str] | None = None
         self._expire_at = 0.0
         self.is_primary = False
-        """Known after the first transaction."""
+        """Whether this server opened the store before any other. False until the first transaction."""
 
     async def run(self, work: Callable[[Connection], T]) -> T:
         """Runs `work` in the thread of the store, in one transaction. It is on disk when this method returns. An
