@@ -51,7 +51,7 @@ def gemv_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile | 
     cores, which have more overhead. None: use `skinny_tile`.
 
     Each program loads 4 to 16 KiB of bfloat16 weights at a time. With a norm, more work is done per loaded value.
-    Programs with few rows hide that better.
+    Then programs with few rows are faster: more of them run at the same time.
     """
     if tokens > 1:
         return _few_tokens_tile(tokens, outputs, inputs, has_norm)
