@@ -475,6 +475,8 @@ class GenerationResult:
     """The metadata of the request."""
     failure: FailureKind | None = None
     """Why the request did not complete; `error` has the words. None if it completed."""
+    stop_string: str | None = None
+    """The stop string that ended the answer."""
 
     @property
     def choices(self) -> tuple[GenerationResult, ...]:

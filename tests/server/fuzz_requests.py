@@ -17,10 +17,20 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from anthropic_types import EventStream
 from in_process import InProcess, Reply, in_process
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+_CALL = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}}
+_RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "x"}]}
+_TURNS = [
+    *CHAT["messages"],
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "a", "signature": "b"}, _CALL]},
+    {"role": "user", "content": [_RESULT, {"type": "text", "text": "y", "cache_control": {}}]},
+    {"role": "system", "content": "z"},
+]
+_ANTHROPIC_TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
 VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "n": 2}),
@@ -40,6 +50,13 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
         "/v1/completions",
         {"prompt": "x", "max_tokens": 2, "deadline": 5, "cache_salt": "s", "session_id": "t"},
     ),
+    ("/v1/messages", {**CHAT, "stop_sequences": ["a"], "thinking": {"type": "enabled"}, "stream": True}),
+    ("/v1/messages", {**CHAT, "system": [{"type": "text", "text": "a"}], "output_config": {"effort": "low"}}),
+    (
+        "/v1/messages",
+        {**CHAT, "messages": _TURNS, "tools": [_ANTHROPIC_TOOL], "tool_choice": {"type": "none"}},
+    ),
+    ("/v1/messages/count_tokens", {"messages": _TURNS, "metadata": {"user_id": "u"}}),
     ("/tokenize", {"prompt": "Hello"}),
     ("/tokenize", {"messages": CHAT["messages"]}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
@@ -211,6 +228,12 @@ def problem_of(reply: Reply) -> str | None:
 
 
 def _problem_of_stream(body: bytes) -> str | None:
+    if body.startswith(b"event: "):
+        try:
+            failed = EventStream(body).error
+        except (AssertionError, ValueError) as problem:
+            return f"{problem!r} in {body[:400]!r}"
+        return f"in a stream: {failed}" if failed and failed["type"] == "api_error" else None
     *events, last, end = body.split(b"\n\n")
     if end or not all(event.startswith(b"data: {") for event in events):
         return f"not an event stream: {body[:200]!r}"
@@ -223,6 +246,8 @@ def _problem_of_stream(body: bytes) -> str | None:
 
 
 def _problem_of_error(content: Any) -> str | None:
+    if set(content) == {"type", "error", "request_id"} and set(content["error"]) == {"type", "message"}:
+        return None if content["error"]["message"] and content["request_id"] else "an error without a message"
     if set(content) != {"error"} or set(content["error"]) != {"message", "type", "param", "code"}:
         return f"not an error of the API: {content!r:.300}"
     return None if content["error"]["message"] else "an error without a message"

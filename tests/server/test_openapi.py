@@ -23,10 +23,18 @@ from weft.server.api import response_shapes as shapes
 from weft.server.api.chat import ChatRequest
 from weft.server.api.completion import CompletionFormat, CompletionRequest
 from weft.server.api.field_docs import FIELDS, Field
+from weft.server.api.messages import MessagesRequest
 from weft.server.api.openapi import OPERATIONS
 from weft.server.api.schema import DetokenizeRequest, StreamOptions, TokenizeRequest
 
-KINDS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
+KINDS = (
+    ChatRequest,
+    CompletionRequest,
+    MessagesRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    StreamOptions,
+)
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +136,12 @@ def test_the_response_to_every_example_has_the_documented_type(
         msgspec.convert(response.json(), operation.answer)
         return
     assert operation.event is not None
-    *events, last = response.text.strip().split("\n\n")
-    assert last == "data: [DONE]" and events
+    events = re.findall(r"^data: (.*)$", response.text, re.MULTILINE)
+    if events[-1] == "[DONE]":
+        events.pop()
+    assert events
     for event in events:
-        msgspec.convert(json.loads(event.removeprefix("data: ")), operation.event)
+        msgspec.convert(json.loads(event), operation.event)
 
 
 PAGES = [

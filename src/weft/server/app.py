@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,7 +55,7 @@ _BYTES_PER_TOKEN = 4
 """Estimated bytes per token in the body of `/tokenize`. The number of tokens to reserve from the rate limit, before the
 text is tokenised, is calculated from it."""
 _EXPOSED = (
-    *("x-request-id", "retry-after", "warning"),
+    *("x-request-id", "request-id", "retry-after", "warning"),
     *(
         f"x-ratelimit-{value}-{unit}"
         for value in ("limit", "remaining", "reset")
@@ -122,8 +122,6 @@ class ServerApp:
                 if one.counting is not None
             ),
             *(route for make in ROUTES for route in make(self)),
-            Route("/v1/models", self._models, methods=get),
-            Route("/v1/models/{name:path}", self._model, methods=get),
             Route("/tokenize", self._tokenize, methods=post),
             Route("/detokenize", self._detokenize, methods=post),
             Route("/tokenizer_info", self._tokenizer_info, methods=get),
@@ -186,9 +184,6 @@ class ServerApp:
             api_request, unknown = await unless_disconnected(
                 request.receive, self._bodies.read(answer_format.request_type, body, client_id)
             )
-            headers = (
-                {"Warning": f'299 weft "unknown fields ignored: {", ".join(unknown)}"'} if unknown else {}
-            )
             with renamed_fields(answer_format.field_names(api_request)):
                 self._active_requests.set_deadline(active, api_request.deadline)
                 beginning = self._begin(answer_format, api_request, size, active, answer_bytes, client_id)
@@ -197,7 +192,7 @@ class ServerApp:
                 # Frees the body: only its tokens are needed from here on.
                 del body, api_request
                 request.scope[BODY].release()
-                headers |= active.headers
+                headers = _warning(unknown, prepared.warnings) | active.headers
                 if prepared.is_streamed:
                     stream = EventStream(
                         choices,
@@ -376,22 +371,6 @@ class ServerApp:
         known = {name: names.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         return json_response({**known, "vocab_size": self.text.tokenizer.vocabulary_size})
 
-    async def _models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._described()]})
-
-    async def _model(self, request: Request) -> Response:
-        self.check_model(request.path_params["name"])
-        return json_response(self._described())
-
-    def _described(self) -> dict[str, Any]:
-        return {
-            "id": self._name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "weft",
-            "max_model_len": self.engine.max_sequence_length,
-        }
-
     async def _health(self, request: Request) -> Response:
         is_live = self.engine.state is EngineState.READY
         return json_response({"status": "ok" if is_live else "engine is down"}, 200 if is_live else 503)
@@ -443,6 +422,12 @@ class ServerApp:
 
     async def _respond_with_weft_error(self, request: Request, error: WeftError) -> Response:
         return await self._respond_with_error(request, as_api_error(error))
+
+
+def _warning(unknown: Sequence[str], warnings: Sequence[str]) -> dict[str, str]:
+    if unknown:
+        warnings = (f"unknown fields ignored: {', '.join(unknown)}", *warnings)
+    return {"Warning": ", ".join(f'299 weft "{one}"' for one in warnings)} if warnings else {}
 
 
 def _client_id(request: Request) -> str:

@@ -13,7 +13,13 @@ from starlette.types import Scope
 
 from weft.engine.ipc.client import EngineDiedError, EngineStalledError
 from weft.engine.ipc.remote_answer import SlowReaderError
-from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError, WeftError
+from weft.errors import (
+    EngineStoppedError,
+    InvalidRequestError,
+    PromptTooLongError,
+    QueueFullError,
+    WeftError,
+)
 from weft.server.admission.completion_rate import retry_after
 from weft.server.logs import current_record
 from weft.server.state.store import StoreError, StoreFullError
@@ -50,6 +56,8 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
         self.retry_after = retry_after
         """Seconds after which a retry can succeed. If it is None, the app predicts a value for 429 and 503."""
+        self.prompt_lengths: tuple[int, int] | None = None
+        """For a prompt that is too long: its tokens and the most that are allowed. Some formats have their own words."""
 
     @classmethod
     def internal_error(cls) -> ApiError:
@@ -85,7 +93,10 @@ def as_api_error(error: WeftError) -> ApiError:
     """Converts an expected error of weft to an error with an HTTP status and code."""
     message = str(error)
     if isinstance(error, InvalidRequestError):
-        return ApiError(400, message, param=error.field or None, code=error.code or None)
+        refusal = ApiError(400, message, param=error.field or None, code=error.code or None)
+        if isinstance(error, PromptTooLongError):
+            refusal.prompt_lengths = error.num_tokens, error.most
+        return refusal
     if isinstance(error, QueueFullError):
         return ApiError(429, message, code="queue_full")
     if isinstance(error, EngineStoppedError):

@@ -53,6 +53,8 @@ class ParsedRequest:
     ttft_target: float | None = None
     deadline: float | None = None
     cache_salt: str = ""
+    warnings: Sequence[str] = ()
+    """What the request contains without effect, for a Warning header."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class AnswerContext:
     num_choices_per_prompt: int = 1
     prompt_tokens: int = 0
     """Tokens of all prompts together."""
+    cacheable_tokens: int = 0
+    """Prompt tokens that the same request, sent again, can find in the prefix cache."""
     has_parts: bool = False
     """Answers may have thoughts or tool calls besides content."""
     echoes: Sequence[Echo] = ()

@@ -14,11 +14,12 @@ from weft.server.api import response_shapes as shapes
 from weft.server.api.answer_format import HELLO, Operation
 from weft.server.api.field_docs import FIELDS, Field
 from weft.server.api.formats import FORMATS, Formats
+from weft.server.api.models import MODEL_OPERATIONS
 from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
 
 _REFERENCE = "#/components/schemas/{name}"
 _DESCRIPTION = """\
-The OpenAI API, served by weft. Unknown fields are ignored and listed in a `Warning` header. A `null` means the
+The OpenAI and the Anthropic API, served by weft. Unknown fields are ignored and listed in a `Warning` header. A `null` means the
 default. Every response has an `x-request-id` header: the id that the client sent, or a new one."""
 
 _MESSAGE: dict[str, Any] = {
@@ -46,12 +47,16 @@ _MESSAGE: dict[str, Any] = {
 }
 
 
+def _of_formats(formats: Formats) -> dict[tuple[str, str], Operation]:
+    generating = {path: one.operation for path, one in formats.items()}
+    countings = [one.counting for one in formats.values() if one.counting is not None]
+    counting = {one.path: one.operation for one in countings}
+    return {("post", path): operation for path, operation in {**generating, **counting}.items()}
+
+
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
-    **{("post", path): one.operation for path, one in FORMATS.items()},
-    ("get", "/v1/models"): Operation("List models", "A server has one model.", "Models", shapes.ModelList),
-    ("get", "/v1/models/{name}"): Operation(
-        "Describe a model", "Accepts any name of the model.", "Models", shapes.Model, errors=(404,)
-    ),
+    **_of_formats(FORMATS),
+    **MODEL_OPERATIONS,
     ("post", "/tokenize"): Operation(
         "Tokenise text or messages",
         "Returns the prompt tokens of a completion (prompt) or a chat (messages). Send one of them.",
@@ -132,7 +137,7 @@ def document(routes: Iterable[BaseRoute], formats: Formats = FORMATS, *, needs_k
     """The document for these routes."""
     paths: dict[str, Any] = {}
     existing = set(_methods(routes))
-    operations = {**OPERATIONS, **{("post", path): one.operation for path, one in formats.items()}}
+    operations = {**OPERATIONS, **_of_formats(formats)}
     for (method, path), operation in operations.items():
         if (method, path) in existing:
             paths.setdefault(path, {})[method] = _described(method, path, operation, needs_key)

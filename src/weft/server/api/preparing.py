@@ -45,6 +45,7 @@ class Prepared:
     writer: AnswerWriter
     answer_form: AnswerSyntax | None
     is_streamed: bool
+    warnings: Sequence[str] = ()
 
 
 class Preparer:
@@ -64,6 +65,9 @@ class Preparer:
         self._model = ServedModel(
             settings.names[0], text.tokenizer, generation_defaults, settings.max_answers
         )
+        engine = settings.engine
+        self._cached_block = engine.cache.block_size if engine.scheduler.prefix_caching else None
+        """Tokens of a block of the prefix cache; None: it is off."""
         _ = text.tool_format  # computed now, because it renders the template and takes time
 
     async def close(self) -> None:
@@ -89,7 +93,8 @@ class Preparer:
         if grammar is not None:
             grammar = await self._grammars.check(grammar, client_id)
         if isinstance(parsed.prompt, Conversation):
-            prompts = [await self._chat_tokens(parsed.prompt, parsed.tools, size, client_id)]
+            tokens = await self._chat_tokens(parsed.prompt, parsed.tools, size, client_id)
+            prompts = [self._encoder.check_tokens(tokens)]
             answer_form = parsed.tools.answer_form(self._text, prompts[0])
             grammar = await self._answer_grammar(parsed.tools, grammar, answer_form, size, client_id)
         else:
@@ -104,6 +109,7 @@ class Preparer:
             wants_logprobs=params.logprobs is not None,
             num_choices_per_prompt=params.n,
             prompt_tokens=sum(map(len, prompts)),
+            cacheable_tokens=sum(self._cacheable(len(one)) for one in prompts),
             has_parts=answer_form is not None,
             echoes=echoes,
         )
@@ -115,7 +121,13 @@ class Preparer:
             answer_format.writer(api_request, context),
             answer_form,
             parsed.is_streamed,
+            parsed.warnings,
         )
+
+    def _cacheable(self, num_tokens: int) -> int:
+        """The tokens in complete blocks. The last token is always computed."""
+        block = self._cached_block
+        return 0 if block is None else (num_tokens - 1) // block * block
 
     async def count(self, answer_format: AnswerFormat[B], api_request: B, size: int, client_id: str) -> int:
         """The number of prompt tokens of a request."""

@@ -23,11 +23,13 @@ from weft.server.errors import ApiError
 MAX_ENTRIES = {
     "messages": 8192,
     "content": 1024,
+    "system": 1024,
     "tools": 128,
     "documents": 1024,
     "chat_template_kwargs": 64,
     "metadata": MAX_METADATA,
     "stop": MAX_STOP_STRINGS,
+    "stop_sequences": MAX_STOP_STRINGS,
     "stop_token_ids": MAX_STOP_TOKENS,
     "logit_bias": MAX_LOGIT_BIAS,
 }
@@ -154,7 +156,7 @@ def read(kind: type[T], body: bytes) -> tuple[T, list[str]]:
         named = f"{param}: {message}" if param else message
         raise ApiError(400, named, param=param, code="invalid_type") from None
     _check_lengths(api_request)
-    return api_request, [_shown(name) for name in unknown[:_MAX_NAMED]]
+    return api_request, [shown(name) for name in unknown[:_MAX_NAMED]]
 
 
 def _check_lengths(api_request: msgspec.Struct) -> None:
@@ -184,5 +186,6 @@ def _parse(body: bytes) -> Any:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
 
 
-def _shown(name: str) -> str:
+def shown(name: str) -> str:
+    """A name that a client sent, for a header."""
     return re.sub(r"[^\w.-]", "?", name[:40], flags=re.ASCII)  # safe for a header

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from weft.errors import InvalidRequestError
+from weft.errors import InvalidRequestError, PromptTooLongError
 from weft.server.errors import ApiError
 from weft.server.text_work.text_process import (
     Chat,
@@ -92,7 +92,7 @@ class PromptEncoder:
     def check_tokens(self, tokens: list[int]) -> list[int]:
         """Refuses a prompt of token ids that is too long, before each id is checked."""
         if len(tokens) >= self._max_context:
-            raise self._too_long(f"{len(tokens)}", "prompt")
+            raise self._too_long(len(tokens), "prompt")
         return tokens
 
     async def close(self) -> None:
@@ -127,7 +127,7 @@ class PromptEncoder:
         if isinstance(result, Text):
             return result.text
         if isinstance(result, TooLong):
-            raise self._too_long(f"{result.count}", _field(part))
+            raise self._too_long(result.count, _field(part))
         raise InvalidRequestError(result.message, field=result.field, code=result.code)
 
     def _check_lengths(self, parts: Sequence[Part]) -> None:
@@ -143,15 +143,17 @@ class PromptEncoder:
                 num_characters = sum(len(content) for content in contents if isinstance(content, str))
             at_least = num_characters // longest
             if at_least > _MAX_NORMALISER_SHRINK * self._max_context:
-                raise self._too_long(f"at least {at_least // _MAX_NORMALISER_SHRINK}", _field(part))
+                raise self._too_long(at_least // _MAX_NORMALISER_SHRINK, _field(part), "at least ")
 
-    def _too_long(self, count: str, field: str) -> InvalidRequestError:
-        return InvalidRequestError(
-            f"the prompt has {count} tokens; allowed: at most {self._max_context - 1}, so that one new token fits; "
+    def _too_long(self, num_tokens: int, field: str, bound: str = "") -> PromptTooLongError:
+        most = self._max_context - 1
+        return PromptTooLongError(
+            f"the prompt has {bound}{num_tokens} tokens; allowed: at most {most}, so that one new token fits; "
             # Clients recognise this error by the words "maximum context length is", as in the OpenAI API.
             f"this model's maximum context length is {self._max_context} tokens here; shorten it",
-            field=field,
-            code="context_length_exceeded",
+            field,
+            num_tokens,
+            most,
         )
 
 
