@@ -31,11 +31,18 @@ from weft.server.api.formats import FORMATS, ROUTES, Formats
 from weft.server.api.model_names import is_model_name
 from weft.server.api.preparing import Prepared, Preparer
 from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
-from weft.server.errors import ApiError, as_api_error, json_response, renamed_fields
+from weft.server.errors import (
+    ApiError,
+    as_api_error,
+    json_response,
+    renamed_fields,
+    unknown_fields_warning,
+)
 from weft.server.http.access_log import AccessLog
 from weft.server.http.bodies import BodyReader, read_body
 from weft.server.http.byte_budget import RequestBytes
-from weft.server.http.guard import ANSWER, BODY, KEY, Guard
+from weft.server.http.guard import Guard
+from weft.server.http.scope import ANSWER, BODY, KEY
 from weft.server.internal import InternalReply, InternalRequest, send_internal
 from weft.server.logs import ServerLog, current_record
 from weft.server.loop_lag import watch_lag
@@ -186,10 +193,12 @@ class ServerApp:
             api_request, unknown = await unless_disconnected(
                 request.receive, self._bodies.read(answer_format.request_type, body, client_id)
             )
-            headers = (
-                {"Warning": f'299 weft "unknown fields ignored: {", ".join(unknown)}"'} if unknown else {}
-            )
+            headers = unknown_fields_warning(unknown)
             with renamed_fields(answer_format.field_names(api_request)):
+                if (content := answer_format.answer_at_once(api_request, self._name)) is not None:
+                    self.check_model(api_request.model)
+                    outcome = []
+                    return json_response(content, headers=headers)
                 self._active_requests.set_deadline(active, api_request.deadline)
                 beginning = self._begin(answer_format, api_request, size, active, answer_bytes, client_id)
                 prepared = await unless_disconnected(request.receive, beginning)

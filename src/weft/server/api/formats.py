@@ -10,6 +10,9 @@ from starlette.routing import Route
 from weft.server.api.answer_format import AnswerFormat
 from weft.server.api.chat import ChatFormat
 from weft.server.api.completion import CompletionFormat
+from weft.server.api.ollama_chat import OllamaChatFormat
+from weft.server.api.ollama_generate import OllamaGenerateFormat
+from weft.server.api.ollama_models import ollama_routes
 from weft.server.api.services import Services
 from weft.server.errors import ApiError
 
@@ -21,9 +24,11 @@ ErrorWriter = Callable[[ApiError], tuple[int, Any]]
 FORMATS: Formats = {
     "/v1/chat/completions": ChatFormat(),
     "/v1/completions": CompletionFormat(),
+    "/api/chat": OllamaChatFormat(),
+    "/api/generate": OllamaGenerateFormat(),
 }
 
-ROUTES: Sequence[Callable[[Services], Sequence[Route]]] = ()
+ROUTES: Sequence[Callable[[Services], Sequence[Route]]] = (ollama_routes,)
 """Each makes the other routes of one API, which do not generate."""
 
 
