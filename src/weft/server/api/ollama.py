@@ -67,7 +67,7 @@ _encode = msgspec.json.Encoder().encode
 # ---------------------------------------------------------------------- the types of requests and responses
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a request. Clients write whole numbers also as 40.0."""
 
     num_predict: Annotated[
@@ -137,7 +137,7 @@ class OllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     stream: bool = True
     format: str | dict[str, Any] = ""
-    options: Options = Options()
+    options: OllamaOptions = OllamaOptions()
     think: bool | str | None = None
     keep_alive: float | str | None = None
     logprobs: bool = False

@@ -16,6 +16,7 @@ from weft.server.api.ollama import error_body
 from weft.server.errors import ApiError, as_api_error
 
 _MAX_THREADS = 4
+_LONG = 3600.0
 _HUB_PREFIXES = ("hf.co/", "huggingface.co/", "hf:")
 """Ollama's clients write models of the hub with the first two."""
 _STATUSES = {
@@ -61,25 +62,29 @@ class ModelWork:
         self._is_cancelled = True
 
     async def news(self, seconds: float) -> list[PullProgress]:
-        """Waits for progress or the end, at most `seconds`. Raises ApiError if the work failed."""
+        """The newest progress. Waits for it or for the end, at most `seconds`."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._has_news.wait(), seconds)
         self._has_news.clear()
         news = list(self._pending.values())
         self._pending.clear()
-        if self._error is not None:
-            raise self._error
         return news
 
     @property
     def is_over(self) -> bool:
         return self._is_over and not self._pending
 
+    def check(self) -> None:
+        """Raises ApiError if the work failed."""
+        if self._error is not None:
+            raise self._error
+
     async def wait(self) -> None:
-        """Waits for the end. If the caller is cancelled, the work ends at its next progress."""
+        """Waits for the end. Raises ApiError if the work failed. If the caller is cancelled, so is the work."""
         try:
             while not self.is_over:
-                await self.news(3600)
+                await self.news(_LONG)
+            self.check()
         finally:
             self.cancel()
 
@@ -164,6 +169,7 @@ class ModelStore:
                 for line in news or [last]:
                     yield line
                 last = news[-1] if news else last
+            work.check()
             yield {"status": "success"}
         except ApiError as error:
             yield error_body(error)
