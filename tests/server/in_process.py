@@ -78,7 +78,7 @@ async def in_process(
     model_path: Path, *, max_context: int = 64, formats: Formats = FORMATS, **settings: Any
 ) -> AsyncIterator[InProcess]:
     checkpoint = open_checkpoint(model_path)
-    text = open_model_text(checkpoint)
+    text = open_model_text(checkpoint, settings.get("chat_template"))
     chosen = ServerSettings(str(model_path), (MODEL,), **settings)
     engine = EngineClient("noop", {"vocabulary_size": 49152, "max_context": max_context}, chosen.engine)
     await engine.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,11 +31,18 @@ from weft.server.api.formats import FORMATS, ROUTES, Formats
 from weft.server.api.model_names import is_model_name
 from weft.server.api.preparing import Prepared, Preparer
 from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
-from weft.server.errors import ApiError, as_api_error, json_response, renamed_fields
+from weft.server.errors import (
+    ApiError,
+    as_api_error,
+    json_response,
+    renamed_fields,
+    warning_header,
+)
 from weft.server.http.access_log import AccessLog
 from weft.server.http.bodies import BodyReader, read_body
 from weft.server.http.byte_budget import RequestBytes
-from weft.server.http.guard import ANSWER, BODY, KEY, Guard
+from weft.server.http.guard import Guard
+from weft.server.http.scope import ANSWER, BODY, KEY
 from weft.server.internal import InternalReply, InternalRequest, send_internal
 from weft.server.logs import ServerLog, current_record
 from weft.server.loop_lag import watch_lag
@@ -185,6 +192,10 @@ class ServerApp:
                 request.receive, self._bodies.read(answer_format.request_type, body, client_id)
             )
             with renamed_fields(answer_format.field_names(api_request)):
+                if (content := answer_format.answer_at_once(api_request, self._name)) is not None:
+                    self.check_model(api_request.model)
+                    outcome = []
+                    return json_response(content, headers=warning_header(unknown))
                 self._active_requests.set_deadline(active, api_request.deadline)
                 beginning = self._begin(answer_format, api_request, size, active, answer_bytes, client_id)
                 prepared = await unless_disconnected(request.receive, beginning)
@@ -192,7 +203,7 @@ class ServerApp:
                 # Frees the body: only its tokens are needed from here on.
                 del body, api_request
                 request.scope[BODY].release()
-                headers = _warning(unknown, prepared.warnings) | active.headers
+                headers = warning_header(unknown, prepared.warnings) | active.headers
                 if prepared.is_streamed:
                     stream = EventStream(
                         choices,
@@ -422,12 +433,6 @@ class ServerApp:
 
     async def _respond_with_weft_error(self, request: Request, error: WeftError) -> Response:
         return await self._respond_with_error(request, as_api_error(error))
-
-
-def _warning(unknown: Sequence[str], warnings: Sequence[str]) -> dict[str, str]:
-    if unknown:
-        warnings = (f"unknown fields ignored: {', '.join(unknown)}", *warnings)
-    return {"Warning": ", ".join(f'299 weft "{one}"' for one in warnings)} if warnings else {}
 
 
 def _client_id(request: Request) -> str:

@@ -12,6 +12,9 @@ from weft.server.api.chat import ChatFormat
 from weft.server.api.completion import CompletionFormat
 from weft.server.api.messages import MessagesFormat
 from weft.server.api.models import model_routes
+from weft.server.api.ollama_chat import OllamaChatFormat
+from weft.server.api.ollama_generate import OllamaGenerateFormat
+from weft.server.api.ollama_models import ollama_routes
 from weft.server.api.services import Services
 from weft.server.errors import ApiError
 
@@ -28,9 +31,11 @@ FORMATS: Formats = {
     "/v1/chat/completions": ChatFormat(),
     "/v1/completions": CompletionFormat(),
     "/v1/messages": _MESSAGES,
+    "/api/chat": OllamaChatFormat(),
+    "/api/generate": OllamaGenerateFormat(),
 }
 
-ROUTES: Sequence[Callable[[Services], Sequence[Route]]] = (model_routes,)
+ROUTES: Sequence[Callable[[Services], Sequence[Route]]] = (model_routes, ollama_routes)
 """Each makes the other routes of one API, which do not generate."""
 
 

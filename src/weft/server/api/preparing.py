@@ -63,7 +63,12 @@ class Preparer:
         self._grammars = GrammarChecker(settings.model, vocabulary_size)
         self._text = text
         self._model = ServedModel(
-            settings.names[0], text.tokenizer, generation_defaults, settings.max_answers
+            settings.names[0],
+            text.tokenizer,
+            generation_defaults,
+            settings.max_answers,
+            text.chat_template is not None,
+            text.reasoning is not None,
         )
         engine = settings.engine
         self._cached_block = engine.cache.block_size if engine.scheduler.prefix_caching else None
@@ -96,12 +101,18 @@ class Preparer:
             tokens = await self._chat_tokens(parsed.prompt, parsed.tools, size, client_id)
             prompts = [self._encoder.check_tokens(tokens)]
             answer_form = parsed.tools.answer_form(self._text, prompts[0])
+            if parsed.earlier_tokens:
+                prompts = [self._encoder.check_tokens([*parsed.earlier_tokens, *prompts[0]])]
             grammar = await self._answer_grammar(parsed.tools, grammar, answer_form, size, client_id)
         else:
             prompts = await self._prompt_tokens(parsed.prompt, client_id)
             if parsed.echoes_prompts:
                 echoes = await self._echoes(parsed.prompt, prompts, client_id)
         params = parsed.params if grammar is None else replace(parsed.params, grammar=grammar)
+        requests = [
+            inference_request(parsed, prompt, params, key, _prompt_id(request_id, index, len(prompts)))
+            for index, prompt in enumerate(prompts)
+        ]
         context = AnswerContext(
             self._model.name,
             self._model.tokenizer,
@@ -112,17 +123,10 @@ class Preparer:
             cacheable_tokens=sum(self._cacheable(len(one)) for one in prompts),
             has_parts=answer_form is not None,
             echoes=echoes,
+            prompts=[request.prompt for request in requests],
         )
-        return Prepared(
-            [
-                inference_request(parsed, prompt, params, key, _prompt_id(request_id, index, len(prompts)))
-                for index, prompt in enumerate(prompts)
-            ],
-            answer_format.writer(api_request, context),
-            answer_form,
-            parsed.is_streamed,
-            parsed.warnings,
-        )
+        writer = answer_format.writer(api_request, context)
+        return Prepared(requests, writer, answer_form, parsed.is_streamed, parsed.warnings)
 
     def _cacheable(self, num_tokens: int) -> int:
         """The tokens in complete blocks. The last token is always computed."""
@@ -172,12 +176,23 @@ class Preparer:
     async def _prompt_tokens(self, prompts: Sequence[Prompt], client_id: str) -> list[list[int]]:
         texts = [one for one in prompts if isinstance(one, str)]
         encoded = iter(await self._encoder.encode_texts(texts, client_id))
-        return [next(encoded) if isinstance(one, str) else self._encoder.check_tokens(one) for one in prompts]
+        tokens = []
+        for one in prompts:
+            if isinstance(one, tuple):
+                tokens.append(self._encoder.check_tokens(await self._joined_tokens(one, client_id)))
+            else:
+                tokens.append(next(encoded) if isinstance(one, str) else self._encoder.check_tokens(one))
+        return tokens
+
+    async def _joined_tokens(self, parts: Sequence[str | int], client_id: str) -> list[int]:
+        texts = [part for part in parts if isinstance(part, str)]
+        encoded = iter(await self._encoder.encode_texts(texts, client_id, add_special_tokens=False))
+        return [token for part in parts for token in ((part,) if isinstance(part, int) else next(encoded))]
 
     async def _echoes(
         self, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]], client_id: str
     ) -> list[Echo]:
-        ids = [one for one in prompts if not isinstance(one, str)]
+        ids = [one for one in prompts if isinstance(one, list)]
         decoded = iter(await self._encoder.decode(ids, client_id))
         return [
             Echo(one if isinstance(one, str) else next(decoded), each)

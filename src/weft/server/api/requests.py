@@ -75,6 +75,7 @@ def inference_request(
         params,
         priority=parsed.priority,  # type: ignore[arg-type]
         session_id=parsed.session_id,
+        max_sequence_length=parsed.max_context,
         ttft_target=parsed.ttft_target,
         deadline=parsed.deadline,
         cache_salt=key.salt_for(parsed.cache_salt) if key else parsed.cache_salt,

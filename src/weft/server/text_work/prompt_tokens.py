@@ -66,11 +66,13 @@ class PromptEncoder:
         [tokens] = await self._convert([prompt], size, client_id)
         return tokens
 
-    async def encode_texts(self, texts: Sequence[str], client_id: str) -> list[list[int]]:
+    async def encode_texts(
+        self, texts: Sequence[str], client_id: str, *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
         """The tokens of each text."""
         found: list[list[int]] = []
         for group, size in _groups(texts):
-            found += await self._convert([Text(text) for text in group], size, client_id)
+            found += await self._convert([Text(text, add_special_tokens) for text in group], size, client_id)
         return found
 
     async def decode(self, prompts: Sequence[list[int]], client_id: str) -> list[str]:
