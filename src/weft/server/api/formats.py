@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.routing import Route
 
+from weft.server.api import responses, responses_routes
 from weft.server.api.answer_format import AnswerFormat
 from weft.server.api.chat import ChatFormat
 from weft.server.api.completion import CompletionFormat
@@ -21,9 +22,10 @@ ErrorWriter = Callable[[ApiError], tuple[int, Any]]
 FORMATS: Formats = {
     "/v1/chat/completions": ChatFormat(),
     "/v1/completions": CompletionFormat(),
+    responses.PATH: responses.ResponsesFormat(),
 }
 
-ROUTES: Sequence[Callable[[Services], Sequence[Route]]] = ()
+ROUTES: Sequence[Callable[[Services], Sequence[Route]]] = (responses_routes.routes,)
 """Each makes the other routes of one API, which do not generate."""
 
 

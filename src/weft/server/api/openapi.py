@@ -11,6 +11,7 @@ from starlette.routing import BaseRoute, Route
 
 from weft import __version__
 from weft.server.api import response_shapes as shapes
+from weft.server.api import responses_routes
 from weft.server.api.answer_format import HELLO, Operation
 from weft.server.api.field_docs import FIELDS, Field
 from weft.server.api.formats import FORMATS, Formats
@@ -48,6 +49,7 @@ _MESSAGE: dict[str, Any] = {
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     **{("post", path): one.operation for path, one in FORMATS.items()},
+    **responses_routes.OPERATIONS,
     ("get", "/v1/models"): Operation("List models", "A server has one model.", "Models", shapes.ModelList),
     ("get", "/v1/models/{name}"): Operation(
         "Describe a model", "Accepts any name of the model.", "Models", shapes.Model, errors=(404,)

@@ -22,6 +22,9 @@ from weft.server.errors import ApiError
 
 MAX_ENTRIES = {
     "messages": 8192,
+    "input": 8192,
+    "include": 64,
+    "client_metadata": MAX_METADATA,
     "content": 1024,
     "tools": 128,
     "documents": 1024,
@@ -34,7 +37,11 @@ MAX_ENTRIES = {
 """Limits for lists and mappings, checked before their entries are processed. `content` belongs to a message. Other
 lists have limits of their own: prompts (`max_answers`), token ids (the context), schemas and choices
 (`MAX_GRAMMAR_LENGTH`)."""
-MAX_CHARACTERS = {"session_id": MAX_NAME_LENGTH, "cache_salt": MAX_NAME_LENGTH}
+MAX_CHARACTERS = {
+    "session_id": MAX_NAME_LENGTH,
+    "cache_salt": MAX_NAME_LENGTH,
+    "previous_response_id": MAX_NAME_LENGTH,
+}
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -127,7 +134,8 @@ _REFUSED = {
     "lora_request": "weft has no adapters",
 }
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
-_MAX_NAMED = 8
+MAX_NAMED = 8
+"""Limit for the names in a `Warning` header."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -154,7 +162,7 @@ def read(kind: type[T], body: bytes) -> tuple[T, list[str]]:
         named = f"{param}: {message}" if param else message
         raise ApiError(400, named, param=param, code="invalid_type") from None
     _check_lengths(api_request)
-    return api_request, [_shown(name) for name in unknown[:_MAX_NAMED]]
+    return api_request, [shown(name) for name in unknown[:MAX_NAMED]]
 
 
 def _check_lengths(api_request: msgspec.Struct) -> None:
@@ -184,5 +192,6 @@ def _parse(body: bytes) -> Any:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
 
 
-def _shown(name: str) -> str:
+def shown(name: str) -> str:
+    """A name that a client sent, for a header."""
     return re.sub(r"[^\w.-]", "?", name[:40], flags=re.ASCII)  # safe for a header

@@ -79,6 +79,8 @@ class ToolChoice:
     mode: Literal["auto", "none", "required"] = "auto"
     name: str | None = None
     """The only tool that may be called. It must be called."""
+    allowed: frozenset[str] | None = None
+    """The tools that may be called. None: all."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class FunctionTool:
     where: str
     """Its place in the body, for errors."""
     parameters_field: str = "parameters"
+    input_grammar: Grammar | None = None
+    """The grammar of its only parameter, a string."""
     given: dict[str, Any] | None = None
     """The tool in the form of the OpenAI API, if the client sent that. Templates get it unchanged."""
 
@@ -137,6 +141,8 @@ def chosen_tools(
         return NO_TOOLS
     if choice == "none":
         return NO_TOOLS
+    if tool_choice.allowed is not None:
+        tools = tuple(tool for tool in tools if tool.name in tool_choice.allowed)
     if name is not None:
         tools = tuple(tool for tool in tools if tool.name == name)
         if not tools:

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.request import REQUEST_ID_PATTERN, RequestId
 from weft.server.errors import ApiError
+from weft.server.internal import INTERNAL, InternalRequest
 from weft.server.logs import QUIET_PATHS, Record, ServerLog, record_of_task
 
 _LONGEST_PATH = 200
@@ -37,7 +38,9 @@ class AccessLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return  # there are no lifespan events and no websockets
-        record = Record(scope["method"], scope["path"][:_LONGEST_PATH], self._new_id(), _given_id(scope))
+        internal: InternalRequest | None = scope.get(INTERNAL)
+        request_id = (internal.request_id if internal is not None else None) or self._new_id()
+        record = Record(scope["method"], scope["path"][:_LONGEST_PATH], request_id, _given_id(scope))
         token = record_of_task.set(record)
 
         # Not a coroutine, which would cost time for every message of a stream. Only the first message is recorded.

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weft.server.admission.keys import ApiKey, KeyRing
+from weft.server.admission.keys import KEY, ApiKey, KeyRing
 from weft.server.api.formats import Formats, error_writer
 from weft.server.errors import ERROR_WRITER, ApiError
 from weft.server.http.byte_budget import ByteBudget, RequestBytes, answer_budget_error, body_budget_error
@@ -21,8 +21,6 @@ _OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
 that is not in the manual."""
 _ADMIN_PATHS = "/admin"
 
-KEY = "weft.key"
-"""Scope entry with the `ApiKey` of a request; None if the server needs no key."""
 BODY = "weft.body"
 """Scope entry with the `RequestBytes` of its body."""
 ANSWER = "weft.answer"

@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, TypeVar
 
 from weft.errors import WeftError
 from weft.server.state.schema import EXPIRING, MIGRATIONS
+from weft.server.state.worker import Worker
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -56,6 +57,7 @@ class Store:
         self._connection: Connection | None = None
         self._lock: IO[str] | None = None
         self._expire_at = 0.0
+        self.worker = Worker(folder)
         self.is_primary = False
         """Known after the first transaction."""
 
@@ -175,6 +177,7 @@ class Store:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+        self.worker.close()
 
 
 _DAMAGED = "malformed"

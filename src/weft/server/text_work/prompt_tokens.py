@@ -43,6 +43,9 @@ _MAX_NORMALISER_SHRINK = 4
 """A normaliser composes characters, which can shorten a text to a third. Only a text that is this many times too long
 is certain not to fit. It is refused without tokenising."""
 
+CONTEXT_EXCEEDED = "context_length_exceeded"
+"""The code of the error for a prompt that is longer than the context."""
+
 T = TypeVar("T")
 
 
@@ -151,7 +154,7 @@ class PromptEncoder:
             # Clients recognise this error by the words "maximum context length is", as in the OpenAI API.
             f"this model's maximum context length is {self._max_context} tokens here; shorten it",
             field=field,
-            code="context_length_exceeded",
+            code=CONTEXT_EXCEEDED,
         )
 
 
