@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.request import Grammar
+from weft.request import MAX_GRAMMAR_LENGTH
 from weft.server.api.tool_use import FunctionTool, ToolChoice
 from weft.server.errors import ApiError
+from weft.text.json_string_grammar import NotRewritableError, in_json_string
 
 _INPUT = "input"
 _INPUT_ONLY = {
@@ -34,7 +35,6 @@ _CHOICES = (
     'auto, none, required, {"type": "function", "name": ...}, {"type": "custom", "name": ...}, '
     '{"type": "allowed_tools", "mode": ..., "tools": [...]}'
 )
-_SYNTAXES = {"lark": "lark", "regex": "regex"}
 
 
 @dataclass(frozen=True)
@@ -158,28 +158,36 @@ def _as_function(tool: Mapping[str, Any], namespace: str | None, where: str) -> 
         name = shown_name(name, namespace)
     if _type(tool) == "function":
         return FunctionTool(name, description, tool.get("parameters"), tool.get("strict"), where)
-    grammar = _input_grammar(tool.get("format"), where)
-    if grammar is not None:
-        rule = f"The input must follow this {grammar.kind} grammar:\n{grammar.definition}"
-        description = f"{description}\n{rule}" if isinstance(description, str) and description else rule
-    return FunctionTool(name, description, _INPUT_ONLY, grammar is not None, where, input_grammar=grammar)
+    form = tool.get("format")
+    if form is None or _type(form) == "text":
+        return FunctionTool(name, description, _INPUT_ONLY, False, where)
+    return _with_grammar(FunctionTool(name, description, _INPUT_ONLY, True, where), form)
 
 
-def _input_grammar(form: Any, where: str) -> Grammar | None:
-    kind = _type(form)
-    if form is None or kind == "text":
-        return None
-    if kind != "grammar" or not isinstance(definition := form.get("definition"), str):
+def _with_grammar(tool: FunctionTool, form: Mapping[str, Any]) -> FunctionTool:
+    """A custom tool whose input follows a grammar."""
+    where = f"{tool.where}.format"
+    definition, syntax = form.get("definition"), form.get("syntax")
+    if _type(form) != "grammar" or not isinstance(definition, str) or len(definition) > MAX_GRAMMAR_LENGTH:
         raise _refusal(
-            f'{where}.format is neither {{"type": "text"}} nor a grammar with a syntax and a definition; send one',
-            f"{where}.format",
+            f'{where} is neither {{"type": "text"}} nor a grammar with a syntax and a definition; send one',
+            where,
         )
-    syntax = form.get("syntax")
-    if syntax not in _SYNTAXES:
-        raise _refusal(
-            f"{where}.format.syntax is {syntax!r:.80}; allowed: lark, regex", f"{where}.format.syntax"
-        )
-    return Grammar(_SYNTAXES[syntax], definition)
+    if syntax == "regex":
+        pattern = {"type": "string", "pattern": f"^(?:{definition})$"}
+        return replace(tool, parameters={**_INPUT_ONLY, "properties": {_INPUT: pattern}})
+    if syntax != "lark":
+        raise _refusal(f"{where}.syntax is {syntax!r:.80}; allowed: lark, regex", f"{where}.syntax")
+    try:
+        body = in_json_string(definition)
+    except NotRewritableError as error:
+        raise _refusal(f"{where}.definition: {error}", f"{where}.definition") from None
+    rule = f"The input must follow this Lark grammar:\n{definition}"
+    return replace(
+        tool,
+        description=f"{tool.description}\n{rule}" if tool.description else rule,
+        arguments_grammar=f'start: "{{\\"{_INPUT}\\": \\"" body "\\"}}"\nbody: %lark {{\n{body}\n}}',
+    )
 
 
 def _is_ignored(tool: Any) -> bool:
