@@ -31,6 +31,7 @@ from weft.server.api.formats import FORMATS, ROUTES, Formats
 from weft.server.api.model_names import is_model_name
 from weft.server.api.preparing import Prepared, Preparer
 from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
+from weft.server.api.services import Caller
 from weft.server.errors import (
     ApiError,
     as_api_error,
@@ -43,7 +44,7 @@ from weft.server.http.bodies import BodyReader, read_body
 from weft.server.http.byte_budget import RequestBytes
 from weft.server.http.guard import Guard
 from weft.server.http.scope import ANSWER, BODY, KEY
-from weft.server.internal import InternalReply, InternalRequest, send_internal
+from weft.server.internal import INTERNAL, InternalReply, InternalRequest, send_internal
 from weft.server.logs import ServerLog, current_record
 from weft.server.loop_lag import watch_lag
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
@@ -53,6 +54,7 @@ from weft.server.stream.choices import Choices
 from weft.server.stream.events import Disconnected, EventStream, unless_disconnected
 from weft.server.stream.loop_turns import LoopTurns
 from weft.server.stream.whole_answer import WholeAnswer, min_response_bytes
+from weft.server.tasks import Tasks
 from weft.text.model_text import ModelText
 
 _HEADERS_SECONDS = 0.25
@@ -104,6 +106,7 @@ class ServerApp:
         self._active_requests = ActiveRequests(settings, engine, self._metrics, time.monotonic)
         folder = Path(settings.state_path).expanduser() if settings.state_path else home_directory() / "state"
         self.store = Store(folder, log.event)
+        self.tasks = Tasks(settings.max_requests)
 
     async def wait_until_idle(self, seconds: float) -> bool:
         """Returns whether all active requests ended within `seconds`."""
@@ -114,7 +117,8 @@ class ServerApp:
         await watch_lag(self._metrics.loop_lag.observe, lambda: len(self._active_requests) > 0)
 
     async def close(self) -> None:
-        """Ends the worker processes, and closes the store."""
+        """Ends the tasks and the worker processes, and closes the store."""
+        await self.tasks.close()
         await self._bodies.close()
         await self._preparer.close()
         await self.store.close()
@@ -191,19 +195,27 @@ class ServerApp:
             api_request, unknown = await unless_disconnected(
                 request.receive, self._bodies.read(answer_format.request_type, body, client_id)
             )
+            unknown = [*unknown, *answer_format.ignored(api_request)]
             with renamed_fields(answer_format.field_names(api_request)):
                 if (content := answer_format.answer_at_once(api_request, self._name)) is not None:
                     self.check_model(api_request.model)
                     outcome = []
                     return json_response(content, headers=warning_header(unknown))
                 self._active_requests.set_deadline(active, api_request.deadline)
-                beginning = self._begin(answer_format, api_request, size, active, answer_bytes, client_id)
-                prepared = await unless_disconnected(request.receive, beginning)
+                caller = Caller(self, key, active.id, INTERNAL in request.scope)
+                beginning = self._begin(
+                    answer_format, api_request, size, active, answer_bytes, caller, client_id
+                )
+                prepared, at_once = await unless_disconnected(request.receive, beginning)
+                headers = warning_header(unknown, prepared.warnings) | active.headers
+                if at_once is not None:
+                    outcome = []
+                    return Response(at_once, 200, headers, media_type="application/json")
+                finish = partial(prepared.writer.finish, caller)
                 record.is_streamed = prepared.is_streamed
                 # Frees the body: only its tokens are needed from here on.
                 del body, api_request
                 request.scope[BODY].release()
-                headers = warning_header(unknown, prepared.warnings) | active.headers
                 if prepared.is_streamed:
                     stream = EventStream(
                         choices,
@@ -213,13 +225,14 @@ class ServerApp:
                         began=active.began,
                         silence_seconds=self.settings.silence_seconds,
                         headers=headers,
+                        finish=finish,
                         on_end=lambda outcome: self._end(outcome, prepared, active),
                     )
                     is_owned_by_response = True
                     return stream
                 whole_answer = WholeAnswer(prepared.writer, answer_bytes)
                 results = await unless_disconnected(
-                    request.receive, whole_answer.collect(choices, self._loop_turns)
+                    request.receive, whole_answer.collect(choices, self._loop_turns, finish)
                 )
             self._end(results, prepared, active)
             is_owned_by_response = True
@@ -244,18 +257,23 @@ class ServerApp:
         size: int,
         active: ActiveRequest,
         answer_bytes: RequestBytes,
+        caller: Caller,
         client_id: str,
-    ) -> Prepared:
+    ) -> tuple[Prepared, bytes | None]:
         """Prepares the request and submits it. If `FairGate` holds it back, it is submitted later. Raises if the engine
-        refuses it."""
+        refuses it. Also returns the whole answer, if there is nothing to generate."""
         self.check_model(api_request.model)
         async with active.until_deadline():
+            api_request = await answer_format.load(api_request, caller)
             prepared = await self._preparer.prepare(
                 answer_format, api_request, size, active.id, active.key, client_id
             )
             if not prepared.is_streamed:
                 length = self.engine.max_sequence_length
                 answer_bytes.check(min_response_bytes(prepared.requests, prepared.writer, length))
+            at_once = await prepared.writer.start(caller)
+            if at_once is not None:
+                return prepared, at_once
             await self._active_requests.submit(
                 active, prepared.requests, prepared.answer_form, is_streamed=prepared.is_streamed
             )
@@ -265,7 +283,7 @@ class ServerApp:
             except TimeoutError:
                 pass
             active.choices.check()
-        return prepared
+        return prepared, None
 
     def _end(self, outcome: Outcome, prepared: Prepared, active: ActiveRequest) -> None:
         """Ends an active request. Records its outcome in the metrics and in its log record."""
@@ -336,6 +354,8 @@ class ServerApp:
         async def work(api_request: Any, size: int, active: ActiveRequest) -> Any:
             self._active_requests.reserve(active, size // _BYTES_PER_TOKEN or 1)
             with renamed_fields(answer_format.field_names(api_request)):
+                caller = Caller(self, active.key, active.id)
+                api_request = await answer_format.load(api_request, caller)
                 count = await self._preparer.count(answer_format, api_request, size, _client_id(request))
             active.text_tokens = count
             return counting.answer(count)

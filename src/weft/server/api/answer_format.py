@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from weft.request import GenerationResult, Grammar, Priority, SamplingParams, TokenLogprobs
 from weft.server.api.field_docs import Field
@@ -21,6 +21,9 @@ from weft.server.stream.loop_turns import LoopTurns
 from weft.text.answer_parts import AnswerParts
 from weft.text.conversation import Conversation
 from weft.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from weft.server.api.services import Caller
 
 Prompt = str | list[int] | tuple[str | int, ...]
 """Text, token ids, or texts with token ids between them. Texts in a tuple get no special tokens."""
@@ -62,6 +65,10 @@ class ParsedRequest:
     cache_salt: str = ""
     warnings: Sequence[str] = ()
     """What the request contains without effect, for a Warning header."""
+    stored_bytes: int = 0
+    """The size of the part of the prompt that was not in the body."""
+    drops_oldest: bool = False
+    """A conversation that is longer than the context loses its oldest items."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,15 @@ class AnswerWriter(ABC):
     def __init__(self, context: AnswerContext) -> None:
         self.context = context
 
+    async def start(self, caller: Caller) -> bytes | None:
+        """Work before the request is submitted. Bytes are the whole answer: nothing is generated."""
+        return None
+
+    async def finish(self, caller: Caller, choices: Choices) -> None:
+        """Work after the last piece and before the last bytes are sent, such as storing. An error fails the request.
+        Not called for a request that failed or was cancelled."""
+        return
+
     # ------------------------------------------------------------------ a stream
 
     def begin(self) -> bytes:
@@ -129,6 +145,11 @@ class AnswerWriter(ABC):
         """The last bytes of a stream that failed after its HTTP status was sent."""
 
     # ------------------------------------------------------------------ one body
+
+    def collect(self, pieces: Sequence[Piece]) -> int | None:
+        """Keeps the pieces of a whole answer, and returns how many bytes that takes. None: the caller keeps them, and
+        passes them to `answer` and `logprobs`."""
+        return None
 
     @abstractmethod
     def answer(self, index: int, result: GenerationResult, answer: str | AnswerParts) -> tuple[bytes, bytes]:
@@ -226,6 +247,14 @@ class AnswerFormat(ABC, Generic[B]):
     """All routes that begin with this path have the errors of this format."""
     counting: Counting | None = None
     """The route that only counts the tokens of a prompt, if the format has one."""
+
+    async def load(self, api_request: B, caller: Caller) -> B:
+        """Adds what a body refers to, such as stored items. Runs before `parse`."""
+        return api_request
+
+    def ignored(self, api_request: B) -> Sequence[str]:
+        """The parts of a body that have no effect, for the `Warning` header. Unknown fields are added by the caller."""
+        return ()
 
     @abstractmethod
     def parse(self, api_request: B, model: ServedModel) -> ParsedRequest:

@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.routing import Route
 
+from weft.server.api import responses, responses_routes
 from weft.server.api.answer_format import AnswerFormat
 from weft.server.api.chat import ChatFormat
 from weft.server.api.completion import CompletionFormat
@@ -31,11 +32,16 @@ FORMATS: Formats = {
     "/v1/chat/completions": ChatFormat(),
     "/v1/completions": CompletionFormat(),
     "/v1/messages": _MESSAGES,
+    responses.PATH: responses.ResponsesFormat(),
     "/api/chat": OllamaChatFormat(),
     "/api/generate": OllamaGenerateFormat(),
 }
 
-ROUTES: Sequence[Callable[[Services], Sequence[Route]]] = (model_routes, ollama_routes)
+ROUTES: Sequence[Callable[[Services], Sequence[Route]]] = (
+    model_routes,
+    responses_routes.routes,
+    ollama_routes,
+)
 """Each makes the other routes of one API, which do not generate."""
 
 

@@ -10,7 +10,7 @@ import msgspec
 from starlette.routing import BaseRoute, Route
 
 from weft import __version__
-from weft.server.api import ollama_models
+from weft.server.api import ollama_models, responses_routes
 from weft.server.api import response_shapes as shapes
 from weft.server.api.answer_format import HELLO, Operation
 from weft.server.api.field_docs import FIELDS, Field
@@ -57,6 +57,7 @@ def _of_formats(formats: Formats) -> dict[tuple[str, str], Operation]:
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     **_of_formats(FORMATS),
+    **responses_routes.OPERATIONS,
     **MODEL_OPERATIONS,
     ("post", "/tokenize"): Operation(
         "Tokenise text or messages",

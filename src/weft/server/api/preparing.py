@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from weft.errors import PromptTooLongError
 from weft.request import Grammar, InferenceRequest, RequestId
 from weft.server.admission.keys import ApiKey
 from weft.server.api.answer_format import (
@@ -27,12 +28,14 @@ from weft.server.text_work.grammar_check import GrammarChecker
 from weft.server.text_work.prompt_tokens import PromptEncoder
 from weft.server.text_work.text_process import Chat, Text
 from weft.text.answer_reader import AnswerSyntax
-from weft.text.conversation import Conversation, template_messages
+from weft.text.conversation import Conversation, from_start, starts_of_rest, template_messages
 from weft.text.model_text import ModelText
 
 _SMALL_BYTES = 16 << 10
 """Parsing the schemas in a body of up to this size takes a few milliseconds, so it runs in the event loop."""
 _MAX_DETOKENIZED = 1 << 18
+_ANSWER_ROOM = 512
+"""A conversation that loses its oldest items leaves room for this many tokens of an answer without max_tokens."""
 
 T = TypeVar("T")
 
@@ -59,6 +62,7 @@ class Preparer:
         max_context: int,
         vocabulary_size: int,
     ) -> None:
+        self._max_context = max_context
         self._encoder = PromptEncoder(text, settings.model, max_context, settings.chat_template)
         self._grammars = GrammarChecker(settings.model, vocabulary_size)
         self._text = text
@@ -93,12 +97,13 @@ class Preparer:
         parsed: ParsedRequest = await self._run_in_thread_if_large(
             size, client_id, answer_format.parse, api_request, self._model
         )
+        size += parsed.stored_bytes
         grammar, answer_form = parsed.grammar, None
         echoes: Sequence[Echo] = ()
         if grammar is not None:
             grammar = await self._grammars.check(grammar, client_id)
         if isinstance(parsed.prompt, Conversation):
-            tokens = await self._chat_tokens(parsed.prompt, parsed.tools, size, client_id)
+            tokens = await self._fitting_chat_tokens(parsed.prompt, parsed, size, client_id)
             prompts = [self._encoder.check_tokens(tokens)]
             answer_form = parsed.tools.answer_form(self._text, prompts[0])
             if parsed.earlier_tokens:
@@ -138,9 +143,47 @@ class Preparer:
         parsed: ParsedRequest = await self._run_in_thread_if_large(
             size, client_id, answer_format.parse, api_request, self._model
         )
+        size += parsed.stored_bytes
         if isinstance(parsed.prompt, Conversation):
-            return len(await self._chat_tokens(parsed.prompt, parsed.tools, size, client_id))
+            return len(await self._fitting_chat_tokens(parsed.prompt, parsed, size, client_id))
         return sum(map(len, await self._prompt_tokens(parsed.prompt, client_id)))
+
+    async def _fitting_chat_tokens(
+        self, conversation: Conversation, parsed: ParsedRequest, size: int, client_id: str
+    ) -> list[int]:
+        """The tokens of a conversation. If it `drops_oldest`, the oldest items are left out until the rest fits: as few
+        as possible."""
+        if not parsed.drops_oldest:
+            return await self._chat_tokens(conversation, parsed.tools, size, client_id)
+        room = min(parsed.params.max_tokens or _ANSWER_ROOM, self._max_context // 2)
+        starts = starts_of_rest(conversation.items)
+        least, most = 0, len(starts) - 1
+        found: list[int] | None = None
+        index = 0  # the whole conversation is tried first
+        while True:
+            shorter = from_start(conversation, starts[index])
+            # The size decides where the work runs. A part of a conversation is not larger than the whole.
+            tokens = await self._tokens_if_short(shorter, parsed.tools, size, client_id)
+            if tokens is not None and len(tokens) <= self._max_context - room:
+                found, most = tokens, index - 1
+            elif index == len(starts) - 1:
+                # Not even the newest items fit. The engine refuses them, with both numbers.
+                return await self._chat_tokens(shorter, parsed.tools, size, client_id)
+            else:
+                least = index + 1
+            if least > most:
+                if found is not None:
+                    return found
+                least = most = len(starts) - 1
+            index = (least + most) // 2
+
+    async def _tokens_if_short(
+        self, conversation: Conversation, tools: ToolUse, size: int, client_id: str
+    ) -> list[int] | None:
+        try:
+            return await self._chat_tokens(conversation, tools, size, client_id)
+        except PromptTooLongError:
+            return None
 
     async def _chat_tokens(
         self, conversation: Conversation, tools: ToolUse, size: int, client_id: str

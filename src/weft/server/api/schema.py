@@ -22,6 +22,9 @@ from weft.server.errors import ApiError
 
 MAX_ENTRIES = {
     "messages": 8192,
+    "input": 8192,
+    "include": 64,
+    "client_metadata": MAX_METADATA,
     "content": 1024,
     "system": 1024,
     "tools": 128,
@@ -36,7 +39,11 @@ MAX_ENTRIES = {
 """Limits for lists and mappings, checked before their entries are processed. `content` belongs to a message. Other
 lists have limits of their own: prompts (`max_answers`), token ids (the context), schemas and choices
 (`MAX_GRAMMAR_LENGTH`)."""
-MAX_CHARACTERS = {"session_id": MAX_NAME_LENGTH, "cache_salt": MAX_NAME_LENGTH}
+MAX_CHARACTERS = {
+    "session_id": MAX_NAME_LENGTH,
+    "cache_salt": MAX_NAME_LENGTH,
+    "previous_response_id": MAX_NAME_LENGTH,
+}
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -129,7 +136,8 @@ _REFUSED = {
     "lora_request": "weft has no adapters",
 }
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
-_MAX_NAMED = 8
+MAX_NAMED = 8
+"""Limit for the names in a `Warning` header."""
 
 C = TypeVar("C")
 T = TypeVar("T", bound=msgspec.Struct)
@@ -147,7 +155,7 @@ def read(kind: type[T], body: bytes) -> tuple[T, list[str]]:
         )
     api_request = converted(given, kind)
     _check_lengths(api_request)
-    return api_request, [shown(name) for name in _unknown_fields(given, api_request)[:_MAX_NAMED]]
+    return api_request, [shown(name) for name in _unknown_fields(given, api_request)[:MAX_NAMED]]
 
 
 def converted(content: Any, kind: type[C], where: str = "") -> C:

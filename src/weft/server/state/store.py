@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, TypeVar
 
 from weft.errors import WeftError
 from weft.server.state.schema import EXPIRING, MIGRATIONS
+from weft.server.state.worker import Worker
 
 if TYPE_CHECKING:
     from sqlite3 import Connection, DatabaseError
@@ -60,6 +61,7 @@ class Store:
         self._connection: Connection | None = None
         self._lock: IO[str] | None = None
         self._expire_at = 0.0
+        self.worker = Worker(folder)
         self.is_primary = False
         """Whether this server opened the store before any other. False until the first transaction."""
 
@@ -179,6 +181,7 @@ class Store:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+        self.worker.close()
 
 
 def _is_damaged(error: DatabaseError) -> bool:

@@ -43,6 +43,8 @@ _MAX_NORMALISER_SHRINK = 4
 """A normaliser composes characters, which can shorten a text to a third. Only a text that is this many times too long
 is certain not to fit. It is refused without tokenising."""
 
+"""The code of the error for a prompt that is longer than the context."""
+
 T = TypeVar("T")
 
 
