@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-for folder in (HERE, HERE.parent / "scripted"):
-    sys.path.insert(0, str(folder))
+sys.path[:0] = [str(HERE), str(HERE.parent / "scripted")]
 
 from agent_script import FILE, SCRIPT, WORD
 from scripted_server import ScriptedServer
@@ -70,6 +69,7 @@ class Place:
             "TERM": "dumb",
             "LANG": "C.UTF-8",
             "NO_PROXY": "127.0.0.1",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else litellm looks for a list on the internet, twice
             **environment,
         }
         return subprocess.Popen(
@@ -113,9 +113,8 @@ def place(tmp_path: Path) -> Iterator[Place]:
 def served(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
     folder = tmp_path_factory.mktemp("scripted")
     (folder / "keys.toml").write_text(KEYS)
-    server = ScriptedServer(
-        folder, default_model_path, SCRIPT, ["--api-key-file", str(folder / "keys.toml")]
-    )
+    options = ["--api-key-file", str(folder / "keys.toml")]
+    server = ScriptedServer(folder, default_model_path, SCRIPT, options, key="agent-key")
     server.start()
     yield server
     server.stop()

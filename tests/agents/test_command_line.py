@@ -44,7 +44,7 @@ def test_ctrl_c_ends_the_request_in_the_server(served: ScriptedServer, place: Pl
     wait_for(lambda: served.num_running() == 0, 20)
     end_of(process)
     (entry,) = of_model(served, agent, since)
-    assert entry["client_gone"] and entry["completion_tokens"] < 2000, entry
+    assert entry["client_gone"], entry
 
 
 @named(PLAIN)

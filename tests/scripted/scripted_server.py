@@ -37,8 +37,10 @@ class ScriptedServer:
         script: Mapping[str, Any],
         options: Sequence[str] = (),
         backend: str = "scripted",
+        key: str = "none",
     ) -> None:
-        self.port = 0
+        """`key`: with which metrics are read, for a server with keys."""
+        self.port, self._key = 0, key
         self._folder, self._model, self._options, self._backend = folder, model, options, backend
         self._process: subprocess.Popen[bytes] | None = None
         self._log = folder / "serve.log"
@@ -57,7 +59,13 @@ class ScriptedServer:
             "WEFT_TEST_SCRIPT": str(self._script),
             "WEFT_HOME": str(self._folder / "home"),
         }
-        command = [str(Path(sys.executable).with_name("weft")), "serve", str(self._model), "--name", "default"]
+        command = [
+            str(Path(sys.executable).with_name("weft")),
+            "serve",
+            str(self._model),
+            "--name",
+            "default",
+        ]
         command += ["--device", self._backend, "--port", str(self.port), *self._options]
         num_ready = len(self._entries("ready"))
         with self._log.open("ab") as log:
@@ -109,7 +117,8 @@ class ScriptedServer:
         raise AssertionError(f"no limit after {num_requests} requests")
 
     def _get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+        request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {self._key}"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
             text: str = answer.read().decode()
         return text
 
