@@ -12,12 +12,11 @@ FILE = "hello.txt"
 FINAL = f"The file says {WORD}."
 READ = f"cat {FILE}"
 NUMBERS = " ".join(f"number {value}" for value in range(2000))
-_USER = "<|im_start|>user"
 
 
 def rule(prompt: str, text: str = "", calls: Any = (), **fields: Any) -> dict[str, Any]:
-    """Answers a prompt whose last user turn contains `prompt`."""
-    return {"after": _USER, "contains": [prompt], "text": text, "calls": calls, **fields}
+    """Answers a conversation that says `prompt` since its last answer."""
+    return {"contains": [prompt], "text": text, "calls": calls, **fields}
 
 
 def by_tool(agent: str, tool: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
@@ -29,7 +28,7 @@ def by_tool(agent: str, tool: str, arguments: dict[str, Any]) -> list[dict[str, 
 
 SCRIPT: dict[str, Any] = {
     "rules": [
-        {"after": _USER, "contains": ["<tool_response>", WORD], "text": FINAL},
+        {"contains": ["<tool_response>", WORD], "text": FINAL},
         *by_tool("Claude Code", "Bash", {"command": READ, "description": "Reads the file"}),
         *by_tool("Codex", "exec_command", {"cmd": READ}),
         *by_tool("opencode", "bash", {"command": READ, "description": "Reads the file"}),

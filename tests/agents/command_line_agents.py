@@ -32,7 +32,7 @@ class Agent:
         return f"{self.name.partition(' with ')[0]}, read it"
 
 
-def claude_code(place: Place, url: str, key: str) -> Start:
+def claude_code(place: Place, url: str, key: str, *, is_light: bool = True) -> Start:
     environment = {
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_AUTH_TOKEN": key,
@@ -40,21 +40,38 @@ def claude_code(place: Place, url: str, key: str) -> Start:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(CONTEXT),
     }
-    return [CLAUDE, "--bare", "--allowedTools", "Bash", "-p"], environment
+    return [CLAUDE, *(["--bare"] if is_light else []), "--allowedTools", "Bash", "-p"], environment
 
 
-CODEX_SETTINGS = f"""
+def claude_code_default(place: Place, url: str, key: str) -> Start:
+    return claude_code(place, url, key, is_light=False)
+
+
+CODEX_PROVIDER = f"""
 model = "{MODEL}"
 model_provider = "weft"
 model_context_window = {CONTEXT}
+check_for_update_on_startup = false
+LIGHT
+[analytics]
+enabled = false
+[model_providers.weft]
+name = "weft"
+base_url = "URL/v1"
+wire_api = "responses"
+env_key = "WEFT_API_KEY"
+request_max_retries = 4
+stream_max_retries = 4
+FEATURES
+"""
+CODEX_LIGHT = """
 model_instructions_file = "INSTRUCTIONS"
 web_search = "disabled"
-check_for_update_on_startup = false
 include_permissions_instructions = false
 include_environment_context = false
 include_apps_instructions = false
-[analytics]
-enabled = false
+"""
+CODEX_FEATURES = """
 [features]
 goals = false
 multi_agent = false
@@ -69,23 +86,22 @@ view_image = false
 include_instructions = false
 [skills.bundled]
 enabled = false
-[model_providers.weft]
-name = "weft"
-base_url = "URL/v1"
-wire_api = "responses"
-env_key = "WEFT_API_KEY"
-request_max_retries = 4
-stream_max_retries = 4
 """
 
 
-def codex(place: Place, url: str, key: str) -> Start:
+def codex(place: Place, url: str, key: str, *, is_light: bool = True) -> Start:
     place.write("instructions.md", "You are a coding agent. Use the tools.")
-    settings = CODEX_SETTINGS.replace("INSTRUCTIONS", str(place.home / "instructions.md"))
+    settings = CODEX_PROVIDER.replace("LIGHT", CODEX_LIGHT if is_light else "")
+    settings = settings.replace("FEATURES", CODEX_FEATURES if is_light else "")
+    settings = settings.replace("INSTRUCTIONS", str(place.home / "instructions.md"))
     place.write(".codex/config.toml", settings.replace("URL", url))
     # The agent's own sandbox needs rights that a container may not give; the folder is a temporary one.
     command = [CODEX, "exec", "--skip-git-repo-check", "-s", "danger-full-access"]
     return command, {"WEFT_API_KEY": key}
+
+
+def codex_default(place: Place, url: str, key: str) -> Start:
+    return codex(place, url, key, is_light=False)
 
 
 def opencode_with(package: str) -> Callable[[Place, str, str], Start]:
@@ -130,7 +146,9 @@ def aider(place: Place, url: str, key: str) -> Start:
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 AGENTS = (
     Agent("Claude Code", MESSAGES, claude_code),
+    Agent("Claude Code with its default prompt", MESSAGES, claude_code_default),
     Agent("Codex", RESPONSES, codex),
+    Agent("Codex with its default prompt", RESPONSES, codex_default),
     Agent("opencode", CHAT, opencode_with("@ai-sdk/openai-compatible")),
     Agent("opencode with @ai-sdk/openai", RESPONSES, opencode_with("@ai-sdk/openai")),
     Agent("opencode with @ai-sdk/anthropic", MESSAGES, opencode_with("@ai-sdk/anthropic")),

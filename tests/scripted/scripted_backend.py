@@ -5,11 +5,11 @@ the prepared answer certain, so that scheduler, prefix cache, sampler, grammars,
 ones. The answer depends on nothing but the prompt, as read back through the block table: a repeated request, also after
 a restart, gets the same answer.
 
-A script is a JSON file, named by WEFT_TEST_SCRIPT: {"tool_format": NAME, "rules": [RULE...]}. The first rule that matches
-a prompt answers it; a prompt that no rule matches gets the answer "no rule". The fields of a rule, all optional:
+A script is a JSON file, named by WEFT_TEST_SCRIPT: {"rules": [RULE...]}, and optionally "tool_format" and "turn", the text
+with which the template begins an answer. The first rule that matches a prompt answers it. A prompt that no rule matches
+gets the answer "no rule" and is written to unmatched.txt beside the script. The fields of a rule, all optional:
 
-    after              only the part of the prompt after the last occurrence of this text counts
-    contains           texts that all occur in this part
+    contains           texts that all occur in what came since the last answer, or in the whole prompt if it has none
     text, calls        the answer: a text, then calls, each [name, arguments], in the tool format
     first_seconds      a pause before the first token
     seconds_per_token  a pause before every later token
@@ -63,7 +63,9 @@ class Script:
 
     def __init__(self, path: Path, tokenizer: Tokenizer, end_id: int) -> None:
         script = json.loads(path.read_text("utf-8"))
-        self._rules: list[dict[str, Any]] = [*script["rules"], {"text": "no rule"}]
+        self._rules: list[dict[str, Any]] = script["rules"]
+        self._unmatched = path.with_name("unmatched.txt")
+        self._turn = script.get("turn", "<|im_start|>assistant")
         self._format = FORMATS.get(script.get("tool_format", ""), HERMES)
         self._tokenizer, self._end_id = tokenizer, end_id
         self.answer = lru_cache(256)(self._answer)
@@ -73,20 +75,18 @@ class Script:
     def _answer(self, prompt: bytes) -> Answer:
         """`prompt`: the token ids as bytes of int32."""
         text = self._tokenizer.decode(np.frombuffer(prompt, np.int32).tolist(), skip_control=False)
-        rule = next(rule for rule in self._rules if _matches(rule, text))
+        # The prompt ends with the beginning of the answer to give.
+        news = text.split(self._turn)[-2:][0]
+        matching = (rule for rule in self._rules if all(part in news for part in rule.get("contains", ())))
+        rule = next(matching, None)
+        if rule is None:
+            self._unmatched.write_text(text, "utf-8")
+            rule = {"text": "no rule"}
         calls = [(name, json.dumps(arguments)) for name, arguments in rule.get("calls", ())]
         answer = rule.get("text", "") + (self._format.render_calls(calls) if calls else "")
         tokens = (*self._tokenizer.encode(answer, add_bos=False), self._end_id)
         pauses = rule.get("first_seconds", 0.0), rule.get("seconds_per_token", 0.0)
         return Answer(tokens, *pauses, rule.get("fails_at"))
-
-
-def _matches(rule: dict[str, Any], prompt: str) -> bool:
-    if after := rule.get("after"):
-        _, found, prompt = prompt.rpartition(after)
-        if not found:
-            return False
-    return all(text in prompt for text in rule.get("contains", ()))
 
 
 class ScriptedModel:

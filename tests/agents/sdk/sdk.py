@@ -118,7 +118,9 @@ def anthropic_messages() -> dict[str, Any]:
     import anthropic
 
     client = anthropic.Anthropic(base_url=URL, api_key=KEY)
-    fields: dict[str, Any] = {"model": MODEL, **LIMITS}
+    # The package has no parameter for the temperature.
+    fields: dict[str, Any] = {"model": MODEL, "max_tokens": LIMITS["max_tokens"]}
+    fields["extra_body"] = {"temperature": 0}
     if TASK == "person":
         answer = client.messages.parse(messages=MESSAGES, output_format=Person, **fields)
         return {"person": answer.parsed_output.model_dump()}
