@@ -69,6 +69,8 @@ class ParsedRequest:
     """The size of the part of the prompt that was not in the body."""
     drops_oldest: bool = False
     """A conversation that is longer than the context loses its oldest items."""
+    prediction: str = ""
+    """The text that the answers probably have. It becomes draft tokens."""
 
 
 @dataclass(frozen=True)
