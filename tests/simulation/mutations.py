@@ -227,8 +227,8 @@ MUTATIONS = (
     Mutation(
         "prompts have negative time if decodes exceed the time target",
         f"{STEP_SIZE}.begin_prompts",
-        "max(0.0, self._spare_seconds(builder.decodes))",
-        "self._spare_seconds(builder.decodes)",
+        "max(0.0, self.spare_seconds(builder.decodes))",
+        "self.spare_seconds(builder.decodes)",
     ),
     Mutation("skipped requests are lost", f"{PLANNER}._plan_prompts", "queue.put_back(item)", "pass"),
     Mutation(
