@@ -36,7 +36,7 @@ from weft.server.http.access_log import AccessLog
 from weft.server.http.bodies import BodyReader, read_body
 from weft.server.http.byte_budget import RequestBytes
 from weft.server.http.guard import ANSWER, BODY, KEY, Guard
-from weft.server.internal import InternalReply, InternalRequest, send_internal
+from weft.server.internal import INTERNAL, InternalReply, InternalRequest, send_internal
 from weft.server.logs import ServerLog, current_record
 from weft.server.loop_lag import watch_lag
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
@@ -170,6 +170,8 @@ class ServerApp:
 
     async def _generate(self, answer_format: AnswerFormat[Any], request: Request) -> Response:
         key: ApiKey | None = request.scope[KEY]
+        internal: InternalRequest | None = request.scope.get(INTERNAL)
+        is_idle_work = internal is not None and internal.is_idle_work
         self._check_open()
         self._active_requests.check_capacity(key)
         body = await read_body(request)
@@ -177,7 +179,9 @@ class ServerApp:
         answer_bytes: RequestBytes = request.scope[ANSWER]
         choices = Choices(self.engine, self.text.tokenizer, answer_bytes)
         record = current_record()
-        active = self._active_requests.begin(key, choices, record.id, record.given_id)
+        active = self._active_requests.begin(
+            key, choices, record.id, record.given_id, is_idle_work=is_idle_work
+        )
         outcome: Outcome = ApiError.internal_error()  # unless the code below sets another
         is_owned_by_response = False
         try:
@@ -245,7 +249,13 @@ class ServerApp:
         self.check_model(api_request.model)
         async with active.until_deadline():
             prepared = await self._preparer.prepare(
-                answer_format, api_request, size, active.id, active.key, client_id
+                answer_format,
+                api_request,
+                size,
+                active.id,
+                active.key,
+                client_id,
+                is_idle_work=active.is_idle_work,
             )
             if not prepared.is_streamed:
                 length = self.engine.max_sequence_length
