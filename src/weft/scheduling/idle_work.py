@@ -43,8 +43,8 @@ class IdlePlanner:
     # ------------------------------------------------------------------ memory
 
     def victims(self) -> Iterator[Sequence]:
-        """Paused sequences to preempt, lowest priority and newest first, until interactive ones have the memory that this step can take.
-        The caller preempts each one before it asks for the next."""
+        """Paused sequences to preempt until interactive ones have the memory that this step can take: lowest priority
+        first, then newest. The caller preempts each one before it asks for the next."""
         table, kv_cache = self._sequences, self._sequences.kv_cache
         if not table.paused:
             return
@@ -110,10 +110,12 @@ class IdlePlanner:
         return chosen, seconds > 0 and not num_drafts and self._sequences.kv_cache.free_rows > 1
 
     def _is_decode_step(self, builder: PlanBuilder) -> bool:
-        """Whether the step has decodes, no interactive sequence waits for a prompt, and its time can be predicted."""
+        """Whether the step has decodes and room, no interactive sequence waits or has a prompt to compute, and the time
+        of the step can be predicted."""
         table = self._sequences
         return (
             bool(builder.decodes)
+            and builder.budget.sequences > 0
             and not builder.prefills
             and not table.queue
             and not builder.swap_in

@@ -344,6 +344,8 @@ class Planner:
         self._size.take_chunk(builder, start, count)
         builder.prefills.append((sequence, start, count, samples))
         builder.registered += self._sequences.prefixes.register(sequence, start, end)
+        if not sequence.is_idle_work and sequence.allocation is not None:
+            self._sequences.kv_cache.pool.note_interactive(sequence.allocation.blocks)
 
     # ------------------------------------------------------------------ admission
 
