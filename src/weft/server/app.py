@@ -179,6 +179,8 @@ class ServerApp:
 
     async def _generate(self, answer_format: AnswerFormat[Any], request: Request) -> Response:
         key: ApiKey | None = request.scope[KEY]
+        internal: InternalRequest | None = request.scope.get(INTERNAL)
+        is_idle_work = internal is not None and internal.is_idle_work
         self._check_open()
         self._active_requests.check_capacity(key)
         body = await read_body(request)
@@ -186,7 +188,9 @@ class ServerApp:
         answer_bytes: RequestBytes = request.scope[ANSWER]
         choices = Choices(self.engine, self.text.tokenizer, answer_bytes)
         record = current_record()
-        active = self._active_requests.begin(key, choices, record.id, record.given_id)
+        active = self._active_requests.begin(
+            key, choices, record.id, record.given_id, is_idle_work=is_idle_work
+        )
         outcome: Outcome = ApiError.internal_error()  # unless the code below sets another
         is_owned_by_response = False
         try:
@@ -266,7 +270,13 @@ class ServerApp:
         async with active.until_deadline():
             api_request = await answer_format.load(api_request, caller)
             prepared = await self._preparer.prepare(
-                answer_format, api_request, size, active.id, active.key, client_id
+                answer_format,
+                api_request,
+                size,
+                active.id,
+                active.key,
+                client_id,
+                is_idle_work=active.is_idle_work,
             )
             if not prepared.is_streamed:
                 length = self.engine.max_sequence_length

@@ -51,6 +51,7 @@ class ActiveRequest:
         began: float,
         request_id: RequestId,
         given_id: str | None = None,
+        is_idle_work: bool = False,
     ) -> None:
         self.id = request_id
         self.given_id = given_id
@@ -59,6 +60,7 @@ class ActiveRequest:
         self.limits = limits
         self.choices = choices
         self.began = began
+        self.is_idle_work = is_idle_work
         self.requests: Sequence[InferenceRequest] = ()
         """Set when the request is prepared."""
         self.text_tokens = 0
@@ -165,7 +167,13 @@ class ActiveRequests:
         )
 
     def begin(
-        self, key: ApiKey | None, choices: Choices, request_id: RequestId, given_id: str | None = None
+        self,
+        key: ApiKey | None,
+        choices: Choices,
+        request_id: RequestId,
+        given_id: str | None = None,
+        *,
+        is_idle_work: bool = False,
     ) -> ActiveRequest:
         """Adds a request. Raises a 429 if it does not fit, or if its key has reached a limit."""
         self.check_capacity(key)  # again: other requests may have arrived while the body was read
@@ -173,14 +181,16 @@ class ActiveRequests:
         if limits is not None:
             limits.take_request()
             limits.num_open += 1
-        active = ActiveRequest(key, limits, choices, self._clock(), request_id, given_id)
+        active = ActiveRequest(key, limits, choices, self._clock(), request_id, given_id, is_idle_work)
         self._open[active.id] = active
         self._idle.clear()
         return active
 
     def set_deadline(self, active: ActiveRequest, seconds: float | None) -> None:
         """Ends the request `seconds` after its arrival, plus the grace, even if the engine does not respond."""
-        active.deadline = self._settings.engine.request_timeout if seconds is None else seconds
+        # Idle work waits until clients leave capacity, so it has no default timeout.
+        default = None if active.is_idle_work else self._settings.engine.request_timeout
+        active.deadline = default if seconds is None else seconds
         if active.deadline is not None:
             left = active.began + max(0.0, active.deadline) + _GRACE_SECONDS - self._clock()
             active.expiry = asyncio.get_running_loop().call_later(

@@ -62,7 +62,6 @@ class Preparer:
         max_context: int,
         vocabulary_size: int,
     ) -> None:
-        self._max_context = max_context
         self._encoder = PromptEncoder(text, settings.model, max_context, settings.chat_template)
         self._grammars = GrammarChecker(settings.model, vocabulary_size)
         self._text = text
@@ -91,6 +90,8 @@ class Preparer:
         request_id: RequestId,
         key: ApiKey | None,
         client_id: str,
+        *,
+        is_idle_work: bool = False,
     ) -> Prepared:
         """Prepares a request with a body of `size` bytes. Raises if it is invalid. Text work is shared fairly between
         clients, by `client_id`."""
@@ -117,7 +118,13 @@ class Preparer:
         params = parsed.params if grammar is None else replace(parsed.params, grammar=grammar)
         requests = [
             inference_request(
-                parsed, prompt, params, key, _prompt_id(request_id, index, len(prompts)), prediction
+                parsed,
+                prompt,
+                params,
+                key,
+                _prompt_id(request_id, index, len(prompts)),
+                prediction,
+                is_idle_work=is_idle_work,
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -158,7 +165,7 @@ class Preparer:
         as possible."""
         if not parsed.drops_oldest:
             return await self._chat_tokens(conversation, parsed.tools, size, client_id)
-        room = min(parsed.params.max_tokens or _ANSWER_ROOM, self._max_context // 2)
+        room = min(parsed.params.max_tokens or _ANSWER_ROOM, self._encoder.max_context // 2)
         starts = starts_of_rest(conversation.items)
         least, most = 0, len(starts) - 1
         found: list[int] | None = None
@@ -167,7 +174,7 @@ class Preparer:
             shorter = from_start(conversation, starts[index])
             # The size decides where the work runs. A part of a conversation is not larger than the whole.
             tokens = await self._tokens_if_short(shorter, parsed.tools, size, client_id)
-            if tokens is not None and len(tokens) <= self._max_context - room:
+            if tokens is not None and len(tokens) <= self._encoder.max_context - room:
                 found, most = tokens, index - 1
             elif index == len(starts) - 1:
                 # Not even the newest items fit. The engine refuses them, with both numbers.

@@ -69,6 +69,8 @@ def inference_request(
     key: ApiKey | None,
     request_id: RequestId,
     prediction: Sequence[int] = (),
+    *,
+    is_idle_work: bool = False,
 ) -> InferenceRequest:
     """The request for the engine. Raises a 403 if `key` may not use its priority."""
     request = InferenceRequest(
@@ -80,6 +82,7 @@ def inference_request(
         ttft_target=parsed.ttft_target,
         deadline=parsed.deadline,
         cache_salt=key.salt_for(parsed.cache_salt) if key else parsed.cache_salt,
+        is_idle_work=is_idle_work,
         request_id=request_id,
         prediction=tuple(prediction),
     )
