@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -184,6 +184,9 @@ class ServerApp:
             api_request, unknown = await unless_disconnected(
                 request.receive, self._bodies.read(answer_format.request_type, body, client_id)
             )
+            headers: dict[str, str] = {}
+            if ignored := [*unknown, *answer_format.ignored(api_request)]:
+                headers["Warning"] = f'299 weft "unknown fields ignored: {", ".join(ignored)}"'
             with renamed_fields(answer_format.field_names(api_request)):
                 self._active_requests.set_deadline(active, api_request.deadline)
                 beginning = self._begin(answer_format, api_request, size, active, answer_bytes, client_id)
@@ -192,7 +195,7 @@ class ServerApp:
                 # Frees the body: only its tokens are needed from here on.
                 del body, api_request
                 request.scope[BODY].release()
-                headers = _warning(unknown, prepared.warnings) | active.headers
+                headers |= active.headers
                 if prepared.is_streamed:
                     stream = EventStream(
                         choices,
@@ -422,12 +425,6 @@ class ServerApp:
 
     async def _respond_with_weft_error(self, request: Request, error: WeftError) -> Response:
         return await self._respond_with_error(request, as_api_error(error))
-
-
-def _warning(unknown: Sequence[str], warnings: Sequence[str]) -> dict[str, str]:
-    if unknown:
-        warnings = (f"unknown fields ignored: {', '.join(unknown)}", *warnings)
-    return {"Warning": ", ".join(f'299 weft "{one}"' for one in warnings)} if warnings else {}
 
 
 def _client_id(request: Request) -> str:

@@ -53,8 +53,6 @@ class ParsedRequest:
     ttft_target: float | None = None
     deadline: float | None = None
     cache_salt: str = ""
-    warnings: Sequence[str] = ()
-    """What the request contains without effect, for a Warning header."""
 
 
 @dataclass(frozen=True)
@@ -213,6 +211,10 @@ class AnswerFormat(ABC, Generic[B]):
     """All routes that begin with this path have the errors of this format."""
     counting: Counting | None = None
     """The route that only counts the tokens of a prompt, if the format has one."""
+
+    def ignored(self, api_request: B) -> Sequence[str]:
+        """The parts of a body that have no effect, for the `Warning` header. Unknown fields are added by the caller."""
+        return ()
 
     @abstractmethod
     def parse(self, api_request: B, model: ServedModel) -> ParsedRequest:

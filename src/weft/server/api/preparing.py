@@ -45,7 +45,6 @@ class Prepared:
     writer: AnswerWriter
     answer_form: AnswerSyntax | None
     is_streamed: bool
-    warnings: Sequence[str] = ()
 
 
 class Preparer:
@@ -121,7 +120,6 @@ class Preparer:
             answer_format.writer(api_request, context),
             answer_form,
             parsed.is_streamed,
-            parsed.warnings,
         )
 
     def _cacheable(self, num_tokens: int) -> int:

@@ -129,7 +129,8 @@ _REFUSED = {
     "lora_request": "weft has no adapters",
 }
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
-_MAX_NAMED = 8
+MAX_NAMED = 8
+"""Limit for the names in a `Warning` header."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -156,7 +157,7 @@ def read(kind: type[T], body: bytes) -> tuple[T, list[str]]:
         named = f"{param}: {message}" if param else message
         raise ApiError(400, named, param=param, code="invalid_type") from None
     _check_lengths(api_request)
-    return api_request, [shown(name) for name in unknown[:_MAX_NAMED]]
+    return api_request, [shown(name) for name in unknown[:MAX_NAMED]]
 
 
 def _check_lengths(api_request: msgspec.Struct) -> None:
