@@ -367,8 +367,8 @@ def test_unknown_fields_hosted_tools_and_beta_headers_are_ignored(shared_app: Se
     reply = shared_app(body, more_headers=headers)
     message_of(reply.body)
     assert reply.headers[b"warning"] == (
-        b'299 weft "unknown fields ignored: context_management, safeguards", '
-        b'299 weft "tools ignored: web_search.web_search_20250305, bash.bash_20250124"'
+        b'299 weft "unknown fields ignored: context_management, safeguards, '
+        b'tools.web_search_20250305, tools.bash_20250124"'
     )
     assert reply.headers[b"request-id"] == reply.headers[b"x-request-id"]
     deferred = shared_app({"tools": [{**TOOL, "defer_loading": True}, SEARCH]})

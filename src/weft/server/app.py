@@ -211,7 +211,7 @@ class ServerApp:
                     answer_format, api_request, size, active, answer_bytes, caller, client_id
                 )
                 prepared, at_once = await unless_disconnected(request.receive, beginning)
-                headers = warning_header(unknown, prepared.warnings) | active.headers
+                headers = warning_header(unknown) | active.headers
                 if at_once is not None:
                     outcome = []
                     return Response(at_once, 200, headers, media_type="application/json")

@@ -89,11 +89,9 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 
 
-def warning_header(unknown: Sequence[str], warnings: Sequence[str] = ()) -> dict[str, str]:
-    """The header that names the fields of a body that were ignored, with more warnings."""
-    if unknown:
-        warnings = (f"unknown fields ignored: {', '.join(unknown)}", *warnings)
-    return {"Warning": ", ".join(f'299 weft "{one}"' for one in warnings)} if warnings else {}
+def warning_header(unknown: Sequence[str]) -> dict[str, str]:
+    """The header that names the parts of a body that were ignored."""
+    return {"Warning": f'299 weft "unknown fields ignored: {", ".join(unknown)}"'} if unknown else {}
 
 
 def as_api_error(error: WeftError) -> ApiError:

@@ -63,8 +63,6 @@ class ParsedRequest:
     ttft_target: float | None = None
     deadline: float | None = None
     cache_salt: str = ""
-    warnings: Sequence[str] = ()
-    """What the request contains without effect, for a Warning header."""
     stored_bytes: int = 0
     """The size of the part of the prompt that was not in the body."""
     drops_oldest: bool = False

@@ -31,13 +31,11 @@ from weft.server.api.messages_writer import (
     StreamEvent,
     error_body,
 )
-from weft.server.api.schema import MAX_ENTRIES, shown
-from weft.server.api.tool_use import NO_TOOLS, FunctionTool, ToolChoice, ToolUse, chosen_tools
+from weft.server.api.schema import MAX_ENTRIES, MAX_NAMED, shown
+from weft.server.api.tool_use import FunctionTool, ToolChoice, ToolUse, chosen_tools
 from weft.server.errors import ApiError
 from weft.text.conversation import Conversation, Item, Message
 
-_OWN_TOOLS = (None, "custom")
-"""Types of tools that the client runs and describes by a schema. The vendor runs or describes all others."""
 _CHOICES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 _WEATHER = {
@@ -154,9 +152,12 @@ class MessagesFormat(AnswerFormat[MessagesRequest]):
         ),
     )
 
+    def ignored(self, api_request: MessagesRequest) -> Sequence[str]:
+        kinds = [str(tool.get("type")) for tool in api_request.tools or () if not _is_own(tool)]
+        return [shown(f"tools.{kind}") for kind in kinds[:MAX_NAMED]]
+
     def parse(self, api_request: MessagesRequest, model: ServedModel) -> ParsedRequest:
         items, continues_last = items_of_messages(api_request.system, api_request.messages)
-        tools, warning = _tools(api_request)
         session_id = api_request.session_id
         if session_id is None and _has_mark(api_request):
             session_id = _session_id(items, api_request.metadata)
@@ -167,11 +168,10 @@ class MessagesFormat(AnswerFormat[MessagesRequest]):
             _sampling(api_request, model),
             api_request.stream,
             _grammar(api_request.output_config),
-            tools,
+            _tools(api_request),
             session_id=session_id,
             deadline=api_request.deadline,
             cache_salt=api_request.cache_salt,
-            warnings=(warning,) if warning else (),
         )
 
     def writer(self, api_request: MessagesRequest, context: AnswerContext) -> AnswerWriter:
@@ -223,10 +223,14 @@ def _grammar(output_config: Mapping[str, Any] | None) -> Grammar | None:
 # ---------------------------------------------------------------------- tools
 
 
-def _tools(api_request: MessagesRequest) -> tuple[ToolUse, str]:
-    """The tools that the model may call, and a warning about those that are ignored."""
-    given = list(enumerate(api_request.tools or ()))
-    ignored = [tool for _, tool in given if tool.get("type") not in _OWN_TOOLS]
+def _is_own(tool: Mapping[str, Any]) -> bool:
+    """Whether the client runs the tool and describes it by a schema. The vendor runs or describes all others."""
+    return tool.get("type") in (None, "custom")
+
+
+def _tools(api_request: MessagesRequest) -> ToolUse:
+    """The tools that the model may call."""
+    given = api_request.tools or []
     own = [
         FunctionTool(
             tool.get("name"),
@@ -236,16 +240,14 @@ def _tools(api_request: MessagesRequest) -> tuple[ToolUse, str]:
             f"tools[{index}]",
             "input_schema",
         )
-        for index, tool in given
-        if tool.get("type") in _OWN_TOOLS
+        for index, tool in enumerate(given)
+        if _is_own(tool)
     ]
     choice, is_single = _tool_choice(api_request.tool_choice)
-    is_ignored = choice.name is not None and choice.name in [tool.get("name") for tool in ignored]
-    if is_ignored or (choice.mode == "required" and not own and ignored):
-        choice = ToolChoice()
-    tools = chosen_tools(own, choice, not is_single) if own or choice.mode == "required" else NO_TOOLS
-    names = [shown(f"{tool.get('name')}.{tool.get('type')}") for tool in ignored[:8]]
-    return tools, f"tools ignored: {', '.join(names)}" if names else ""
+    ignored = [tool.get("name") for tool in given if not _is_own(tool)]
+    if ignored and (choice.name in ignored if choice.name is not None else not own):
+        choice = ToolChoice()  # a tool that is ignored cannot be called
+    return chosen_tools(own, choice, not is_single)
 
 
 def _tool_choice(given: Mapping[str, Any] | None) -> tuple[ToolChoice, bool]:

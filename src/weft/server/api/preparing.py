@@ -48,7 +48,6 @@ class Prepared:
     writer: AnswerWriter
     answer_form: AnswerSyntax | None
     is_streamed: bool
-    warnings: Sequence[str] = ()
 
 
 class Preparer:
@@ -141,7 +140,7 @@ class Preparer:
             prompts=[request.prompt for request in requests],
         )
         writer = answer_format.writer(api_request, context)
-        return Prepared(requests, writer, answer_form, parsed.is_streamed, parsed.warnings)
+        return Prepared(requests, writer, answer_form, parsed.is_streamed)
 
     def _cacheable(self, num_tokens: int) -> int:
         """The tokens in complete blocks. The last token is always computed."""
