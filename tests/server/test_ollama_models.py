@@ -210,11 +210,13 @@ def test_a_pull_that_fails_says_why_and_frees_its_place(
 
     async def work(server: InProcess) -> list[Reply]:
         broken = await send(server, PULL, {"model": "hf:broken/name", "stream": False})
+        broken_stream = await send(server, PULL, {"model": "hf:broken/name"})
         failed = [await send(server, PULL, {**HUB, "stream": False}) for _ in range(6)]
-        return [broken, *failed, await send(server, PULL, HUB)]
+        return [broken, broken_stream, *failed, await send(server, PULL, HUB)]
 
-    broken, *failed, stream = served(default_model_path, work=work)
+    broken, broken_stream, *failed, stream = served(default_model_path, work=work)
     error_of(broken, 500, "internal")
+    assert "internal" in json.loads(broken_stream.body.splitlines()[-1])["error"]
     for reply in failed:
         error_of(reply, 500, "no such repository")
     assert json.loads(stream.body.splitlines()[-1]) == {"error": "hf:owner/name: there is no such repository"}

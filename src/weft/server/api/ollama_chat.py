@@ -21,17 +21,16 @@ from weft.server.api.field_docs import Field
 from weft.server.api.ollama import (
     EVENT_NOTE,
     FIELDS,
-    STREAM_TYPE,
     TAG,
     OllamaAnswer,
     OllamaError,
     OllamaFormat,
     OllamaRequest,
-    OllamaWriter,
     parsed_request,
     refuse_images,
     template_options,
 )
+from weft.server.api.ollama_writer import STREAM_TYPE, OllamaWriter
 from weft.server.api.response_shapes import Shape
 from weft.server.api.schema import MAX_ENTRIES, converted
 from weft.server.api.tool_use import FunctionTool, ToolChoice, chosen_tools

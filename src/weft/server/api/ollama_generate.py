@@ -19,17 +19,16 @@ from weft.server.api.field_docs import Field
 from weft.server.api.ollama import (
     EVENT_NOTE,
     FIELDS,
-    STREAM_TYPE,
     TAG,
     OllamaAnswer,
     OllamaError,
     OllamaFormat,
     OllamaRequest,
-    OllamaWriter,
     parsed_request,
     refuse_images,
     template_options,
 )
+from weft.server.api.ollama_writer import STREAM_TYPE, OllamaWriter
 from weft.server.errors import ApiError
 from weft.text.conversation import Conversation, Message
 from weft.text.infill import infill_prompt

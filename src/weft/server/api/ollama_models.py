@@ -23,8 +23,9 @@ from weft.server.admission.keys import ApiKey
 from weft.server.api.answer_format import Operation
 from weft.server.api.field_docs import Field
 from weft.server.api.model_names import is_model_name
-from weft.server.api.ollama import STREAM_TYPE, TAG, OllamaError, rfc3339
+from weft.server.api.ollama import TAG, OllamaError
 from weft.server.api.ollama_pull import ModelStore, fetchable_name, in_use
+from weft.server.api.ollama_writer import STREAM_TYPE, rfc3339
 from weft.server.api.response_shapes import Shape
 from weft.server.api.schema import read
 from weft.server.api.services import Services
@@ -147,12 +148,13 @@ def _operation(summary: str, description: str, answer: type | None, **more: Any)
 
 
 _REFUSED = {
-    "/api/create": ("Create a model", "weft makes no models: serve a file with `weft serve PATH`"),
-    "/api/copy": ("Copy a model", "weft has no copies of models: give a name with `weft serve --name`"),
-    "/api/push": ("Push a model", "weft uploads nothing"),
-    "/api/embed": ("Embed texts", "weft has no embedding models yet"),
-    "/api/embeddings": ("Embed a text", "weft has no embedding models yet"),
+    "/api/create": "weft makes no models: serve a file with `weft serve PATH`",
+    "/api/copy": "weft has no copies of models: give a model more names with `weft serve --name`",
+    "/api/push": "weft uploads nothing",
+    "/api/embed": "weft has no embedding models yet",
+    "/api/embeddings": "weft has no embedding models yet",
 }
+"""Routes that only refuse, and why. The OpenAPI document leaves them out."""
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/api/tags"): _operation("List models for clients of Ollama", "", ModelTags),
     ("get", "/api/ps"): _operation("List loaded models", "", LoadedModels),
@@ -183,10 +185,6 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         errors=(400, 404, 409, 413, 429, 500),
         media_type="text/plain",
     ),
-    **{
-        ("post", path): _operation(summary, f"Always refused: {why}.", dict, errors=(501,))
-        for path, (summary, why) in _REFUSED.items()
-    },
 }
 """The part of the OpenAPI document for these routes."""
 
@@ -256,7 +254,10 @@ class _OllamaModels:
             Route("/api/show", self._show, methods=post),
             Route("/api/pull", self._pull, methods=post),
             Route("/api/delete", self._delete, methods=["DELETE"]),
-            *(Route(path, partial(_refuse, why), methods=post) for path, (_, why) in _REFUSED.items()),
+            *(
+                Route(path, partial(_refuse, why), methods=post, include_in_schema=False)
+                for path, why in _REFUSED.items()
+            ),
         ]
 
     async def _facts(self) -> _Facts:

@@ -12,7 +12,7 @@ from typing import Any
 from weft.errors import WeftError
 from weft.loading.cache import Progress, PullProgress
 from weft.loading.pull import cached_models, pull, remove
-from weft.server.api.ollama import error_body
+from weft.server.api.ollama_writer import error_body
 from weft.server.errors import ApiError, as_api_error
 
 _MAX_THREADS = 4
@@ -54,7 +54,7 @@ class ModelWork:
         """The newest progress of each stage that was not taken. So it stays small if the client reads slowly."""
         self._has_news = asyncio.Event()
         self._is_over = False
-        self._error: ApiError | None = None
+        self._error: Exception | None = None
         # A daemon: a thread that waits for a lock or for the network does not keep the server alive.
         threading.Thread(target=self._run, name="weft-models", daemon=True).start()
 
@@ -75,12 +75,12 @@ class ModelWork:
         return self._is_over and not self._pending
 
     def check(self) -> None:
-        """Raises ApiError if the work failed."""
+        """Raises if the work failed."""
         if self._error is not None:
             raise self._error
 
     async def wait(self) -> None:
-        """Waits for the end. Raises ApiError if the work failed. If the caller is cancelled, so is the work."""
+        """Waits for the end. Raises if the work failed. If the caller is cancelled, so is the work."""
         try:
             while not self.is_over:
                 await self.news(_LONG)
@@ -91,17 +91,13 @@ class ModelWork:
     # ------------------------------------------------------------------ in the thread
 
     def _run(self) -> None:
-        error: ApiError | None = None
+        error: Exception | None = None
         try:
             self._work(self._progress)
         except _Cancelled:
             pass
-        except ApiError as failure:
+        except Exception as failure:
             error = failure
-        except WeftError as failure:
-            error = as_api_error(failure)
-        except Exception:
-            error = ApiError.internal_error()
         with suppress(RuntimeError):  # the server has ended
             self._loop.call_soon_threadsafe(self._end, error)
 
@@ -117,7 +113,7 @@ class ModelWork:
         self._pending[progress.stage] = progress
         self._has_news.set()
 
-    def _end(self, error: ApiError | None) -> None:
+    def _end(self, error: Exception | None) -> None:
         self._error, self._is_over = error, True
         self._on_end()
         self._has_news.set()
@@ -171,8 +167,11 @@ class ModelStore:
                 last = news[-1] if news else last
             work.check()
             yield {"status": "success"}
-        except ApiError as error:
-            yield error_body(error)
+        except WeftError as error:
+            yield error_body(as_api_error(error))
+        except Exception:
+            yield error_body(ApiError.internal_error())
+            raise
         finally:
             work.cancel()
 

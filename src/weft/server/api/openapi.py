@@ -132,7 +132,6 @@ _STATUSES = {
     413: "The body or the requested answer is too large.",
     429: "Too many requests; retry after the seconds in `Retry-After`.",
     500: "Internal server error.",
-    501: "weft does not support this.",
     503: "The engine is starting, or the server is shutting down; retry after the seconds in `Retry-After`.",
     504: "The deadline passed.",
 }
