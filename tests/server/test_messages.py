@@ -64,8 +64,8 @@ def recorded(server: InProcess) -> list[InferenceRequest]:
     preparer = server.server._preparer
     prepare = preparer.prepare
 
-    async def record(*arguments: Any) -> Any:
-        prepared = await prepare(*arguments)
+    async def record(*arguments: Any, **options: Any) -> Any:
+        prepared = await prepare(*arguments, **options)
         found.extend(prepared.requests)
         return prepared
 
