@@ -117,7 +117,7 @@ class Preparer:
                 inference_request(parsed, prompt, params, key, _prompt_id(request_id, index, len(prompts)))
                 for index, prompt in enumerate(prompts)
             ],
-            answer_format.writer(api_request, context),
+            await self._run_in_thread_if_large(size, client_id, answer_format.writer, api_request, context),
             answer_form,
             parsed.is_streamed,
         )
