@@ -42,7 +42,7 @@ class InProcess:
         method: str = "POST",
         key: str | None = None,
         more_headers: Mapping[bytes, bytes] = MappingProxyType({}),
-        query: bytes = b"",
+        query: str = "",
     ) -> Reply:
         """Sends a request and returns the response. The client disconnects after `leaves_after` seconds."""
         messages = [{"type": "http.request", "body": body, "more_body": False}]
@@ -62,7 +62,7 @@ class InProcess:
             "method": method,
             "path": path,
             "raw_path": path.encode(),
-            "query_string": query,
+            "query_string": query.encode(),
         }
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         headers += more_headers.items()

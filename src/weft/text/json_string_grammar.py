@@ -47,7 +47,7 @@ _TOKEN = re.compile(
     | (?P<regex>/(?:\\.|[^/\\\n])+/[imslux]*)
     | (?P<import>%import[ \t]+(?P<imported>[^\n]*))
     | (?P<directive>%\w+)
-    | (?P<other>[\w-]+|[^\w\s])
+    | (?P<other>[\w-]+|[^\w\s\"/])
     """,
     re.VERBOSE,
 )

@@ -139,7 +139,9 @@ class Preparer:
             echoes=echoes,
             prompts=[request.prompt for request in requests],
         )
-        writer = answer_format.writer(api_request, context)
+        writer = await self._run_in_thread_if_large(
+            size, client_id, answer_format.writer, api_request, context
+        )
         return Prepared(requests, writer, answer_form, parsed.is_streamed)
 
     def _cacheable(self, num_tokens: int) -> int:

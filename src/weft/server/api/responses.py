@@ -54,7 +54,7 @@ from weft.server.api.responses_items import (
     without_lost_calls,
 )
 from weft.server.api.responses_shapes import ResponseEvent, ResponseInputTokens, ResponseObject
-from weft.server.api.responses_tools import function_tools, ignored_tools, tool_choice
+from weft.server.api.responses_tools import function_tools, ignored_tools, known_choice, tool_choice
 from weft.server.api.responses_writer import ResponsesWriter
 from weft.server.api.schema import MAX_ENTRIES, MAX_NAMED, GenerationRequest, shown
 from weft.server.api.services import Caller
@@ -253,11 +253,13 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
 
     def ignored(self, api_request: ResponsesRequest) -> Sequence[str]:
         found = [*ignored_tools(api_request.tools or ()), *ignored_items(api_request.input)]
+        if known_choice(api_request.tool_choice) != (api_request.tool_choice or "auto"):
+            found.append("tool_choice")
         return [shown(name) for name in found[:MAX_NAMED]]
 
     def parse(self, api_request: ResponsesRequest, model: ServedModel) -> ParsedRequest:
         logprobs = {"logprobs": api_request.top_logprobs or 0} if api_request.wants_logprobs else {}
-        limit = api_request.max_output_tokens or api_request.max_tokens
+        limit = api_request.max_output_tokens
         max_tokens = {} if limit is None else {"max_tokens": limit}
         params = sampling_params(api_request, model.generation_defaults, **logprobs, **max_tokens)
         tools = chosen_tools(
@@ -291,7 +293,7 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
     def field_names(self, api_request: ResponsesRequest) -> Mapping[str, str]:
         return {
             "messages": "input",
-            "prompt": "input",
+            "prompt": "input" if api_request.prompt is None else "prompt",
             "max_tokens": "max_output_tokens",
             "logprobs": "top_logprobs",
             "grammar": "text" if api_request.text.format else structured.grammar_param(api_request),

@@ -188,7 +188,7 @@ def _thought(item: Mapping[str, Any], where: str) -> str:
     given = item.get("encrypted_content")
     if not content and isinstance(given, str) and given.startswith(_SEALED):
         try:
-            return base64.urlsafe_b64decode(given[len(_SEALED) :]).decode()
+            return base64.b64decode(given[len(_SEALED) :], b"-_", validate=True).decode()
         except ValueError:
             name = f"{where}.encrypted_content"
             raise _refusal(f"{name} was changed; send it as it was received", name) from None

@@ -5,7 +5,9 @@ A response of another key does not exist for the caller: both are the same 404.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -114,26 +116,28 @@ async def _input_items(services: Services, request: Request, owner: str) -> Resp
     if order not in ("asc", "desc"):
         raise _refusal(f"order is {order!r:.80}; allowed: asc, desc", "order")
     row = await _found(services, request, owner)
-    items = msgspec.json.decode(row.input, type=list[msgspec.Raw])
-    ids = [one.id for one in msgspec.json.decode(row.input, type=list[_Id])]
-    pairs = list(zip(ids, items, strict=True))
-    if order == "desc":
+    # In a thread: the items may have megabytes.
+    return json_response(await asyncio.to_thread(_page, row.input, int(given), order == "desc", after))
+
+
+def _page(content: bytes, limit: int, is_reversed: bool, after: str | None) -> dict[str, Any]:
+    ids = [one.id for one in msgspec.json.decode(content, type=list[_Id])]
+    pairs = list(zip(ids, msgspec.json.decode(content, type=list[msgspec.Raw]), strict=True))
+    if is_reversed:
         pairs.reverse()
     if after is not None:
         position = next((index for index, (one, _) in enumerate(pairs) if one == after), None)
         if position is None:
             raise _refusal(f"after is {after!r:.80}, which is not the id of an input item", "after")
         pairs = pairs[position + 1 :]
-    page = pairs[: int(given)]
-    return json_response(
-        {
-            "object": "list",
-            "data": [item for _, item in page],
-            "first_id": page[0][0] if page else None,
-            "last_id": page[-1][0] if page else None,
-            "has_more": len(pairs) > len(page),
-        }
-    )
+    page = pairs[:limit]
+    return {
+        "object": "list",
+        "data": [item for _, item in page],
+        "first_id": page[0][0] if page else None,
+        "last_id": page[-1][0] if page else None,
+        "has_more": len(pairs) > len(page),
+    }
 
 
 class _Id(msgspec.Struct):

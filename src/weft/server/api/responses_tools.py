@@ -79,10 +79,15 @@ def ignored_tools(tools: Sequence[Any]) -> list[str]:
     return [f"tools[{index}].{_type(tool)}" for index, tool in enumerate(tools) if _is_ignored(tool)]
 
 
+def known_choice(choice: Any) -> Any:
+    """The choice as the client sent it; auto if it names a tool that is ignored."""
+    is_ignored = isinstance(choice, Mapping) and _type(choice) not in ("function", "custom", "allowed_tools")
+    return "auto" if choice is None or is_ignored else choice
+
+
 def tool_choice(choice: Any) -> ToolChoice:
     """Raises ApiError if it is invalid. The choice of a tool that is ignored is auto."""
-    if choice is None:
-        return ToolChoice()
+    choice = known_choice(choice)
     if isinstance(choice, str):
         if choice in ("auto", "none", "required"):
             return ToolChoice(choice)  # type: ignore[arg-type]
@@ -90,8 +95,6 @@ def tool_choice(choice: Any) -> ToolChoice:
     kind = _type(choice)
     if kind in ("function", "custom"):
         return ToolChoice("required", _chosen_name(choice, "tool_choice"))
-    if kind != "allowed_tools":
-        return ToolChoice()
     mode, tools = choice.get("mode", "auto"), choice.get("tools")
     if mode not in ("auto", "required") or not isinstance(tools, list):
         raise _refusal(

@@ -19,7 +19,7 @@ from weft.server.api.answer_format import AnswerContext, AnswerWriter
 from weft.server.api.responses_background import begin_background, failure, take_over
 from weft.server.api.responses_items import check_items, listed_items
 from weft.server.api.responses_output import OutputItems, logprob_entries
-from weft.server.api.responses_tools import known_tools, shown_tools
+from weft.server.api.responses_tools import known_choice, known_tools, shown_tools
 from weft.server.errors import ApiError
 from weft.server.state import responses as table
 from weft.server.stream.choices import Choices, Piece
@@ -52,7 +52,7 @@ class ResponsesWriter(AnswerWriter):
             wants_logprobs=context.wants_logprobs,
         )
         self._id = f"resp_{context.request_id}"
-        self._created = context.created
+        self._created = time.time()
         self._previous_id = api_request.previous_response_id
         self._is_background = api_request.background
         self._is_stored = api_request.store is not False
@@ -77,7 +77,7 @@ class ResponsesWriter(AnswerWriter):
         if not self._is_background:
             return None
         if caller.is_internal:
-            self._created = int(await take_over(caller, self._id))
+            self._created = await take_over(caller, self._id)
             return None
         queued = self._object("queued")
         await begin_background(caller, self._row(queued, "queued"))
@@ -129,7 +129,7 @@ class ResponsesWriter(AnswerWriter):
         changing = {
             "id": self._id,
             "object": "response",
-            "created_at": self._created,
+            "created_at": int(self._created),
             "status": status,
             "completed_at": None,
             "error": None,
@@ -215,7 +215,6 @@ def _first_kind(deltas: Sequence[Delta] | None) -> type[Delta] | None:
 def _parameters(api_request: ResponsesRequest, model: str) -> dict[str, Any]:
     """The fields of the response object that repeat the request."""
     text, reasoning = api_request.text, api_request.reasoning
-    choice = api_request.tool_choice
     sampling = {name: getattr(api_request, name) for name in ("temperature", "top_p")}
     return {
         "background": api_request.background,
@@ -232,7 +231,7 @@ def _parameters(api_request: ResponsesRequest, model: str) -> dict[str, Any]:
         "service_tier": "default",
         **sampling,
         "text": {"format": text.format or {"type": "text"}, "verbosity": text.verbosity},
-        "tool_choice": "auto" if choice is None else choice,
+        "tool_choice": known_choice(api_request.tool_choice),
         "tools": known_tools(api_request.tools or ()),
         "top_logprobs": api_request.top_logprobs or 0,
         "truncation": api_request.truncation,
