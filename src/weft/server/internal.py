@@ -37,11 +37,13 @@ class InternalRequest:
 async def send_internal(app: ASGIApp, path: str, body: bytes, request: InternalRequest) -> InternalReply:
     """Sends a POST and returns the whole response. If the caller is cancelled, the request is cancelled."""
     parts = [{"type": "http.request", "body": body, "more_body": False}]
-    never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
     sent: list[Message] = []
 
     async def receive() -> Message:
-        return parts.pop() if parts else await never
+        if not parts:
+            # A new future each time: a task that waits is cancelled, and the future with it.
+            await asyncio.get_running_loop().create_future()
+        return parts.pop()
 
     async def send(message: Message) -> None:
         sent.append(message)

@@ -140,11 +140,13 @@ class _ServerRun:
                 return
             starting.result()
             app = ServerApp(self._settings, text, generation_defaults, self._engine, self._log)
-            watching = asyncio.create_task(app.watch_loop())
+            tasks = [asyncio.create_task(app.watch_loop())]
             try:
-                await self._listen(server, app)
+                await self._listen(server, app, tasks)
             finally:
-                watching.cancel()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)  # batches save results that have arrived
                 await app.close()
         finally:
             stopping.cancel()
@@ -181,7 +183,8 @@ class _ServerRun:
                 "choose another address with --host and --port"
             ) from error
 
-    async def _listen(self, server: asyncio.Server, app: ServerApp) -> None:
+    async def _listen(self, server: asyncio.Server, app: ServerApp, tasks: list[asyncio.Task[None]]) -> None:
+        """Serves until a signal arrives. Adds tasks that run while the server does to `tasks`."""
         settings = self._settings
         config = uvicorn.Config(
             app.asgi(),
@@ -220,6 +223,7 @@ class _ServerRun:
                 has_chat_template=app.text.chat_template is not None,
             )
         )
+        tasks.append(asyncio.create_task(app.run_batches()))
         await self._stop.wait()
         # New requests now get a 503 with Retry-After. A refused connection would not tell the client when to retry.
         app.is_draining = True

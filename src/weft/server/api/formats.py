@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.routing import Route
 
+from weft.server.api import batches, files
 from weft.server.api.answer_format import AnswerFormat
 from weft.server.api.chat import ChatFormat
 from weft.server.api.completion import CompletionFormat
@@ -23,7 +24,7 @@ FORMATS: Formats = {
     "/v1/completions": CompletionFormat(),
 }
 
-ROUTES: Sequence[Callable[[Services], Sequence[Route]]] = ()
+ROUTES: Sequence[Callable[[Services], Sequence[Route]]] = (files.routes, batches.routes)
 """Each makes the other routes of one API, which do not generate."""
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from weft.engine.ipc.client import EngineClient
+from weft.server.api.answer_format import AnswerFormat
 from weft.server.internal import InternalReply, InternalRequest
 from weft.server.settings import ServerSettings
+from weft.server.state.files import FileStore
 from weft.server.state.store import Store
 from weft.text.model_text import ModelText
 
@@ -23,12 +26,23 @@ class Services(Protocol):
     @property
     def store(self) -> Store: ...
     @property
+    def files(self) -> FileStore: ...
+    @property
+    def formats(self) -> Mapping[str, AnswerFormat[Any]]:
+        """The routes that generate, by path."""
+        ...
+
+    @property
     def created(self) -> int:
         """When the server started, in seconds since 1970."""
         ...
 
     def check_model(self, name: str | None) -> None:
         """Raises a 404 if requests may not use this name of a model."""
+        ...
+
+    def wake_batches(self) -> None:
+        """Makes the batches of the store run, or stop, as their rows say."""
         ...
 
     async def send_internal(self, path: str, body: bytes, request: InternalRequest) -> InternalReply:
