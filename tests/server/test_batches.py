@@ -68,7 +68,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "broken JSON": (b'{"custom_id": "a", ', "invalid_json_line"),
     "not UTF-8": (b'{"custom_id": "\xff"}', "invalid_json_line"),
     "binary": (bytes(range(11, 256)), "invalid_json_line"),
-    "nested too deeply": (b"[" * 30_000, "invalid_json_line"),
+    "an open list": (b'{"custom_id": "b", "body": ' + b"[" * 30_000, "invalid_json_line"),
     "no object": (["custom_id"], "invalid_line"),
     "no custom_id": ({"url": COMPLETIONS, "body": {}}, "invalid_line"),
     "custom_id is null": (line(1, custom_id=None), "invalid_line"),

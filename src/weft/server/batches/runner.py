@@ -83,8 +83,10 @@ class BatchRunner:
                 except StoreError as error:
                     self._log("batches_wait", f"Batches wait: {error}", "warning")
                     seconds = _POLL_SECONDS
+                # Not `wait_for`: before Python 3.12 it loses a cancel that comes together with the event.
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), seconds)
+                    async with asyncio.timeout(seconds):
+                        await self._wake.wait()
         finally:
             await asyncio.gather(*map(self._stop, list(self._running)))
 
