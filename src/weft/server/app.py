@@ -263,7 +263,13 @@ class ServerApp:
         self.check_model(api_request.model)
         async with active.until_deadline():
             prepared = await self._preparer.prepare(
-                answer_format, api_request, size, active.id, active.key, client_id
+                answer_format,
+                api_request,
+                size,
+                active.id,
+                active.key,
+                client_id,
+                is_idle_work=active.is_idle_work,
             )
             if not prepared.is_streamed:
                 length = self.engine.max_sequence_length

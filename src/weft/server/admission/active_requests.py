@@ -207,7 +207,9 @@ class ActiveRequests:
 
     def set_deadline(self, active: ActiveRequest, seconds: float | None) -> None:
         """Ends the request `seconds` after its arrival, plus the grace, even if the engine does not respond."""
-        active.deadline = self._settings.engine.request_timeout if seconds is None else seconds
+        # Idle work waits until clients leave capacity, so it has no default timeout.
+        default = None if active.is_idle_work else self._settings.engine.request_timeout
+        active.deadline = default if seconds is None else seconds
         if active.deadline is not None:
             left = active.began + max(0.0, active.deadline) + _GRACE_SECONDS - self._clock()
             active.expiry = asyncio.get_running_loop().call_later(

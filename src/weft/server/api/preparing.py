@@ -78,6 +78,8 @@ class Preparer:
         request_id: RequestId,
         key: ApiKey | None,
         client_id: str,
+        *,
+        is_idle_work: bool = False,
     ) -> Prepared:
         """Prepares a request with a body of `size` bytes. Raises if it is invalid. Text work is shared fairly between
         clients, by `client_id`."""
@@ -109,7 +111,14 @@ class Preparer:
         )
         return Prepared(
             [
-                inference_request(parsed, prompt, params, key, _prompt_id(request_id, index, len(prompts)))
+                inference_request(
+                    parsed,
+                    prompt,
+                    params,
+                    key,
+                    _prompt_id(request_id, index, len(prompts)),
+                    is_idle_work=is_idle_work,
+                )
                 for index, prompt in enumerate(prompts)
             ],
             answer_format.writer(api_request, context),
