@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -111,7 +112,9 @@ def running_server(model_path: Path, **settings: Any) -> Iterator[Server]:
     headers, stderr = settings.pop("headers", {}), settings.pop("stderr", None)
     more_environment = settings.pop("environment", {})
     path = os.pathsep.join([*settings.pop("python_path", []), str(SOURCE)])
+    state = tempfile.TemporaryDirectory(prefix="weft-state-")
     given = {
+        "state_path": state.name,
         "model": str(model_path),
         "names": [MODEL, "alias"],
         "port": 0,
@@ -142,3 +145,4 @@ def running_server(model_path: Path, **settings: Any) -> Iterator[Server]:
             process.stdin.close()  # launch.py then sends itself a second signal
         process.wait(60)
         process.stdout.close()
+        state.cleanup()

@@ -32,6 +32,7 @@ from weft.server.api.model_names import is_model_name
 from weft.server.api.preparing import Prepared, Preparer
 from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
 from weft.server.api.services import Caller
+from weft.server.batches.runner import BatchRunner
 from weft.server.errors import (
     ApiError,
     as_api_error,
@@ -49,6 +50,7 @@ from weft.server.logs import ServerLog, current_record
 from weft.server.loop_lag import watch_lag
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
 from weft.server.settings import ServerSettings
+from weft.server.state.files import FileStore
 from weft.server.state.store import Store
 from weft.server.stream.choices import Choices
 from weft.server.stream.events import Disconnected, EventStream, unless_disconnected
@@ -63,6 +65,8 @@ time, the response has an error status. A later refusal is sent as an event."""
 _BYTES_PER_TOKEN = 4
 """Estimated bytes per token in the body of `/tokenize`. The number of tokens to reserve from the rate limit, before the
 text is tokenised, is calculated from it."""
+_ITSELF = " server"
+"""The client of requests that the server sends to itself. No key has this name."""
 _EXPOSED = (
     *("x-request-id", "request-id", "retry-after", "warning"),
     *(
@@ -89,7 +93,7 @@ class ServerApp:
         formats: Formats = FORMATS,
     ) -> None:
         self.settings = settings
-        self._formats = formats
+        self.formats = formats
         self.text = text
         self.engine = engine
         self.is_draining = False
@@ -107,14 +111,23 @@ class ServerApp:
         folder = Path(settings.state_path).expanduser() if settings.state_path else home_directory() / "state"
         self.store = Store(folder, log.event)
         self.tasks = Tasks(settings.max_requests)
+        self.files = FileStore(self.store, settings.max_stored_bytes)
+        self._batches = BatchRunner(self, self._metrics, log.event, lambda: self.is_draining)
 
     async def wait_until_idle(self, seconds: float) -> bool:
-        """Returns whether all active requests ended within `seconds`."""
+        """Returns whether all requests of clients ended within `seconds`. Lines of batches run again after a restart."""
         return await self._active_requests.wait_until_idle(seconds)
 
     async def watch_loop(self) -> None:
         """Measures the lag of the event loop until it is cancelled."""
         await watch_lag(self._metrics.loop_lag.observe, lambda: len(self._active_requests) > 0)
+
+    async def run_batches(self) -> None:
+        """Runs batches until it is cancelled."""
+        await self._batches.run()
+
+    def wake_batches(self) -> None:
+        self._batches.wake()
 
     async def close(self) -> None:
         """Ends the tasks and the worker processes, and closes the store."""
@@ -126,10 +139,10 @@ class ServerApp:
     def asgi(self) -> ASGIApp:
         post, get = ["POST"], ["GET"]
         routes = [
-            *(Route(path, partial(self._generate, one), methods=post) for path, one in self._formats.items()),
+            *(Route(path, partial(self._generate, one), methods=post) for path, one in self.formats.items()),
             *(
                 Route(one.counting.path, partial(self._count_tokens, one), methods=post)
-                for one in self._formats.values()
+                for one in self.formats.values()
                 if one.counting is not None
             ),
             *(route for make in ROUTES for route in make(self)),
@@ -168,7 +181,7 @@ class ServerApp:
             ]
         app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
         self._asgi = AccessLog(
-            Guard(app, self.settings, self._formats), self._log, self.engine.new_id, self._metrics.failed
+            Guard(app, self.settings, self.formats), self._log, self.engine.new_id, self._metrics.failed
         )
         return self._asgi
 
@@ -182,7 +195,8 @@ class ServerApp:
         internal: InternalRequest | None = request.scope.get(INTERNAL)
         is_idle_work = internal is not None and internal.is_idle_work
         self._check_open()
-        self._active_requests.check_capacity(key)
+        if not is_idle_work:
+            self._active_requests.check_capacity(key)
         body = await read_body(request)
         size = len(body)
         answer_bytes: RequestBytes = request.scope[ANSWER]
@@ -305,9 +319,10 @@ class ServerApp:
             self._metrics.failed(outcome.status)
         elif outcome:
             record.results, record.num_choices_per_prompt = outcome, prepared.requests[0].params.n
-            self._metrics.answered(outcome, len(prepared.requests), time.monotonic() - active.began)
+            seconds = None if active.is_idle_work else time.monotonic() - active.began
+            self._metrics.answered(outcome, len(prepared.requests), seconds)
             first = outcome[0].time_to_first_token
-            if not prepared.is_streamed and first is not None:
+            if not prepared.is_streamed and not active.is_idle_work and first is not None:
                 self._metrics.first_token(first)
 
     def _check_open(self) -> None:
@@ -326,7 +341,7 @@ class ServerApp:
         """Seconds after which a client that is refused now should retry."""
         if self.engine.state is not EngineState.READY:
             return self.engine.seconds_until_ready
-        seconds = self._active_requests.completion_rate.seconds_for(len(self._active_requests))
+        seconds = self._active_requests.seconds_until_free
         # A server that drains has usually been replaced by another one after the drain time.
         return max(seconds, self.settings.drain_seconds) if self.is_draining else seconds
 
@@ -447,7 +462,7 @@ class ServerApp:
         from weft.server.api import openapi
 
         return msgspec.json.encode(
-            openapi.document(self._routes, self._formats, needs_key=bool(self.settings.api_keys))
+            openapi.document(self._routes, self.formats, needs_key=bool(self.settings.api_keys))
         )
 
     async def _openapi(self, request: Request) -> Response:
@@ -468,6 +483,8 @@ class ServerApp:
 def _client_id(request: Request) -> str:
     """Identifies the client for fair sharing of text work: the name of its key, or its address if there are no keys."""
     key: ApiKey | None = request.scope[KEY]
+    if INTERNAL in request.scope:
+        return _ITSELF
     if key is not None:
         return key.name
     return request.client.host if request.client is not None else ""

@@ -156,11 +156,13 @@ class _ServerRun:
                 return
             starting.result()
             app = ServerApp(self._settings, text, generation_defaults, self._engine, self._log)
-            watching = asyncio.create_task(app.watch_loop())
+            tasks = [asyncio.create_task(app.watch_loop())]
             try:
-                await self._listen(servers, app)
+                await self._listen(servers, app, tasks)
             finally:
-                watching.cancel()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)  # batches save results that have arrived
                 await app.close()
         finally:
             stopping.cancel()
@@ -204,7 +206,10 @@ class _ServerRun:
             servers.append(server)
         return servers
 
-    async def _listen(self, servers: Sequence[asyncio.Server], app: ServerApp) -> None:
+    async def _listen(
+        self, servers: Sequence[asyncio.Server], app: ServerApp, tasks: list[asyncio.Task[None]]
+    ) -> None:
+        """Serves until a signal arrives. Adds tasks that run while the server does to `tasks`."""
         settings = self._settings
         asgi = app.asgi()
         self._configs = [self._config(asgi), self._config(_through_ollama_port(asgi))]
@@ -227,6 +232,7 @@ class _ServerRun:
                 ollama_port=others[0] if others else None,
             )
         )
+        tasks.append(asyncio.create_task(app.run_batches()))
         await self._stop.wait()
         # New requests now get a 503 with Retry-After. A refused connection would not tell the client when to retry.
         app.is_draining = True

@@ -135,6 +135,8 @@ class ServerSettings:
     """Limit for active requests, waiting ones included."""
     state_path: str | None = None
     """The folder of stored responses, files and batches. Not set: WEFT_HOME/state, or .cache/weft/state."""
+    max_file_bytes: AtLeastOne = 1 << 30
+    """Largest file that can be uploaded."""
     response_days: Annotated[float, Range(0, 10_000)] = 30.0
     """A stored response is deleted after this many days."""
     max_stored_bytes: AtLeastOne = 4 << 30

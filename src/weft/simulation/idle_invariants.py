@@ -56,6 +56,9 @@ class IdleChecker:
             not any(s.is_idle_work and not s.is_finishing for s in scheduler.running),
             "idle work runs beside interactive requests",
         )
+        require(
+            not any(s.has_announced for s in scheduler.paused), "other sequences would wait for a paused one"
+        )
         self.plans_beside_paused += bool(scheduler.paused)
         if plan is None or not planned & idle:
             return

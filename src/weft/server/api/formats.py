@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.routing import Route
 
-from weft.server.api import responses, responses_routes
+from weft.server.api import batches, files, responses, responses_routes
 from weft.server.api.answer_format import AnswerFormat
 from weft.server.api.chat import ChatFormat
 from weft.server.api.completion import CompletionFormat
@@ -40,6 +40,8 @@ FORMATS: Formats = {
 ROUTES: Sequence[Callable[[Services], Sequence[Route]]] = (
     model_routes,
     responses_routes.routes,
+    files.routes,
+    batches.routes,
     ollama_routes,
 )
 """Each makes the other routes of one API, which do not generate."""

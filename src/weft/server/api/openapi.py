@@ -10,7 +10,7 @@ import msgspec
 from starlette.routing import BaseRoute, Route
 
 from weft import __version__
-from weft.server.api import ollama_models, responses_routes
+from weft.server.api import batches, files, ollama_models, responses_routes
 from weft.server.api import response_shapes as shapes
 from weft.server.api.answer_format import HELLO, Operation
 from weft.server.api.field_docs import FIELDS, Field
@@ -58,6 +58,8 @@ def _of_formats(formats: Formats) -> dict[tuple[str, str], Operation]:
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     **_of_formats(FORMATS),
     **responses_routes.OPERATIONS,
+    **files.OPERATIONS,
+    **batches.OPERATIONS,
     **MODEL_OPERATIONS,
     ("post", "/tokenize"): Operation(
         "Tokenise text or messages",
@@ -125,15 +127,16 @@ _STATUSES = {
     400: "The request is invalid; `param` names the field.",
     401: "The API key is missing or wrong.",
     403: "This host, web page or API key is not allowed.",
-    404: "The model or the request does not exist.",
+    404: "The model, the request or the object does not exist.",
     405: "The route does not support this method.",
-    409: "The model is being served.",
     408: "The request did not arrive in time, or the client read its stream too slowly.",
+    409: "The state of the object does not allow this.",
     413: "The body or the requested answer is too large.",
     429: "Too many requests; retry after the seconds in `Retry-After`.",
     500: "Internal server error.",
     503: "The engine is starting, or the server is shutting down; retry after the seconds in `Retry-After`.",
     504: "The deadline passed.",
+    507: "The disk is full, or the limit for stored bytes is reached.",
 }
 
 

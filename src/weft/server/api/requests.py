@@ -76,7 +76,7 @@ def inference_request(
     request = InferenceRequest(
         tuple(prompt),
         params,
-        priority=parsed.priority,  # type: ignore[arg-type]
+        priority=Priority.LOW if is_idle_work else parsed.priority,  # type: ignore[arg-type]
         session_id=parsed.session_id,
         max_sequence_length=parsed.max_context,
         ttft_target=parsed.ttft_target,
