@@ -64,21 +64,6 @@ class Timings(Shape):
     preemptions: int
 
 
-class Model(Shape):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: Annotated[
-        int, Meta(description="Maximum context length in tokens, prompt and answer together.")
-    ]
-
-
-class ModelList(Shape):
-    object: Literal["list"]
-    data: list[Model]
-
-
 class Tokens(Shape):
     count: int
     max_model_len: int
