@@ -22,7 +22,7 @@ from weft.server.api.answer_format import (
     ServedModel,
 )
 from weft.server.api.field_docs import Field
-from weft.server.api.messages_input import items_of_messages, refusal
+from weft.server.api.messages_input import items_of_messages, quoted, refusal
 from weft.server.api.messages_writer import (
     ErrorBody,
     InputTokens,
@@ -153,8 +153,8 @@ class MessagesFormat(AnswerFormat[MessagesRequest]):
     )
 
     def ignored(self, api_request: MessagesRequest) -> Sequence[str]:
-        kinds = [str(tool.get("type")) for tool in api_request.tools or () if not _is_own(tool)]
-        return [shown(f"tools.{kind}") for kind in kinds[:MAX_NAMED]]
+        kinds = [tool.get("type") for tool in api_request.tools or () if not _is_own(tool)]
+        return [shown(f"tools.{kind if isinstance(kind, str) else 'unknown'}") for kind in kinds[:MAX_NAMED]]
 
     def parse(self, api_request: MessagesRequest, model: ServedModel) -> ParsedRequest:
         items, continues_last = items_of_messages(api_request.system, api_request.messages)
@@ -175,7 +175,7 @@ class MessagesFormat(AnswerFormat[MessagesRequest]):
         )
 
     def writer(self, api_request: MessagesRequest, context: AnswerContext) -> AnswerWriter:
-        return MessagesWriter(context, is_marked=api_request.session_id is not None or _has_mark(api_request))
+        return MessagesWriter(context)
 
     def field_names(self, api_request: MessagesRequest) -> Mapping[str, str]:
         return {"stop": "stop_sequences", "prompt": "messages", "grammar": "output_config"}
@@ -195,14 +195,14 @@ def _template_options(api_request: MessagesRequest) -> dict[str, Any]:
     """Templates ignore options that they do not know. They call the switch for thinking by one of two names."""
     kind = "disabled" if api_request.thinking is None else api_request.thinking.get("type")
     if not isinstance(kind, str):
-        raise refusal(f"thinking.type is {str(kind)!r:.80}; allowed: enabled, adaptive, disabled", "thinking")
+        raise refusal(f"thinking.type is {quoted(kind)}; allowed: enabled, adaptive, disabled", "thinking")
     is_on = kind != "disabled"
     options: dict[str, Any] = {"enable_thinking": is_on, "thinking": is_on}
     effort = (api_request.output_config or {}).get("effort")
     if effort is not None:
         if not isinstance(effort, str) or effort not in _EFFORTS:
             raise refusal(
-                f"output_config.effort is {str(effort)!r:.80}; allowed: {', '.join(_EFFORTS)}",
+                f"output_config.effort is {quoted(effort)}; allowed: {', '.join(_EFFORTS)}",
                 "output_config",
             )
         options["reasoning_effort"] = _EFFORTS[effort]
@@ -256,7 +256,7 @@ def _tool_choice(given: Mapping[str, Any] | None) -> tuple[ToolChoice, bool]:
         return ToolChoice(), False
     kind, name, is_single = given.get("type"), given.get("name"), given.get("disable_parallel_tool_use")
     if not isinstance(kind, str) or kind not in _CHOICES:
-        raise refusal(f"tool_choice.type is {str(kind)!r:.80}; allowed: {', '.join(_CHOICES)}", "tool_choice")
+        raise refusal(f"tool_choice.type is {quoted(kind)}; allowed: {', '.join(_CHOICES)}", "tool_choice")
     if kind == "tool" and not isinstance(name, str):
         raise refusal("tool_choice has no name; send the name of a tool", "tool_choice")
     if is_single is not None and not isinstance(is_single, bool):
