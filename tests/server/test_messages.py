@@ -410,6 +410,19 @@ def test_the_usage_of_a_marked_prompt_says_what_the_next_request_finds_in_the_ca
     assert plain.cache_creation_input_tokens == 0 and plain.input_tokens > 190
 
 
+def test_the_last_token_of_whole_blocks_is_not_counted_as_created(default_model_path: Path) -> None:
+    async def work(server: InProcess) -> list[Any]:
+        for length in range(16):
+            body = {"system": [text("word " * (100 + length), **MARK)], "seed": 1}
+            if count_of((await send(server, body, COUNT)).body) % 16 == 0:
+                return [message_of((await send(server, body)).body).usage for _ in range(2)]
+        raise AssertionError("no prompt has whole blocks")
+
+    created, found = served(default_model_path, work=work)
+    assert created.cache_creation_input_tokens == found.cache_read_input_tokens
+    assert created.input_tokens == 16 == found.input_tokens  # the last block is computed each time
+
+
 def test_a_marked_conversation_is_one_session_and_a_title_request_another(default_model_path: Path) -> None:
     user = {"metadata": {"user_id": '{"session_id": "1"}'}}
     marked = {"system": [text("Be brief.", **MARK)], **user}
@@ -548,14 +561,14 @@ def test_every_error_has_the_type_of_its_status(default_model_path: Path) -> Non
             await send(server, {}, more_headers={b"x-api-key": b"wrong"}),
             await send(server, {}, more_headers={b"origin": b"https://evil.example"}, **good),
             await send(server, {"model": "unknown"}, **good),
-            await send(server, {}, "/v1/messages/nowhere", **good),
+            await send(server, {}, "/v1/messages/nowhere", more_headers={}, **good),
             await server.send(PATH, method="GET", **good),
             await send(server, {"system": "x" * 5000}, **good),
         ]
         assert (await send(server, {}, key="limited")).status == 200
         replies.append(await send(server, {}, key="limited"))
         own.is_draining = True
-        replies += [await send(server, {}, **good), await send(server, {}, COUNT, **good)]
+        replies += [await send(server, {}, **good), await send(server, {}, COUNT, more_headers={}, **good)]
         own.is_draining = False
         return replies
 
