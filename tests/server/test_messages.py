@@ -441,14 +441,17 @@ def test_a_marked_conversation_is_one_session_and_a_title_request_another(defaul
             {**marked, "system": [text("Name the topic.", **MARK)]},
             {"system": "Be brief.", **user},
             {**marked, "session_id": "given"},
-            {"cache_control": {"type": "ephemeral"}},
+            MARK,
+            {**MARK, "messages": longer},
         ):
             assert (await send(server, body)).status == 200
         return [one.session_id for one in found]
 
-    first, second, other_user, title, unmarked, given, automatic = served(default_model_path, work=work)
+    first, second, other_user, title, unmarked, given, automatic, next_turn = served(
+        default_model_path, work=work
+    )
     assert first == second != other_user and title not in (None, first, other_user)
-    assert unmarked is None and given == "given" and automatic is not None
+    assert unmarked is None and given == "given" and automatic == next_turn is not None
     assert len(first) < 64
 
 

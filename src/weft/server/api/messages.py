@@ -291,7 +291,9 @@ def _session_id(items: Sequence[Item], metadata: Mapping[str, Any] | None) -> st
     message. Requests of one user with another system prompt, such as for a title, are another session."""
     user = (metadata or {}).get("user_id")
     digest = hashlib.sha256(user.encode("utf-8", "replace") if isinstance(user, str) else b"")
-    for item in items[:2]:
+    for item in items:
         if isinstance(item, Message):
             digest.update(f"\0{item.role}\0{item.content}".encode("utf-8", "replace"))
+        if not isinstance(item, Message) or item.role != "system":
+            break
     return f"messages-{digest.hexdigest()[:32]}"
