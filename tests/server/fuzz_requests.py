@@ -43,6 +43,47 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
         "/v1/chat/completions",
         {**CHAT, "logit_bias": {"5": -1}, "priority": "high", "response_format": {"type": "text"}},
     ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {"role": "developer", "content": [{"type": "text", "text": "a"}]},
+                *CHAT["messages"],
+            ],
+            "max_completion_tokens": 3,
+            "reasoning_effort": "low",
+            "prediction": {"type": "content", "content": [{"type": "text", "text": "a"}]},
+            "prompt_cache_key": "k",
+            "verbosity": "low",
+            "modalities": ["text"],
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                *CHAT["messages"],
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "refusal": None,
+                    "tool_calls": [
+                        {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "1", "content": "a"},
+            ],
+            "max_tokens": 3,
+            "tools": [TOOL],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "auto",
+                    "tools": [{"type": "function", "function": {"name": "f"}}],
+                },
+            },
+        },
+    ),
     ("/v1/completions", {"prompt": "Hello", "max_tokens": 3}),
     ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 3, "logprobs": 2, "echo": True}),
     ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2, "n": 2, "stream": True, "stop": "x"}),

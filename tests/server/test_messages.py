@@ -148,7 +148,7 @@ def test_the_billing_header_of_claude_code_is_left_out_of_the_prompt(default_mod
     assert first == second == without == as_text
 
 
-def test_results_stand_in_the_order_of_their_calls_and_their_ids_stay() -> None:
+def test_calls_and_results_keep_their_ids() -> None:
     found = items(
         [
             {"role": "user", "content": "Read both"},
@@ -171,8 +171,8 @@ def test_results_stand_in_the_order_of_their_calls_and_their_ids_stay() -> None:
         Message("assistant", "Yes."),
         ToolCall("toolu_a", "read_file", '{"path": "a"}'),
         ToolCall("toolu_b", "read_file", '{"path": "b"}'),
-        ToolResult("toolu_a", "Error: A"),
         ToolResult("toolu_b", "B\n2"),
+        ToolResult("toolu_a", "Error: A"),
         Message("user", "Go on"),
     ]
 
@@ -222,19 +222,31 @@ def test_an_answer_continues_a_last_message_of_the_assistant() -> None:
 
 
 @pytest.mark.parametrize(
-    ("thinking", "is_on"),
+    ("thinking", "effort", "expected"),
     [
-        (None, False),
-        ({"type": "disabled"}, False),
-        ({"type": "enabled", "budget_tokens": 32000}, True),
-        ({"type": "adaptive", "display": "omitted"}, True),
+        (None, None, "none"),
+        (None, "low", "low"),
+        ({"type": "disabled"}, "high", "none"),
+        ({"type": "enabled", "budget_tokens": 32000}, None, "high"),
+        ({"type": "adaptive", "display": "omitted"}, "max", "max"),
     ],
 )
-def test_thinking_turns_the_switch_of_the_template(thinking: Any, is_on: bool) -> None:
-    options = conversation(HELLO, thinking=thinking).template_options
-    assert options == {"enable_thinking": is_on, "thinking": is_on}
-    effort = conversation(HELLO, output_config={"effort": "xhigh"}).template_options["reasoning_effort"]
-    assert effort == "high"
+def test_thinking_and_effort_become_one_effort(thinking: Any, effort: Any, expected: str) -> None:
+    config = None if effort is None else {"effort": effort}
+    assert conversation(HELLO, thinking=thinking, output_config=config).reasoning_effort == expected
+
+
+def test_the_order_of_results_does_not_change_the_prompt(default_model_path: Path) -> None:
+    calls = {"role": "assistant", "content": [call("toolu_a", path="a"), call("toolu_b", path="b")]}
+    results = [result("toolu_a", "A"), result("toolu_b", "B")]
+    first, second = prompts(
+        default_model_path,
+        *(
+            {"messages": [*HELLO, calls, {"role": "user", "content": order}]}
+            for order in (results, results[::-1])
+        ),
+    )
+    assert first == second
 
 
 Send = Callable[..., Reply]

@@ -34,6 +34,7 @@ KV_CACHE = "weft.scheduling.cache.manager:KvCacheManager"
 POOL = "weft.scheduling.cache.block_pool:BlockPool"
 SWAPS = "weft.scheduling.cache.swap:SwapSlots"
 SPECULATION = "weft.scheduling.draft_tokens:Speculation"
+PROPOSER = "weft.scheduling.draft_tokens:DraftProposer"
 NOOP = "weft.backends.noop:NoopBackend"
 
 MUTATIONS = (
@@ -435,6 +436,24 @@ MUTATIONS = (
         f"{SPECULATION}.attach_proposer",
         "grammar is None",
         "grammar is not Ellipsis",
+    ),
+    Mutation(
+        "draft tokens come from the wrong place of the prediction",
+        f"{PROPOSER}._find",
+        "after_match = True, index, index",
+        "after_match = True, index, index - 1",
+    ),
+    Mutation(
+        "a match in the text is read from the prediction",
+        f"{PROPOSER}._find",
+        "self._is_predicted = False",
+        "self._is_predicted = bool(self._prediction)",
+    ),
+    Mutation(
+        "all draft tokens count as predicted",
+        f"{PROPOSER}.count_checked",
+        "if self._is_predicted:",
+        "if True:",
     ),
     Mutation(
         "step is planned while one with draft tokens is in flight",

@@ -53,6 +53,8 @@ class ParsedRequest:
     ttft_target: float | None = None
     deadline: float | None = None
     cache_salt: str = ""
+    prediction: str = ""
+    """The text that the answers probably have. It becomes draft tokens."""
 
 
 @dataclass(frozen=True)

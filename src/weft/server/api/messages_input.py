@@ -49,10 +49,8 @@ class _Reader:
         self._role = ""
         self._texts: list[str] = []
         """The texts of the open message, which has `_role`. It is not in the items yet. Empty: no message is open."""
-        self._open_calls: dict[str, int] = {}
-        """Position of each call whose result has not been read, by id."""
-        self._results: list[tuple[int, ToolResult]] = []
-        """Results not yet in the items, with the positions of their calls. They may arrive in any order."""
+        self._open_calls: dict[str, None] = {}
+        """The ids of the calls whose result has not been read, in order."""
 
     def system(self, text: str) -> None:
         if not text:
@@ -65,12 +63,14 @@ class _Reader:
 
     def user(self, content: Any, where: str) -> None:
         texts: list[str] = []
+        has_results = False
         for block, place in _blocks(content, where):
             if isinstance(block, Mapping) and block.get("type") == "tool_result":
                 self._result(block, place)
+                has_results = True
             else:
                 texts += _texts_of(block, place)
-        if texts or not self._results:
+        if texts or not has_results:
             self._say("user", _joined(texts))
 
     def assistant(self, content: Any, where: str) -> None:
@@ -97,7 +97,7 @@ class _Reader:
 
     def _say(self, role: str, text: str) -> None:
         """Adds a text to the open message, or opens another one."""
-        if self._role != role or self._results:
+        if self._role != role:
             self._close_message()
             self._role = role
         self._texts.append(text)
@@ -107,12 +107,9 @@ class _Reader:
         self._items.append(item)
 
     def _close_message(self) -> None:
-        """Adds the open message, then the results that were read after it. They stand in the order of their calls:
-        templates without ids tell them apart by their order."""
         if self._texts:
             self._items.append(Message(self._role, _joined(self._texts)))
-        self._items += [result for _, result in sorted(self._results, key=lambda one: one[0])]
-        self._role, self._texts, self._results = "", [], []
+        self._role, self._texts = "", []
 
     def _call(self, block: Mapping[str, Any], where: str) -> None:
         call_id, name = _string(block, "id", where), _string(block, "name", where)
@@ -124,26 +121,24 @@ class _Reader:
         if not isinstance(arguments, Mapping):
             raise refusal(f"{where}.input is not an object; send one", "messages")
         self._add(ToolCall(call_id, name, _json(arguments, where)))
-        self._open_calls[call_id] = len(self._items)
+        self._open_calls[call_id] = None
 
     def _result(self, block: Mapping[str, Any], where: str) -> None:
         call_id = _string(block, "tool_use_id", where)
-        position = self._open_calls.pop(call_id, None)
-        if position is None:
+        if call_id not in self._open_calls:
             raise refusal(
                 f"{where}.tool_use_id is {call_id!r:.80}, but no tool_use block before it has this id and no result; "
                 "send the call with its result",
                 "messages",
             )
+        del self._open_calls[call_id]
         content = block.get("content")
         text = "" if content is None else _joined(_texts(content, f"{where}.content"))
         if block.get("is_error") is True:
             text = f"Error: {text}" if text else "Error"
-        self._results.append((position, ToolResult(call_id, text)))
+        self._add(ToolResult(call_id, text))
 
     def _close_calls(self, where: str) -> None:
-        if self._results:
-            self._close_message()
         if self._open_calls:
             named = ", ".join(f"{one!r:.80}" for one in list(self._open_calls)[:4])
             raise refusal(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from weft.errors import InvalidRequestError
 from weft.request import Grammar, InferenceRequest, RequestId
 from weft.server.admission.keys import ApiKey
 from weft.server.api.answer_format import (
@@ -100,6 +101,7 @@ class Preparer:
             prompts = await self._prompt_tokens(parsed.prompt, client_id)
             if parsed.echoes_prompts:
                 echoes = await self._echoes(parsed.prompt, prompts, client_id)
+        prediction = await self._prediction_tokens(parsed.prediction, client_id)
         params = parsed.params if grammar is None else replace(parsed.params, grammar=grammar)
         context = AnswerContext(
             self._model.name,
@@ -115,7 +117,9 @@ class Preparer:
         )
         return Prepared(
             [
-                inference_request(parsed, prompt, params, key, _prompt_id(request_id, index, len(prompts)))
+                inference_request(
+                    parsed, prompt, params, key, _prompt_id(request_id, index, len(prompts)), prediction
+                )
                 for index, prompt in enumerate(prompts)
             ],
             answer_format.writer(api_request, context),
@@ -147,6 +151,7 @@ class Preparer:
             conversation.template_options,
             conversation.opens_answer and not conversation.continues_last,
             conversation.continues_last,
+            conversation.reasoning_effort,
         )
         return await self._encoder.encode(chat, size, client_id)
 
@@ -172,6 +177,24 @@ class Preparer:
         texts = [one for one in prompts if isinstance(one, str)]
         encoded = iter(await self._encoder.encode_texts(texts, client_id))
         return [next(encoded) if isinstance(one, str) else self._encoder.check_tokens(one) for one in prompts]
+
+    async def _prediction_tokens(self, prediction: str, client_id: str) -> list[int]:
+        if not prediction:
+            return []
+        try:
+            size = len(prediction.encode())
+            tokens = await self._encoder.encode(Text(prediction, False), size, client_id)
+            return self._encoder.check_tokens(tokens)
+        except InvalidRequestError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            raise ApiError(
+                400,
+                f"prediction has more tokens than the context of the model, which has {self._encoder.max_context}; "
+                "send a shorter one",
+                param="prediction",
+                code="invalid_value",
+            ) from None
 
     async def _echoes(
         self, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]], client_id: str

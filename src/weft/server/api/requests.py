@@ -68,6 +68,7 @@ def inference_request(
     params: SamplingParams,
     key: ApiKey | None,
     request_id: RequestId,
+    prediction: Sequence[int] = (),
 ) -> InferenceRequest:
     """The request for the engine. Raises a 403 if `key` may not use its priority."""
     request = InferenceRequest(
@@ -79,6 +80,7 @@ def inference_request(
         deadline=parsed.deadline,
         cache_salt=key.salt_for(parsed.cache_salt) if key else parsed.cache_salt,
         request_id=request_id,
+        prediction=tuple(prediction),
     )
     if key is not None and request.priority > key.max_priority:
         raise ApiError(

@@ -39,6 +39,12 @@ class TokenDetails(Shape):
 
 class CompletionDetails(Shape):
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: Annotated[
+        int | UnsetType, Meta(description="Draft tokens from the prediction that are part of the answer.")
+    ] = UNSET
+    rejected_prediction_tokens: Annotated[
+        int | UnsetType, Meta(description="Draft tokens from the prediction that were computed and rejected.")
+    ] = UNSET
 
 
 class Usage(Shape):

@@ -95,7 +95,9 @@ class GenerationRequest(_SamplingFields, frozen=True, kw_only=True):
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
+    prompt_cache_retention: str | None = None
     prompt_cache_key: str | None = None
+    """Read as `session_id`, if that is missing."""
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True):
@@ -122,6 +124,7 @@ _REFUSED = {
     "functions": "it was replaced by tools",
     "function_call": "it was replaced by tool_choice",
     "audio": "weft generates text only",
+    "web_search_options": "weft does not search the web",
     "adapter": "weft has no adapters",
     "adapter_id": "weft has no adapters",
     "lora": "weft has no adapters",

@@ -54,7 +54,7 @@ class PromptEncoder:
         self, text: ModelText, path: str, max_context: int, chat_template: str | None = None
     ) -> None:
         self._text = text
-        self._max_context = max_context
+        self.max_context = max_context
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weft-text")
         self._slots = WorkSlots(_THREADS)
         arguments = (path, chat_template or "", text.tool_format_name or "")
@@ -91,7 +91,7 @@ class PromptEncoder:
 
     def check_tokens(self, tokens: list[int]) -> list[int]:
         """Refuses a prompt of token ids that is too long, before each id is checked."""
-        if len(tokens) >= self._max_context:
+        if len(tokens) >= self.max_context:
             raise self._too_long(len(tokens), "prompt")
         return tokens
 
@@ -109,7 +109,7 @@ class PromptEncoder:
                 size, client_id, lambda: [convert(self._text, part) for part in parts]
             )
         await self.run_in_thread(_SHORT_BYTES, client_id, self._check_lengths, parts)
-        job = encode_message(TextJob(list(parts), self._max_context), parts[0])
+        job = encode_message(TextJob(list(parts), self.max_context), parts[0])
         try:
             result = await self._workers.run(
                 job, client_id=client_id, cost=_SECONDS_PER_BYTE * size, seconds=_SECONDS
@@ -142,15 +142,15 @@ class PromptEncoder:
                 contents = (message.get("content") for message in part.messages)
                 num_characters = sum(len(content) for content in contents if isinstance(content, str))
             at_least = num_characters // longest
-            if at_least > _MAX_NORMALISER_SHRINK * self._max_context:
+            if at_least > _MAX_NORMALISER_SHRINK * self.max_context:
                 raise self._too_long(at_least // _MAX_NORMALISER_SHRINK, _field(part), "at least ")
 
     def _too_long(self, num_tokens: int, field: str, bound: str = "") -> PromptTooLongError:
-        most = self._max_context - 1
+        most = self.max_context - 1
         return PromptTooLongError(
             f"the prompt has {bound}{num_tokens} tokens; allowed: at most {most}, so that one new token fits; "
             # Clients recognise this error by the words "maximum context length is", as in the OpenAI API.
-            f"this model's maximum context length is {self._max_context} tokens here; shorten it",
+            f"this model's maximum context length is {self.max_context} tokens here; shorten it",
             field,
             num_tokens,
             most,
