@@ -19,7 +19,7 @@ from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
 
 _REFERENCE = "#/components/schemas/{name}"
 _DESCRIPTION = """\
-The OpenAI API, served by weft. Unknown fields are ignored and listed in a `Warning` header. A `null` means the
+The OpenAI API and Ollama's API, served by weft. Unknown fields are ignored and listed in a `Warning` header. A `null` means the
 default. Every response has an `x-request-id` header: the id that the client sent, or a new one."""
 
 _MESSAGE: dict[str, Any] = {
