@@ -125,7 +125,7 @@ class EventStream(Response):
         except WeftError as error:
             outcome = as_api_error(error)
         except ApiError as error:
-            outcome = error
+            outcome = error.with_traceback(None)  # it refers to this frame: a reference cycle
         finally:
             if self._silence_timer is not None:
                 self._silence_timer.cancel()
