@@ -100,7 +100,9 @@ def test_03_a_request_that_arrives_too_slowly_gets_a_408(impatient_server: Serve
 def test_03_a_body_that_arrives_too_slowly_gets_an_error_in_the_form_of_its_route(
     impatient_server: Server,
 ) -> None:
-    answer = raw(impatient_server, b"POST /api/chat HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+    answer = raw(
+        impatient_server, b"POST /api/chat HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
+    )
     assert answer.startswith(b"HTTP/1.1 408") and b'{"error":"the request did not arrive' in answer
 
 
