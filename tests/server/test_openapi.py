@@ -24,9 +24,13 @@ from weft.server.api.chat import ChatRequest
 from weft.server.api.completion import CompletionFormat, CompletionRequest
 from weft.server.api.field_docs import FIELDS, Field
 from weft.server.api.openapi import OPERATIONS
+from weft.server.api.responses import ResponsesRequest
 from weft.server.api.schema import DetokenizeRequest, StreamOptions, TokenizeRequest
 
-KINDS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
+KINDS = (
+    *(ChatRequest, CompletionRequest, ResponsesRequest),
+    *(TokenizeRequest, DetokenizeRequest, StreamOptions),
+)
 
 
 @pytest.fixture(scope="module")

@@ -47,8 +47,17 @@ _MESSAGE: dict[str, Any] = {
 }
 
 
+def _operations(formats: Formats) -> dict[tuple[str, str], Operation]:
+    """Those of the routes that the formats have."""
+    counting = [one.counting for one in formats.values() if one.counting is not None]
+    return {
+        **{("post", path): one.operation for path, one in formats.items()},
+        **{("post", one.path): one.operation for one in counting},
+    }
+
+
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
-    **{("post", path): one.operation for path, one in FORMATS.items()},
+    **_operations(FORMATS),
     **responses_routes.OPERATIONS,
     ("get", "/v1/models"): Operation("List models", "A server has one model.", "Models", shapes.ModelList),
     ("get", "/v1/models/{name}"): Operation(
@@ -134,7 +143,7 @@ def document(routes: Iterable[BaseRoute], formats: Formats = FORMATS, *, needs_k
     """The document for these routes."""
     paths: dict[str, Any] = {}
     existing = set(_methods(routes))
-    operations = {**OPERATIONS, **{("post", path): one.operation for path, one in formats.items()}}
+    operations = {**OPERATIONS, **_operations(formats)}
     for (method, path), operation in operations.items():
         if (method, path) in existing:
             paths.setdefault(path, {})[method] = _described(method, path, operation, needs_key)
