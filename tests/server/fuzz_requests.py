@@ -21,6 +21,24 @@ from in_process import InProcess, Reply, in_process
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+RESPONSE: dict[str, Any] = {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "x"},
+        {"type": "custom_tool_call", "call_id": "d", "name": "g", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "d", "output": [{"type": "input_text", "text": "x"}]},
+    ],
+    "tools": [
+        {"type": "function", "name": "f", "parameters": {"type": "object"}},
+        {"type": "custom", "name": "g", "format": {"type": "text"}},
+        {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "h"}]},
+    ],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+    "include": ["reasoning.encrypted_content"],
+    "max_output_tokens": 3,
+}
 VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "n": 2}),
@@ -40,6 +58,10 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
         "/v1/completions",
         {"prompt": "x", "max_tokens": 2, "deadline": 5, "cache_salt": "s", "session_id": "t"},
     ),
+    ("/v1/responses", {"input": "Hello", "max_output_tokens": 3}),
+    ("/v1/responses", {**RESPONSE, "stream": True, "top_logprobs": 2, "reasoning": {"effort": "low"}}),
+    ("/v1/responses", {**RESPONSE, "truncation": "auto", "metadata": {"a": "b"}, "store": False}),
+    ("/v1/responses/input_tokens", {"input": "Hello", "instructions": "x", "text": {"verbosity": "low"}}),
     ("/tokenize", {"prompt": "Hello"}),
     ("/tokenize", {"messages": CHAT["messages"]}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
@@ -206,11 +228,13 @@ def problem_of(reply: Reply) -> str | None:
         return _problem_of_stream(reply.body)
     content = json.loads(reply.body)
     if reply.status == 200:
-        return "an error with status 200" if "error" in content else None
+        return "an error with status 200" if content.get("error") else None
     return _problem_of_error(content)
 
 
 def _problem_of_stream(body: bytes) -> str | None:
+    if body.startswith(b"event: "):
+        return f"in a stream: {body[-500:]!r}" if b"internal server error" in body else None
     *events, last, end = body.split(b"\n\n")
     if end or not all(event.startswith(b"data: {") for event in events):
         return f"not an event stream: {body[:200]!r}"

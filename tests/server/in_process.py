@@ -4,6 +4,7 @@ requests a second."""
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -79,7 +80,8 @@ async def in_process(
 ) -> AsyncIterator[InProcess]:
     checkpoint = open_checkpoint(model_path)
     text = open_model_text(checkpoint)
-    chosen = ServerSettings(str(model_path), (MODEL,), **settings)
+    state = tempfile.TemporaryDirectory()
+    chosen = ServerSettings(str(model_path), (MODEL,), **{"state_path": state.name, **settings})
     engine = EngineClient("noop", {"vocabulary_size": 49152, "max_context": max_context}, chosen.engine)
     await engine.start()
     server = ServerApp(chosen, text, checkpoint.generation, engine, ServerLog("off"), formats)
@@ -89,4 +91,5 @@ async def in_process(
         await server.close()
         await engine.stop()
         text.close()
+        state.cleanup()
         await asyncio.sleep(0.1)  # the event loop must see the end of the worker processes

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -110,8 +111,10 @@ def running_server(model_path: Path, **settings: Any) -> Iterator[Server]:
     headers, stderr = settings.pop("headers", {}), settings.pop("stderr", None)
     more_environment = settings.pop("environment", {})
     path = os.pathsep.join([*settings.pop("python_path", []), str(SOURCE)])
+    state = tempfile.TemporaryDirectory()
     given = {
         "model": str(model_path),
+        "state_path": state.name,
         "names": [MODEL, "alias"],
         "port": 0,
         "log_format": "off",
@@ -140,3 +143,4 @@ def running_server(model_path: Path, **settings: Any) -> Iterator[Server]:
             process.stdin.close()  # launch.py then sends itself a second signal
         process.wait(60)
         process.stdout.close()
+        state.cleanup()
