@@ -32,6 +32,24 @@ _TURNS = [
 ]
 _ANTHROPIC_TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
 OLLAMA: dict[str, Any] = {"options": {"num_predict": 3, "top_k": 4, "stop": ["a"], "seed": 3, "num_ctx": 60}}
+RESPONSE: dict[str, Any] = {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "x"},
+        {"type": "custom_tool_call", "call_id": "d", "name": "g", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "d", "output": [{"type": "input_text", "text": "x"}]},
+    ],
+    "tools": [
+        {"type": "function", "name": "f", "parameters": {"type": "object"}},
+        {"type": "custom", "name": "g", "format": {"type": "text"}},
+        {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "h"}]},
+    ],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+    "include": ["reasoning.encrypted_content"],
+    "max_output_tokens": 3,
+}
 VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "n": 2}),
@@ -106,6 +124,10 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/api/generate", {**OLLAMA, "prompt": "Hello", "raw": True, "stream": False, "logprobs": True}),
     ("/api/show", {"model": "test-model"}),
     ("/api/pull", {"model": "test-model"}),
+    ("/v1/responses", {"input": "Hello", "max_output_tokens": 3}),
+    ("/v1/responses", {**RESPONSE, "stream": True, "top_logprobs": 2, "reasoning": {"effort": "low"}}),
+    ("/v1/responses", {**RESPONSE, "truncation": "auto", "metadata": {"a": "b"}, "store": False}),
+    ("/v1/responses/input_tokens", {"input": "Hello", "instructions": "x", "text": {"verbosity": "low"}}),
     ("/tokenize", {"prompt": "Hello"}),
     ("/tokenize", {"messages": CHAT["messages"]}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
@@ -275,7 +297,7 @@ def problem_of(reply: Reply, path: str) -> str | None:
         return _problem_of_lines(reply.body)
     content = json.loads(reply.body)
     if reply.status == 200:
-        return "an error with status 200" if "error" in content else None
+        return "an error with status 200" if content.get("error") else None
     if path.startswith("/api/"):
         return None if _is_ollama_error(content) else f"not an error of Ollama's API: {content!r:.300}"
     return _problem_of_error(content)
@@ -295,6 +317,8 @@ def _problem_of_lines(body: bytes) -> str | None:
 
 def _problem_of_stream(body: bytes) -> str | None:
     if body.startswith(b"event: "):
+        if body.startswith(b"event: response."):
+            return f"in a stream: {body[-500:]!r}" if b"internal server error" in body else None
         try:
             failed = EventStream(body).error
         except (AssertionError, ValueError) as problem:

@@ -4,6 +4,7 @@ requests a second."""
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -114,4 +115,5 @@ async def _in_process(
         await server.close()
         await engine.stop()
         text.close()
+        state.cleanup()
         await asyncio.sleep(0.1)  # the event loop must see the end of the worker processes

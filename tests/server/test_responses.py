@@ -276,7 +276,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "namespace", "name": "x"}]}, "tools[0]"),
     (
         {"tools": [{"type": "custom", "name": "x", "format": {"type": "grammar"}}]},
-        "tools[0].format.syntax",
+        "tools[0].format",
     ),
     ({"tool_choice": "maybe"}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
