@@ -8,7 +8,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -46,8 +46,7 @@ def submit_command(
         _print_json(batch)
         return
     print(f"{batch['id']}  {file.name}, {uploaded['bytes']:,} bytes, to {endpoint}")
-    at = "" if url == client.default_url else f" --url {url}"
-    _print_hint(f"It runs while clients leave capacity. Progress: weft batch get {batch['id']}{at}")
+    _print_hint(f"It runs while clients leave capacity. Progress: weft batch get {batch['id']}{_at(url)}")
 
 
 def list_command(limit: int, url: str, api_key: str | None, as_json: bool) -> None:
@@ -75,7 +74,7 @@ def get_command(
         _print_batch(batch)
     if output is None:
         if not as_json and batch["output_file_id"]:
-            _print_hint(f"Its results: weft batch get {batch_id} --output results.jsonl")
+            _print_hint(f"Its results: weft batch get {batch_id} --output results.jsonl{_at(url)}")
         return
     if batch["status"] not in _ENDED:
         raise WeftError(f"{batch_id} is {batch['status']}; its output is there when it has ended")
@@ -186,7 +185,9 @@ class BatchClient:
         connection = kind(self._host, self._port, timeout=_SECONDS)
         try:
             try:
-                connection.request(method, self._path + path, body, {**headers, **self._headers})
+                # A server that refuses a large body does not read it; its answer says why.
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    connection.request(method, self._path + path, body, {**headers, **self._headers})
                 response = connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
                 reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -255,6 +256,11 @@ def _progress_of(batch: dict[str, Any]) -> str:
     counts = batch["request_counts"]
     failed = f", {counts['failed']:,} failed" if counts["failed"] else ""
     return f"{counts['completed']:,} of {counts['total']:,} lines{failed}"
+
+
+def _at(url: str) -> str:
+    """The option for a server at another address than the default."""
+    return "" if url == BatchClient.default_url else f" --url {url}"
 
 
 def _print_json(content: dict[str, Any]) -> None:
