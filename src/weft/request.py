@@ -314,6 +314,9 @@ class InferenceRequest:
     """Requests with different salts never share cached prefixes."""
     adapter_id: str = ""
     """Must be empty: adapters are not supported yet."""
+    is_idle_work: bool = False
+    """Whether the request uses only the capacity that other requests, called interactive, leave (contract 15). Its
+    priority orders it among idle work only."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """For the caller: copied to the result, otherwise ignored."""
     request_id: RequestId = RequestId("")
@@ -337,6 +340,7 @@ class InferenceRequest:
         _text("cache_salt", self.cache_salt, MAX_NAME_LENGTH)
         if self.adapter_id != "":
             refuse("adapter_id", self.adapter_id, 'only "": weft has no adapters yet')
+        _instance("is_idle_work", self.is_idle_work, bool, "true or false")
         _instance("metadata", self.metadata, Mapping, "a mapping")
         if len(self.metadata) > MAX_METADATA:
             refuse("metadata", f"{len(self.metadata)} entries", f"at most {MAX_METADATA} entries")
@@ -485,12 +489,12 @@ class GenerationResult:
     """The metadata of the request."""
     failure: FailureKind | None = None
     """Why the request did not complete; `error` has the words. None if it completed."""
+    stop_string: str | None = None
+    """The stop string that ended the answer."""
     accepted_prediction_count: int = 0
     """Draft tokens from the prediction of the request that were accepted."""
     rejected_prediction_count: int = 0
     """Draft tokens from the prediction that steps checked and rejected."""
-    stop_string: str | None = None
-    """The stop string that ended the answer."""
 
     @property
     def choices(self) -> tuple[GenerationResult, ...]:

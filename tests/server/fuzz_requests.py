@@ -31,6 +31,7 @@ _TURNS = [
     {"role": "system", "content": "z"},
 ]
 _ANTHROPIC_TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
+OLLAMA: dict[str, Any] = {"options": {"num_predict": 3, "top_k": 4, "stop": ["a"], "seed": 3, "num_ctx": 60}}
 VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "n": 2}),
@@ -98,6 +99,13 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
         {**CHAT, "messages": _TURNS, "tools": [_ANTHROPIC_TOOL], "tool_choice": {"type": "none"}},
     ),
     ("/v1/messages/count_tokens", {"messages": _TURNS, "metadata": {"user_id": "u"}}),
+    ("/api/chat", {**OLLAMA, "messages": CHAT["messages"]}),
+    ("/api/chat", {**OLLAMA, "messages": CHAT["messages"], "stream": False, "tools": [TOOL], "think": False}),
+    ("/api/chat", {"messages": [], "keep_alive": 0}),
+    ("/api/generate", {**OLLAMA, "prompt": "Hello", "system": "x", "context": [1, 2, 3]}),
+    ("/api/generate", {**OLLAMA, "prompt": "Hello", "raw": True, "stream": False, "logprobs": True}),
+    ("/api/show", {"model": "test-model"}),
+    ("/api/pull", {"model": "test-model"}),
     ("/tokenize", {"prompt": "Hello"}),
     ("/tokenize", {"messages": CHAT["messages"]}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
@@ -107,6 +115,7 @@ FIELDS = tuple({name for _, body in VALID for name in body} | {
     *("xtc_probability", "xtc_threshold"),
     *("presence_penalty", "stop_token_ids", "ignore_eos", "ttft_target", "metadata", "suffix", "best_of"),
     *("documents", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "user"),
+    *("num_predict", "num_ctx", "images", "keep_alive", "template", "suffix", "format", "top_logprobs"),
     *("max_completion_tokens", "parallel_tool_calls", "guided_json", "grammar", "json_schema", "chat_template"),
 })  # fmt: skip
 NASTY: tuple[Any, ...] = (
@@ -252,7 +261,7 @@ def _broken_bytes(chance: random.Random, content: bytes) -> bytes:
     )
 
 
-def problem_of(reply: Reply) -> str | None:
+def problem_of(reply: Reply, path: str) -> str | None:
     """The problem of a response; None if there is none."""
     if reply.status == 0:
         return "no response"
@@ -262,10 +271,26 @@ def problem_of(reply: Reply) -> str | None:
         return "no x-request-id"
     if reply.headers.get(b"content-type", b"").startswith(b"text/event-stream"):
         return _problem_of_stream(reply.body)
+    if reply.headers.get(b"content-type", b"").startswith(b"application/x-ndjson"):
+        return _problem_of_lines(reply.body)
     content = json.loads(reply.body)
     if reply.status == 200:
         return "an error with status 200" if "error" in content else None
+    if path.startswith("/api/"):
+        return None if _is_ollama_error(content) else f"not an error of Ollama's API: {content!r:.300}"
     return _problem_of_error(content)
+
+
+def _is_ollama_error(content: Any) -> bool:
+    return set(content) == {"error"} and isinstance(content["error"], str) and content["error"] != ""
+
+
+def _problem_of_lines(body: bytes) -> str | None:
+    *lines, last = [json.loads(line) for line in body.splitlines()]
+    is_over = last.get("done") or last.get("status") == "success"
+    if any("error" in line or line.get("done") for line in lines) or not (is_over or _is_ollama_error(last)):
+        return f"not a stream of lines: {body[:200]!r}"
+    return None
 
 
 def _problem_of_stream(body: bytes) -> str | None:
@@ -307,7 +332,7 @@ async def fuzz(server: InProcess, seed: int, count: int, at_once: int = 16) -> t
             leaves_after = chance.choice((0.0, 0.001, 0.01)) if chance.random() < 0.03 else None
             try:
                 reply = await asyncio.wait_for(server.send(path, body, leaves_after), 60)
-                problem = None if leaves_after is not None else problem_of(reply)
+                problem = None if leaves_after is not None else problem_of(reply, path)
                 statuses[reply.status] += 1
             except Exception as error:
                 problem = repr(error)

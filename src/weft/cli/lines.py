@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from weft.cli.start import command_params
 from weft.errors import InvalidRequestError
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from weft.llm import LLM, PromptJob
 
 MAX_LINE_BYTES = 64 << 20
-"""Limit for one line. The text of any context is shorter. Only one line is in memory at a time, so the limit bounds the
-memory."""
+"""Limit for one line. The text of any context is shorter."""
 
 _URLS: dict[str, Form] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 _PARAMETERS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
@@ -81,17 +80,6 @@ class LineDefaults:
     def messages(self, text: str) -> list[dict[str, str]]:
         opening = [{"role": "system", "content": self.system}] if self.system else []
         return [*opening, {"role": "user", "content": text}]
-
-
-def read_lines(file: IO[bytes]) -> Iterator[bytes | InvalidRequestError]:
-    """Yields the lines of a file one at a time. A line that is too long is skipped and gives an error."""
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        if len(line) <= MAX_LINE_BYTES:
-            yield line
-            continue
-        while line and not line.endswith(b"\n"):
-            line = file.readline(MAX_LINE_BYTES)
-        yield InvalidRequestError(f"the line is longer than {MAX_LINE_BYTES} bytes; split it")
 
 
 def read_line(raw: bytes, index: int, previous: Form) -> tuple[Line, dict[str, Any] | InvalidRequestError]:

@@ -12,6 +12,7 @@ from weft.request import (
     FinishReason,
     GenerationResult,
     InferenceRequest,
+    Priority,
     RequestState,
     TokenLogprobs,
 )
@@ -66,6 +67,7 @@ class Sequence:
         "finish_reason",
         "first_token_at",
         "has_announced",
+        "is_idle_work",
         "is_prepared",
         "last_step",
         "last_token_at",
@@ -99,7 +101,9 @@ class Sequence:
         self.request = request
         self.request_id = request.request_id
         self.seed = seed
-        self.priority = int(request.priority)
+        self.is_idle_work = request.is_idle_work
+        self.priority = int(request.priority) - (len(Priority) if request.is_idle_work else 0)
+        """Base priority. That of idle work is negative: below all others."""
         self.tokens = list(request.prompt)
         self.prompt_length = len(self.tokens)
         self.min_length = self.prompt_length + request.params.min_tokens

@@ -3,7 +3,7 @@ both differently."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,6 +87,11 @@ class ApiError(Exception):
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+
+
+def warning_header(unknown: Sequence[str]) -> dict[str, str]:
+    """The header that names the parts of a body that were ignored."""
+    return {"Warning": f'299 weft "unknown fields ignored: {", ".join(unknown)}"'} if unknown else {}
 
 
 def as_api_error(error: WeftError) -> ApiError:

@@ -61,7 +61,7 @@ class PlanChecker:
         if not self._scheduler.config.dynamic_batching:
             self._check_batch_is_closed(plan)
         self._preempted_before = plan.preempted
-        residents = (*self._scheduler.running, *self._scheduler.resuming)
+        residents = (*self._scheduler.running, *self._scheduler.paused, *self._scheduler.resuming)
         self._resident = {sequence.request_id for sequence in residents}
         self._last_ran.update(dict.fromkeys(plan.request_ids, plan.step))
         self.preemptions += len(plan.preempted)
@@ -132,13 +132,13 @@ class PlanChecker:
         scheduler = self._scheduler
         require(not set(plan.preempted) & set(plan.request_ids), "a preempted request is still in the plan")
         victims = [scheduler.sequences[rid] for rid in plan.preempted if rid in scheduler.sequences]
-        spared = [s for s in scheduler.running if self._could_be_preempted(s, plan)]
+        residents = (*scheduler.running, *scheduler.paused)
+        spared = [s for s in residents if self._could_be_preempted(s, plan)]
         lowest = min((s.priority for s in spared), default=Priority.CRITICAL)
         for victim in victims:
-            name = Priority(victim.priority).name
             require(
                 victim.priority <= lowest,
-                f"request {victim.request_id} ({name}) was preempted, a {Priority(lowest).name} one was not",
+                f"request {victim.request_id} of priority {victim.priority} was preempted, one of {lowest} was not",
             )
         by_memory_alone = scheduler.config.policy in (PriorityPolicy.FCFS, PriorityPolicy.SHORTEST_JOB_FIRST)
         if (
@@ -146,6 +146,7 @@ class PlanChecker:
             and not scheduler.config.prefix_caching
             and not scheduler.info.store_blocks
             and victims
+            and not victims[-1].is_idle_work
             and victims[-1].allocation is not None
         ):
             # The last victim held its computed tokens and the block of its next position. Its spare blocks were

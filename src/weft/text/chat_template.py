@@ -102,6 +102,11 @@ class ChatTemplate:
         # The template itself writes the BOS token, if the model needs one.
         return self._tokenizer.encode(text, allow_control=True, add_bos=False, mark=mark)
 
+    @property
+    def source(self) -> str:
+        """The template for chats without tools, if there are several."""
+        return self._sources.get("default") or next(iter(self._sources.values()))
+
     @cached_property
     def uses_tools(self) -> bool:
         """Whether the template puts tools into the prompt. Found by a probe, without and with a system message."""

@@ -7,11 +7,15 @@ from typing import Any
 
 from starlette.routing import Route
 
+from weft.server.api import batches, files, responses, responses_routes
 from weft.server.api.answer_format import AnswerFormat
 from weft.server.api.chat import ChatFormat
 from weft.server.api.completion import CompletionFormat
 from weft.server.api.messages import MessagesFormat
 from weft.server.api.models import model_routes
+from weft.server.api.ollama_chat import OllamaChatFormat
+from weft.server.api.ollama_generate import OllamaGenerateFormat
+from weft.server.api.ollama_models import ollama_routes
 from weft.server.api.services import Services
 from weft.server.errors import ApiError
 
@@ -28,9 +32,18 @@ FORMATS: Formats = {
     "/v1/chat/completions": ChatFormat(),
     "/v1/completions": CompletionFormat(),
     "/v1/messages": _MESSAGES,
+    responses.PATH: responses.ResponsesFormat(),
+    "/api/chat": OllamaChatFormat(),
+    "/api/generate": OllamaGenerateFormat(),
 }
 
-ROUTES: Sequence[Callable[[Services], Sequence[Route]]] = (model_routes,)
+ROUTES: Sequence[Callable[[Services], Sequence[Route]]] = (
+    model_routes,
+    responses_routes.routes,
+    files.routes,
+    batches.routes,
+    ollama_routes,
+)
 """Each makes the other routes of one API, which do not generate."""
 
 

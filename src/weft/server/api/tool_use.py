@@ -98,6 +98,8 @@ class FunctionTool:
     where: str
     """Its place in the body, for errors."""
     parameters_field: str = "parameters"
+    arguments_grammar: str | None = None
+    """A Lark grammar of the arguments, as they are written in JSON. It is enforced if the tool is strict."""
     given: dict[str, Any] | None = None
     """The tool in the form of the OpenAI API, if the client sent that. Templates get it unchanged."""
 
@@ -232,7 +234,8 @@ def _checked(tool: FunctionTool) -> Tool:
         raise _refusal(f"{where}.description is not a string; send one", f"{where}.description")
     if strict is not None and not isinstance(strict, bool):
         raise _refusal(f"{where}.strict is {str(strict)!r:.80}; allowed: true, false", f"{where}.strict")
-    return Tool(name, _schema(tool.parameters, f"{where}.{tool.parameters_field}"), bool(strict))
+    schema = _schema(tool.parameters, f"{where}.{tool.parameters_field}")
+    return Tool(name, schema, bool(strict), tool.arguments_grammar)
 
 
 def _schema(parameters: Any, where: str) -> Mapping[str, Any]:

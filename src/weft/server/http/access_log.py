@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weft.request import REQUEST_ID_PATTERN, RequestId
 from weft.server.api.formats import ANTHROPIC_VERSION
 from weft.server.errors import ApiError
+from weft.server.internal import INTERNAL, InternalRequest
 from weft.server.logs import QUIET_PATHS, Record, ServerLog, record_of_task
 
 _LONGEST_PATH = 200
@@ -39,7 +40,9 @@ class AccessLog:
         if scope["type"] != "http":
             return  # there are no lifespan events and no websockets
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        record = Record(scope["method"], scope["path"][:_LONGEST_PATH], self._new_id(), _given_id(headers))
+        internal: InternalRequest | None = scope.get(INTERNAL)
+        request_id = (internal.request_id if internal is not None else None) or self._new_id()
+        record = Record(scope["method"], scope["path"][:_LONGEST_PATH], request_id, _given_id(headers))
         # The header that clients of the Anthropic API read.
         more_names = ("request-id",) if ANTHROPIC_VERSION in headers else ()
         token = record_of_task.set(record)

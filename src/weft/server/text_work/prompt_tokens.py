@@ -43,6 +43,8 @@ _MAX_NORMALISER_SHRINK = 4
 """A normaliser composes characters, which can shorten a text to a third. Only a text that is this many times too long
 is certain not to fit. It is refused without tokenising."""
 
+"""The code of the error for a prompt that is longer than the context."""
+
 T = TypeVar("T")
 
 
@@ -66,11 +68,13 @@ class PromptEncoder:
         [tokens] = await self._convert([prompt], size, client_id)
         return tokens
 
-    async def encode_texts(self, texts: Sequence[str], client_id: str) -> list[list[int]]:
+    async def encode_texts(
+        self, texts: Sequence[str], client_id: str, *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
         """The tokens of each text."""
         found: list[list[int]] = []
         for group, size in _groups(texts):
-            found += await self._convert([Text(text) for text in group], size, client_id)
+            found += await self._convert([Text(text, add_special_tokens) for text in group], size, client_id)
         return found
 
     async def decode(self, prompts: Sequence[list[int]], client_id: str) -> list[str]:
