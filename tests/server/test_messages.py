@@ -666,13 +666,13 @@ def test_pages_of_models_are_empty_beyond_the_only_model(default_model_path: Pat
     async def work(server: InProcess) -> list[Any]:
         found = []
         for query in (
-            b"limit=1000",
-            b"after_id=test-model",
-            b"before_id=test-model",
-            b"limit=0",
-            b"after_id=x",
+            "limit=1000",
+            "after_id=test-model",
+            "before_id=test-model",
+            "limit=0",
+            "after_id=x",
         ):
-            reply = await server.send("/v1/models", method="GET", more_headers=VERSION, query=query)
+            reply = await server.send(f"/v1/models?{query}", method="GET", more_headers=VERSION)
             found.append((reply.status, json.loads(reply.body)))
         return found
 
