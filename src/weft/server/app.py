@@ -24,7 +24,7 @@ from weft.engine.ipc.client import EngineClient, EngineState
 from weft.errors import WeftError
 from weft.loading.cache import home_directory
 from weft.server.admission.active_requests import ActiveRequest, ActiveRequests, Outcome
-from weft.server.admission.keys import KEY, ApiKey
+from weft.server.admission.keys import ApiKey
 from weft.server.api import docs_page
 from weft.server.api.answer_format import AnswerFormat, B
 from weft.server.api.formats import FORMATS, ROUTES, Formats
@@ -32,16 +32,25 @@ from weft.server.api.model_names import is_model_name
 from weft.server.api.preparing import Prepared, Preparer
 from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
 from weft.server.api.services import Caller
-from weft.server.errors import ApiError, as_api_error, json_response, renamed_fields
+from weft.server.batches.runner import BatchRunner
+from weft.server.errors import (
+    ApiError,
+    as_api_error,
+    json_response,
+    renamed_fields,
+    warning_header,
+)
 from weft.server.http.access_log import AccessLog
 from weft.server.http.bodies import BodyReader, read_body
 from weft.server.http.byte_budget import RequestBytes
-from weft.server.http.guard import ANSWER, BODY, Guard
+from weft.server.http.guard import Guard
+from weft.server.http.scope import ANSWER, BODY, KEY
 from weft.server.internal import INTERNAL, InternalReply, InternalRequest, send_internal
 from weft.server.logs import ServerLog, current_record
 from weft.server.loop_lag import watch_lag
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
 from weft.server.settings import ServerSettings
+from weft.server.state.files import FileStore
 from weft.server.state.store import Store
 from weft.server.stream.choices import Choices
 from weft.server.stream.events import Disconnected, EventStream, unless_disconnected
@@ -56,8 +65,10 @@ time, the response has an error status. A later refusal is sent as an event."""
 _BYTES_PER_TOKEN = 4
 """Estimated bytes per token in the body of `/tokenize`. The number of tokens to reserve from the rate limit, before the
 text is tokenised, is calculated from it."""
+_ITSELF = " server"
+"""The client of requests that the server sends to itself. No key has this name."""
 _EXPOSED = (
-    *("x-request-id", "retry-after", "warning"),
+    *("x-request-id", "request-id", "retry-after", "warning"),
     *(
         f"x-ratelimit-{value}-{unit}"
         for value in ("limit", "remaining", "reset")
@@ -82,7 +93,7 @@ class ServerApp:
         formats: Formats = FORMATS,
     ) -> None:
         self.settings = settings
-        self._formats = formats
+        self.formats = formats
         self.text = text
         self.engine = engine
         self.is_draining = False
@@ -100,14 +111,23 @@ class ServerApp:
         folder = Path(settings.state_path).expanduser() if settings.state_path else home_directory() / "state"
         self.store = Store(folder, log.event)
         self.tasks = Tasks(settings.max_requests)
+        self.files = FileStore(self.store, settings.max_stored_bytes)
+        self._batches = BatchRunner(self, self._metrics, log.event, lambda: self.is_draining)
 
     async def wait_until_idle(self, seconds: float) -> bool:
-        """Returns whether all active requests ended within `seconds`."""
+        """Returns whether all requests of clients ended within `seconds`. Lines of batches run again after a restart."""
         return await self._active_requests.wait_until_idle(seconds)
 
     async def watch_loop(self) -> None:
         """Measures the lag of the event loop until it is cancelled."""
         await watch_lag(self._metrics.loop_lag.observe, lambda: len(self._active_requests) > 0)
+
+    async def run_batches(self) -> None:
+        """Runs batches until it is cancelled."""
+        await self._batches.run()
+
+    def wake_batches(self) -> None:
+        self._batches.wake()
 
     async def close(self) -> None:
         """Ends the tasks and the worker processes, and closes the store."""
@@ -119,15 +139,13 @@ class ServerApp:
     def asgi(self) -> ASGIApp:
         post, get = ["POST"], ["GET"]
         routes = [
-            *(Route(path, partial(self._generate, one), methods=post) for path, one in self._formats.items()),
+            *(Route(path, partial(self._generate, one), methods=post) for path, one in self.formats.items()),
             *(
                 Route(one.counting.path, partial(self._count_tokens, one), methods=post)
-                for one in self._formats.values()
+                for one in self.formats.values()
                 if one.counting is not None
             ),
             *(route for make in ROUTES for route in make(self)),
-            Route("/v1/models", self._models, methods=get),
-            Route("/v1/models/{name:path}", self._model, methods=get),
             Route("/tokenize", self._tokenize, methods=post),
             Route("/detokenize", self._detokenize, methods=post),
             Route("/tokenizer_info", self._tokenizer_info, methods=get),
@@ -163,7 +181,7 @@ class ServerApp:
             ]
         app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
         self._asgi = AccessLog(
-            Guard(app, self.settings, self._formats), self._log, self.engine.new_id, self._metrics.failed
+            Guard(app, self.settings, self.formats), self._log, self.engine.new_id, self._metrics.failed
         )
         return self._asgi
 
@@ -174,14 +192,19 @@ class ServerApp:
 
     async def _generate(self, answer_format: AnswerFormat[Any], request: Request) -> Response:
         key: ApiKey | None = request.scope[KEY]
+        internal: InternalRequest | None = request.scope.get(INTERNAL)
+        is_idle_work = internal is not None and internal.is_idle_work
         self._check_open()
-        self._active_requests.check_capacity(key)
+        if not is_idle_work:
+            self._active_requests.check_capacity(key)
         body = await read_body(request)
         size = len(body)
         answer_bytes: RequestBytes = request.scope[ANSWER]
         choices = Choices(self.engine, self.text.tokenizer, answer_bytes)
         record = current_record()
-        active = self._active_requests.begin(key, choices, record.id, record.given_id)
+        active = self._active_requests.begin(
+            key, choices, record.id, record.given_id, is_idle_work=is_idle_work
+        )
         outcome: Outcome = ApiError.internal_error()  # unless the code below sets another
         is_owned_by_response = False
         try:
@@ -190,17 +213,19 @@ class ServerApp:
             api_request, unknown = await unless_disconnected(
                 request.receive, self._bodies.read(answer_format.request_type, body, client_id)
             )
-            headers: dict[str, str] = {}
-            if ignored := [*unknown, *answer_format.ignored(api_request)]:
-                headers["Warning"] = f'299 weft "unknown fields ignored: {", ".join(ignored)}"'
+            unknown = [*unknown, *answer_format.ignored(api_request)]
             with renamed_fields(answer_format.field_names(api_request)):
+                if (content := answer_format.answer_at_once(api_request, self._name)) is not None:
+                    self.check_model(api_request.model)
+                    outcome = []
+                    return json_response(content, headers=warning_header(unknown))
                 self._active_requests.set_deadline(active, api_request.deadline)
                 caller = Caller(self, key, active.id, INTERNAL in request.scope)
                 beginning = self._begin(
                     answer_format, api_request, size, active, answer_bytes, caller, client_id
                 )
                 prepared, at_once = await unless_disconnected(request.receive, beginning)
-                headers |= active.headers
+                headers = warning_header(unknown) | active.headers
                 if at_once is not None:
                     outcome = []
                     return Response(at_once, 200, headers, media_type="application/json")
@@ -259,7 +284,13 @@ class ServerApp:
         async with active.until_deadline():
             api_request = await answer_format.load(api_request, caller)
             prepared = await self._preparer.prepare(
-                answer_format, api_request, size, active.id, active.key, client_id
+                answer_format,
+                api_request,
+                size,
+                active.id,
+                active.key,
+                client_id,
+                is_idle_work=active.is_idle_work,
             )
             if not prepared.is_streamed:
                 length = self.engine.max_sequence_length
@@ -288,9 +319,10 @@ class ServerApp:
             self._metrics.failed(outcome.status)
         elif outcome:
             record.results, record.num_choices_per_prompt = outcome, prepared.requests[0].params.n
-            self._metrics.answered(outcome, len(prepared.requests), time.monotonic() - active.began)
+            seconds = None if active.is_idle_work else time.monotonic() - active.began
+            self._metrics.answered(outcome, len(prepared.requests), seconds)
             first = outcome[0].time_to_first_token
-            if not prepared.is_streamed and first is not None:
+            if not prepared.is_streamed and not active.is_idle_work and first is not None:
                 self._metrics.first_token(first)
 
     def _check_open(self) -> None:
@@ -309,7 +341,7 @@ class ServerApp:
         """Seconds after which a client that is refused now should retry."""
         if self.engine.state is not EngineState.READY:
             return self.engine.seconds_until_ready
-        seconds = self._active_requests.completion_rate.seconds_for(len(self._active_requests))
+        seconds = self._active_requests.seconds_until_free
         # A server that drains has usually been replaced by another one after the drain time.
         return max(seconds, self.settings.drain_seconds) if self.is_draining else seconds
 
@@ -395,22 +427,6 @@ class ServerApp:
         known = {name: names.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         return json_response({**known, "vocab_size": self.text.tokenizer.vocabulary_size})
 
-    async def _models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._described()]})
-
-    async def _model(self, request: Request) -> Response:
-        self.check_model(request.path_params["name"])
-        return json_response(self._described())
-
-    def _described(self) -> dict[str, Any]:
-        return {
-            "id": self._name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "weft",
-            "max_model_len": self.engine.max_sequence_length,
-        }
-
     async def _health(self, request: Request) -> Response:
         is_live = self.engine.state is EngineState.READY
         return json_response({"status": "ok" if is_live else "engine is down"}, 200 if is_live else 503)
@@ -446,7 +462,7 @@ class ServerApp:
         from weft.server.api import openapi
 
         return msgspec.json.encode(
-            openapi.document(self._routes, self._formats, needs_key=bool(self.settings.api_keys))
+            openapi.document(self._routes, self.formats, needs_key=bool(self.settings.api_keys))
         )
 
     async def _openapi(self, request: Request) -> Response:
@@ -467,6 +483,8 @@ class ServerApp:
 def _client_id(request: Request) -> str:
     """Identifies the client for fair sharing of text work: the name of its key, or its address if there are no keys."""
     key: ApiKey | None = request.scope[KEY]
+    if INTERNAL in request.scope:
+        return _ITSELF
     if key is not None:
         return key.name
     return request.client.host if request.client is not None else ""

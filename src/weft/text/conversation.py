@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
 
 class Message(msgspec.Struct, frozen=True, tag=True):
     role: str
@@ -49,6 +51,8 @@ class Conversation(msgspec.Struct, frozen=True):
     """The answer continues the last message."""
     opens_answer: bool = True
     """The prompt ends with the beginning of an answer. Without effect if `continues_last`."""
+    reasoning_effort: str | None = None
+    """How much the model should think: one of `EFFORTS`, from none to much. None: as its template does by default."""
 
 
 def starts_of_rest(items: Sequence[Item]) -> list[int]:

@@ -25,8 +25,8 @@ from weft.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from weft.server.api.services import Caller
 
-Prompt = str | list[int]
-"""Text or token ids."""
+Prompt = str | list[int] | tuple[str | int, ...]
+"""Text, token ids, or texts with token ids between them. Texts in a tuple get no special tokens."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,9 @@ class ServedModel:
     tokenizer: Tokenizer
     generation_defaults: Mapping[str, Any]
     max_answers: int
+    has_chat_template: bool = True
+    can_think: bool = False
+    """Its chat template has markers around thoughts."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,10 @@ class ParsedRequest:
     """The grammar of the content. It is not checked and not in `params` yet."""
     tools: ToolUse = NO_TOOLS
     echoes_prompts: bool = False
+    earlier_tokens: Sequence[int] = ()
+    """Tokens before a conversation."""
+    max_context: int | None = None
+    """Limit for prompt and answer together, if it is below that of the server."""
     priority: Priority | int = Priority.NORMAL
     session_id: str | None = None
     ttft_target: float | None = None
@@ -60,6 +67,8 @@ class ParsedRequest:
     """The size of the part of the prompt that was not in the body."""
     drops_oldest: bool = False
     """A conversation that is longer than the context loses its oldest items."""
+    prediction: str = ""
+    """The text that the answers probably have. It becomes draft tokens."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +90,14 @@ class AnswerContext:
     num_choices_per_prompt: int = 1
     prompt_tokens: int = 0
     """Tokens of all prompts together."""
+    cacheable_tokens: int = 0
+    """Prompt tokens that the same request, sent again, can find in the prefix cache."""
     has_parts: bool = False
     """Answers may have thoughts or tool calls besides content."""
     echoes: Sequence[Echo] = ()
     """One entry per prompt if prompts are echoed, else empty."""
+    prompts: Sequence[Sequence[int]] = ()
+    """The tokens of each prompt."""
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -145,6 +158,10 @@ class AnswerWriter(ABC):
     def envelope(self, choices: Choices) -> tuple[bytes, bytes]:
         """The JSON before and after all answers. The caller writes the commas between answers."""
         return b"", b""
+
+    def keep(self, piece: Piece) -> int:
+        """Keeps what `answer` needs of a piece besides its text. Returns the number of bytes that it keeps."""
+        return 0
 
     async def before_answers(self, loop_turns: LoopTurns) -> None:
         """Work before the first answer of a body. Runs while the engine computes."""
@@ -246,6 +263,10 @@ class AnswerFormat(ABC, Generic[B]):
     @abstractmethod
     def writer(self, api_request: B, context: AnswerContext) -> AnswerWriter:
         """The writer of the answers. It must not keep a reference to the body, which may have megabytes."""
+
+    def answer_at_once(self, api_request: B, model: str) -> Any:
+        """The JSON of the answer to a request that needs no generation. None: generate. `model` is its name."""
+        return None
 
     def field_names(self, api_request: B) -> Mapping[str, str]:
         """For errors: from field names of `InferenceRequest` and `Chat` to those that the client sent."""

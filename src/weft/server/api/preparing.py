@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from weft.errors import InvalidRequestError
+from weft.errors import InvalidRequestError, PromptTooLongError
 from weft.request import Grammar, InferenceRequest, RequestId
 from weft.server.admission.keys import ApiKey
 from weft.server.api.answer_format import (
@@ -25,7 +25,7 @@ from weft.server.api.tool_use import ToolUse
 from weft.server.errors import ApiError, renamed_fields
 from weft.server.settings import ServerSettings
 from weft.server.text_work.grammar_check import GrammarChecker
-from weft.server.text_work.prompt_tokens import CONTEXT_EXCEEDED, PromptEncoder
+from weft.server.text_work.prompt_tokens import PromptEncoder
 from weft.server.text_work.text_process import Chat, Text
 from weft.text.answer_reader import AnswerSyntax
 from weft.text.conversation import Conversation, from_start, starts_of_rest, template_messages
@@ -61,13 +61,20 @@ class Preparer:
         max_context: int,
         vocabulary_size: int,
     ) -> None:
-        self._max_context = max_context
         self._encoder = PromptEncoder(text, settings.model, max_context, settings.chat_template)
         self._grammars = GrammarChecker(settings.model, vocabulary_size)
         self._text = text
         self._model = ServedModel(
-            settings.names[0], text.tokenizer, generation_defaults, settings.max_answers
+            settings.names[0],
+            text.tokenizer,
+            generation_defaults,
+            settings.max_answers,
+            text.chat_template is not None,
+            text.reasoning is not None,
         )
+        engine = settings.engine
+        self._cached_block = engine.cache.block_size if engine.scheduler.prefix_caching else None
+        """Tokens of a block of the prefix cache; None: it is off."""
         _ = text.tool_format  # computed now, because it renders the template and takes time
 
     async def close(self) -> None:
@@ -82,6 +89,8 @@ class Preparer:
         request_id: RequestId,
         key: ApiKey | None,
         client_id: str,
+        *,
+        is_idle_work: bool = False,
     ) -> Prepared:
         """Prepares a request with a body of `size` bytes. Raises if it is invalid. Text work is shared fairly between
         clients, by `client_id`."""
@@ -94,14 +103,30 @@ class Preparer:
         if grammar is not None:
             grammar = await self._grammars.check(grammar, client_id)
         if isinstance(parsed.prompt, Conversation):
-            prompts = [await self._fitting_chat_tokens(parsed.prompt, parsed, size, client_id)]
+            tokens = await self._fitting_chat_tokens(parsed.prompt, parsed, size, client_id)
+            prompts = [self._encoder.check_tokens(tokens)]
             answer_form = parsed.tools.answer_form(self._text, prompts[0])
+            if parsed.earlier_tokens:
+                prompts = [self._encoder.check_tokens([*parsed.earlier_tokens, *prompts[0]])]
             grammar = await self._answer_grammar(parsed.tools, grammar, answer_form, size, client_id)
         else:
             prompts = await self._prompt_tokens(parsed.prompt, client_id)
             if parsed.echoes_prompts:
                 echoes = await self._echoes(parsed.prompt, prompts, client_id)
+        prediction = await self._prediction_tokens(parsed.prediction, client_id)
         params = parsed.params if grammar is None else replace(parsed.params, grammar=grammar)
+        requests = [
+            inference_request(
+                parsed,
+                prompt,
+                params,
+                key,
+                _prompt_id(request_id, index, len(prompts)),
+                prediction,
+                is_idle_work=is_idle_work,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
         context = AnswerContext(
             self._model.name,
             self._model.tokenizer,
@@ -109,18 +134,20 @@ class Preparer:
             wants_logprobs=params.logprobs is not None,
             num_choices_per_prompt=params.n,
             prompt_tokens=sum(map(len, prompts)),
+            cacheable_tokens=sum(self._cacheable(len(one)) for one in prompts),
             has_parts=answer_form is not None,
             echoes=echoes,
+            prompts=[request.prompt for request in requests],
         )
-        return Prepared(
-            [
-                inference_request(parsed, prompt, params, key, _prompt_id(request_id, index, len(prompts)))
-                for index, prompt in enumerate(prompts)
-            ],
-            await self._run_in_thread_if_large(size, client_id, answer_format.writer, api_request, context),
-            answer_form,
-            parsed.is_streamed,
+        writer = await self._run_in_thread_if_large(
+            size, client_id, answer_format.writer, api_request, context
         )
+        return Prepared(requests, writer, answer_form, parsed.is_streamed)
+
+    def _cacheable(self, num_tokens: int) -> int:
+        """The tokens in complete blocks. The last token is always computed."""
+        block = self._cached_block
+        return 0 if block is None else (num_tokens - 1) // block * block
 
     async def count(self, answer_format: AnswerFormat[B], api_request: B, size: int, client_id: str) -> int:
         """The number of prompt tokens of a request."""
@@ -139,7 +166,7 @@ class Preparer:
         as possible."""
         if not parsed.drops_oldest:
             return await self._chat_tokens(conversation, parsed.tools, size, client_id)
-        room = min(parsed.params.max_tokens or _ANSWER_ROOM, self._max_context // 2)
+        room = min(parsed.params.max_tokens or _ANSWER_ROOM, self._encoder.max_context // 2)
         starts = starts_of_rest(conversation.items)
         least, most = 0, len(starts) - 1
         found: list[int] | None = None
@@ -148,7 +175,7 @@ class Preparer:
             shorter = from_start(conversation, starts[index])
             # The size decides where the work runs. A part of a conversation is not larger than the whole.
             tokens = await self._tokens_if_short(shorter, parsed.tools, size, client_id)
-            if tokens is not None and len(tokens) <= self._max_context - room:
+            if tokens is not None and len(tokens) <= self._encoder.max_context - room:
                 found, most = tokens, index - 1
             elif index == len(starts) - 1:
                 # Not even the newest items fit. The engine refuses them, with both numbers.
@@ -166,9 +193,7 @@ class Preparer:
     ) -> list[int] | None:
         try:
             return await self._chat_tokens(conversation, tools, size, client_id)
-        except InvalidRequestError as error:
-            if error.code != CONTEXT_EXCEEDED:
-                raise
+        except PromptTooLongError:
             return None
 
     async def _chat_tokens(
@@ -181,6 +206,7 @@ class Preparer:
             conversation.template_options,
             conversation.opens_answer and not conversation.continues_last,
             conversation.continues_last,
+            conversation.reasoning_effort,
         )
         return await self._encoder.encode(chat, size, client_id)
 
@@ -205,12 +231,41 @@ class Preparer:
     async def _prompt_tokens(self, prompts: Sequence[Prompt], client_id: str) -> list[list[int]]:
         texts = [one for one in prompts if isinstance(one, str)]
         encoded = iter(await self._encoder.encode_texts(texts, client_id))
-        return [next(encoded) if isinstance(one, str) else self._encoder.check_tokens(one) for one in prompts]
+        tokens = []
+        for one in prompts:
+            if isinstance(one, tuple):
+                tokens.append(self._encoder.check_tokens(await self._joined_tokens(one, client_id)))
+            else:
+                tokens.append(next(encoded) if isinstance(one, str) else self._encoder.check_tokens(one))
+        return tokens
+
+    async def _joined_tokens(self, parts: Sequence[str | int], client_id: str) -> list[int]:
+        texts = [part for part in parts if isinstance(part, str)]
+        encoded = iter(await self._encoder.encode_texts(texts, client_id, add_special_tokens=False))
+        return [token for part in parts for token in ((part,) if isinstance(part, int) else next(encoded))]
+
+    async def _prediction_tokens(self, prediction: str, client_id: str) -> list[int]:
+        if not prediction:
+            return []
+        try:
+            size = len(prediction.encode())
+            tokens = await self._encoder.encode(Text(prediction, False), size, client_id)
+            return self._encoder.check_tokens(tokens)
+        except InvalidRequestError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            raise ApiError(
+                400,
+                f"prediction has more tokens than the context of the model, which has {self._encoder.max_context}; "
+                "send a shorter one",
+                param="prediction",
+                code="invalid_value",
+            ) from None
 
     async def _echoes(
         self, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]], client_id: str
     ) -> list[Echo]:
-        ids = [one for one in prompts if not isinstance(one, str)]
+        ids = [one for one in prompts if isinstance(one, list)]
         decoded = iter(await self._encoder.decode(ids, client_id))
         return [
             Echo(one if isinstance(one, str) else next(decoded), each)

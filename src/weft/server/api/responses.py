@@ -53,7 +53,7 @@ from weft.server.api.responses_items import (
     response_of_item,
     without_lost_calls,
 )
-from weft.server.api.responses_shapes import InputTokens, ResponseEvent, ResponseObject
+from weft.server.api.responses_shapes import ResponseEvent, ResponseInputTokens, ResponseObject
 from weft.server.api.responses_tools import function_tools, ignored_tools, known_choice, tool_choice
 from weft.server.api.responses_writer import ResponsesWriter
 from weft.server.api.schema import MAX_ENTRIES, MAX_NAMED, GenerationRequest, shown
@@ -215,7 +215,7 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
             "Count the input tokens of a response",
             "Takes the body of a response, and generates nothing.",
             "Text",
-            InputTokens,
+            ResponseInputTokens,
             ResponsesRequest,
             examples={"Question": {"input": "Hello"}},
             errors=(400, 404, 408, 413, 429, 500, 503),

@@ -14,12 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from weft.server.admission.keys import KEY
 from weft.server.api import responses_background as background
 from weft.server.api.answer_format import Operation
 from weft.server.api.responses_shapes import DeletedResponse, InputItems, ResponseObject
 from weft.server.api.services import Services, owner_of
 from weft.server.errors import ApiError, json_response
+from weft.server.http.scope import KEY
 from weft.server.state import responses as table
 
 _MOST_ITEMS, _DEFAULT_ITEMS = 100, 20

@@ -145,6 +145,6 @@ class InputItems(Shape):
     has_more: bool
 
 
-class InputTokens(Shape):
+class ResponseInputTokens(Shape):
     object: Literal["response.input_tokens"]
     input_tokens: int

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.engine.ipc.client import EngineClient
 from weft.request import RequestId
 from weft.server.admission.keys import ApiKey
 from weft.server.internal import InternalReply, InternalRequest
 from weft.server.settings import ServerSettings
+from weft.server.state.files import FileStore
 from weft.server.state.store import Store
 from weft.server.tasks import Tasks
 from weft.text.model_text import ModelText
+
+if TYPE_CHECKING:
+    from weft.server.api.answer_format import AnswerFormat
 
 
 class Services(Protocol):
@@ -32,12 +37,23 @@ class Services(Protocol):
         ...
 
     @property
+    def files(self) -> FileStore: ...
+    @property
+    def formats(self) -> Mapping[str, AnswerFormat[Any]]:
+        """The routes that generate, by path."""
+        ...
+
+    @property
     def created(self) -> int:
         """When the server started, in seconds since 1970."""
         ...
 
     def check_model(self, name: str | None) -> None:
         """Raises a 404 if requests may not use this name of a model."""
+        ...
+
+    def wake_batches(self) -> None:
+        """Makes the batches of the store run, or stop, as their rows say."""
         ...
 
     async def send_internal(self, path: str, body: bytes, request: InternalRequest) -> InternalReply:

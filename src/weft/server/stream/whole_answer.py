@@ -135,7 +135,7 @@ class WholeAnswer:
                 num_bytes += _DELTA_BYTES * len(piece.deltas)
             elif piece.text:
                 partial.text.append(piece.text)
-            num_bytes += len(piece.text)
+            num_bytes += len(piece.text) + writer.keep(piece)
             if wants_logprobs and piece.tokens:
                 num_bytes += partial.logprobs.add(writer.logprobs(index, piece.tokens, piece.logprobs))
         self._answer_bytes.add(num_bytes)
