@@ -22,6 +22,16 @@ from in_process import InProcess, Reply, in_process
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+_CALL = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}}
+_RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "x"}]}
+_TURNS = [
+    *CHAT["messages"],
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "a", "signature": "b"}, _CALL]},
+    {"role": "user", "content": [_RESULT, {"type": "text", "text": "y", "cache_control": {}}]},
+    {"role": "system", "content": "z"},
+]
+_ANTHROPIC_TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
+OLLAMA: dict[str, Any] = {"options": {"num_predict": 3, "top_k": 4, "stop": ["a"], "seed": 3, "num_ctx": 60}}
 RESPONSE: dict[str, Any] = {
     "input": [
         {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
@@ -40,16 +50,6 @@ RESPONSE: dict[str, Any] = {
     "include": ["reasoning.encrypted_content"],
     "max_output_tokens": 3,
 }
-_CALL = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}}
-_RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "x"}]}
-_TURNS = [
-    *CHAT["messages"],
-    {"role": "assistant", "content": [{"type": "thinking", "thinking": "a", "signature": "b"}, _CALL]},
-    {"role": "user", "content": [_RESULT, {"type": "text", "text": "y", "cache_control": {}}]},
-    {"role": "system", "content": "z"},
-]
-_ANTHROPIC_TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
-OLLAMA: dict[str, Any] = {"options": {"num_predict": 3, "top_k": 4, "stop": ["a"], "seed": 3, "num_ctx": 60}}
 VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "n": 2}),
@@ -110,10 +110,6 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
         "/v1/completions",
         {"prompt": "x", "max_tokens": 2, "deadline": 5, "cache_salt": "s", "session_id": "t"},
     ),
-    ("/v1/responses", {"input": "Hello", "max_output_tokens": 3}),
-    ("/v1/responses", {**RESPONSE, "stream": True, "top_logprobs": 2, "reasoning": {"effort": "low"}}),
-    ("/v1/responses", {**RESPONSE, "truncation": "auto", "metadata": {"a": "b"}, "store": False}),
-    ("/v1/responses/input_tokens", {"input": "Hello", "instructions": "x", "text": {"verbosity": "low"}}),
     ("/v1/messages", {**CHAT, "stop_sequences": ["a"], "thinking": {"type": "enabled"}, "stream": True}),
     ("/v1/messages", {**CHAT, "system": [{"type": "text", "text": "a"}], "output_config": {"effort": "low"}}),
     (
@@ -128,6 +124,10 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/api/generate", {**OLLAMA, "prompt": "Hello", "raw": True, "stream": False, "logprobs": True}),
     ("/api/show", {"model": "test-model"}),
     ("/api/pull", {"model": "test-model"}),
+    ("/v1/responses", {"input": "Hello", "max_output_tokens": 3}),
+    ("/v1/responses", {**RESPONSE, "stream": True, "top_logprobs": 2, "reasoning": {"effort": "low"}}),
+    ("/v1/responses", {**RESPONSE, "truncation": "auto", "metadata": {"a": "b"}, "store": False}),
+    ("/v1/responses/input_tokens", {"input": "Hello", "instructions": "x", "text": {"verbosity": "low"}}),
     ("/tokenize", {"prompt": "Hello"}),
     ("/tokenize", {"messages": CHAT["messages"]}),
     ("/detokenize", {"tokens": [1, 2, 3]}),

@@ -115,5 +115,4 @@ async def _in_process(
         await server.close()
         await engine.stop()
         text.close()
-        state.cleanup()
         await asyncio.sleep(0.1)  # the event loop must see the end of the worker processes

@@ -5,29 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from batch_client import COMPLETIONS, download, get, line, lines, submit, upload, wait_for_status
-from in_process import InProcess, in_process
+from batch_client import COMPLETIONS, download, get, line, lines, run, submit, upload, wait_for_status
+from in_process import InProcess
 from server_process import MESSAGES, api_key
 
 from weft.server.admission.keys import ApiKey
 from weft.server.api.batches import BatchList, BatchObject
 from weft.server.batches import lines as lines_module
-
-Work = Callable[[InProcess], Awaitable[Any]]
-
-
-def run(path: Path, work: Work, **settings: Any) -> Any:
-    async def run_in_server() -> Any:
-        async with in_process(path, **settings) as server:
-            return await asyncio.wait_for(work(server), 60)
-
-    return asyncio.run(run_in_server())
 
 
 def keys(*names: str, **fields: Any) -> tuple[ApiKey, ...]:

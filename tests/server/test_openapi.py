@@ -33,7 +33,7 @@ from weft.server.api.responses import ResponsesRequest
 from weft.server.api.schema import DetokenizeRequest, StreamOptions, TokenizeRequest
 
 KINDS = (
-    *(ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest),
+    *(ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest),
     *(TokenizeRequest, DetokenizeRequest, StreamOptions),
     *(OllamaChatRequest, OllamaGenerateRequest, OllamaOptions, ShowRequest, PullRequest, DeleteRequest),
 )
