@@ -259,6 +259,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"n": 2}, "n"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+    ({"reasoning": {"effort": "huge"}}, "reasoning"),
     ({"truncation": "middle"}, "truncation"),
     ({"background": True, "stream": True}, "stream"),
     ({"background": True, "store": False}, "background"),
