@@ -27,7 +27,7 @@ endif
 # once at a time.
 TESTABLE := $(VENV)/.dev $(READY)
 
-.PHONY: help setup kernels chat serve test test-machines test-gpu test-sanitize test-clients test-schema lint docs reference charts clean
+.PHONY: help setup kernels chat serve test test-machines test-gpu test-sanitize test-clients test-agents test-schema lint docs reference charts clean
 .DELETE_ON_ERROR:
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo "make test-schema   a long run of schemathesis and of the request fuzzer against the server; COUNT=200000"
 	@echo "make test-gpu   the CUDA kernels and the engine on this machine's GPU; PYTHON=... with torch and pytest; installs nothing"
 	@echo "make test-clients   widely used clients against the real server; writes docs/guide/clients.md"
+	@echo "make test-agents   coding agents and client libraries complete their loops offline; writes docs/guide/clients.md; 3 GB, npm"
 	@echo "make test-sanitize   the kernel tests under AddressSanitizer and UBSan, the thread pool tests under ThreadSanitizer"
 	@echo "make --jobs=2 setup   set up for the tests, and nothing else"
 	@echo "make kernels   rebuild the C++ kernels after a change; WEFT_NO_KERNELS=1 make ... skips them"
@@ -195,7 +196,24 @@ $(VENV)/.docs: $(READY)
 	@touch $@
 
 test-clients: $(VENV)-clients/.installed
-	@OPENBLAS_NUM_THREADS=1 $(VENV)-clients/bin/python tests/clients/record.py
+	@OPENBLAS_NUM_THREADS=1 $(VENV)-clients/bin/python tests/clients/record.py clients
+
+# The agents and SDKs themselves. npm must be there; node and the agents come as packages with what they run, for Linux
+# on x86-64.
+AGENTS := build/agents
+AGENTS_PIP = -m pip --disable-pip-version-check install --quiet --requirement
+$(AGENTS)/.installed: $(wildcard tests/agents/*.json tests/agents/*.txt)
+	@command -v npm > /dev/null || { echo "make test-agents needs npm (any version; it brings its own node)"; exit 1; }
+	@mkdir -p $(AGENTS) && cp tests/agents/package.json tests/agents/package-lock.json $(AGENTS)/
+	@echo "==> installing the agents from npm (1.4 GB)"
+	@cd $(AGENTS) && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
+	@echo "==> installing the SDKs and aider (0.8 GB; some minutes, silent unless something fails)"
+	@$(PYTHON) -m venv $(AGENTS)/python && $(AGENTS)/python/bin/python $(AGENTS_PIP) tests/agents/requirements.txt
+	@$(PYTHON) -m venv $(AGENTS)/aider && $(AGENTS)/aider/bin/python $(AGENTS_PIP) tests/agents/requirements-aider.txt
+	@touch $@
+
+test-agents: $(VENV)-clients/.installed $(AGENTS)/.installed
+	@OPENBLAS_NUM_THREADS=1 $(VENV)-clients/bin/python tests/clients/record.py agents
 
 clean:
 	rm -rf $(VENV) $(VENV)-clients dist build src/weft/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -422,7 +422,7 @@ def test_a_server_without_ignore_eos_or_token_ids_gets_requests_without_them() -
 
 
 def test_a_chat_is_sent_as_messages() -> None:
-    report, calls = probe_server(lambda body: False, is_chat=True)
+    report, calls = probe_server(lambda body: False, api="chat")
     assert {call.path for call in calls} == {"/v1/chat/completions"}
     assert report.phases[0].summary.answered == 2
     assert calls[-1].prompt == "1 7 8"

@@ -4,6 +4,7 @@ requests a second."""
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -44,10 +45,12 @@ class InProcess:
         method: str = "POST",
         key: str | None = None,
         more_headers: Mapping[bytes, bytes] = MappingProxyType({}),
+        query: str = "",
     ) -> Reply:
         """Sends a request and returns the response. The client disconnects after `leaves_after` seconds. `path` may have
         a query."""
-        path, _, query = path.partition("?")
+        path, _, in_path = path.partition("?")
+        query = in_path or query
         messages = [{"type": "http.request", "body": body, "more_body": False}]
         sent: list[Any] = []
 
@@ -93,7 +96,7 @@ async def _in_process(
     model_path: Path, max_context: int, formats: Formats, settings: dict[str, Any]
 ) -> AsyncIterator[InProcess]:
     checkpoint = open_checkpoint(model_path)
-    text = open_model_text(checkpoint)
+    text = open_model_text(checkpoint, settings.get("chat_template"))
     options: dict[str, float] = {"vocabulary_size": 49152, "max_context": max_context}
     if "seconds_per_step" in settings:
         options["seconds_per_step"] = settings.pop("seconds_per_step")

@@ -37,6 +37,7 @@ class Server:
     process: subprocess.Popen[str]
     port: int
     client: httpx.Client
+    ollama_port: int | None = None
 
     @property
     def url(self) -> str:
@@ -133,10 +134,11 @@ def running_server(model_path: Path, **settings: Any) -> Iterator[Server]:
     )
     assert process.stdout is not None and process.stdin is not None
     try:
-        port = json.loads(process.stdout.readline())["port"]
+        ports = json.loads(process.stdout.readline())
+        port = ports["port"]
         url = f"http://127.0.0.1:{port}"
         with httpx.Client(base_url=url, timeout=60, headers=headers) as client:
-            yield Server(process, port, client)
+            yield Server(process, port, client, ports["ollama_port"])
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)

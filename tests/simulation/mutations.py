@@ -35,6 +35,7 @@ KV_CACHE = "weft.scheduling.cache.manager:KvCacheManager"
 POOL = "weft.scheduling.cache.block_pool:BlockPool"
 SWAPS = "weft.scheduling.cache.swap:SwapSlots"
 SPECULATION = "weft.scheduling.draft_tokens:Speculation"
+PROPOSER = "weft.scheduling.draft_tokens:DraftProposer"
 NOOP = "weft.backends.noop:NoopBackend"
 
 MUTATIONS = (
@@ -346,22 +347,11 @@ MUTATIONS = (
         "False",
     ),
     Mutation(
-        "blocks for draft tokens of interactive requests are not counted",
-        f"{IDLE}._blocks_needed",
-        "sequence.target + 1 + num_drafts",
-        "sequence.target",
-    ),
-    Mutation(
         "an older idle sequence of low priority is kept, and a newer one of high priority preempted",
         f"{IDLE}.victims",
         "(s.priority, -s.order)",
         "(-s.priority, -s.order)",
-    ),
-    Mutation(
-        "swapped idle sequences keep the swap slots",
-        f"{SEQUENCE_TABLE}._make_swap_room",
-        "if idle.allocation is not None:",
-        "if False:",
+        first_seed=2000,
     ),
     Mutation(
         "idle work shares steps where every row costs time",
@@ -528,6 +518,24 @@ MUTATIONS = (
         f"{SPECULATION}.attach_proposer",
         "grammar is None",
         "grammar is not Ellipsis",
+    ),
+    Mutation(
+        "draft tokens come from the wrong place of the prediction",
+        f"{PROPOSER}._find",
+        "after_match = True, index, index",
+        "after_match = True, index, index - 1",
+    ),
+    Mutation(
+        "a match in the text is read from the prediction",
+        f"{PROPOSER}._find",
+        "self._is_predicted = False",
+        "self._is_predicted = bool(self._prediction)",
+    ),
+    Mutation(
+        "all draft tokens count as predicted",
+        f"{PROPOSER}.count_checked",
+        "if self._is_predicted:",
+        "if True:",
     ),
     Mutation(
         "step is planned while one with draft tokens is in flight",

@@ -585,7 +585,7 @@ def test_a_request_has_only_the_fields_that_the_server_accepts() -> None:
     body = json.loads(Dialect("m").body(item, str))
     assert body["prompt"] == [1, 2] and body["max_tokens"] == body["min_tokens"] == 7
     assert body["ignore_eos"] and body["stream"] and body["stream_options"] == {"include_usage": True}
-    plain = Dialect("m", is_chat=True, takes_ids=False, takes_exact_length=False, takes_usage=False)
+    plain = Dialect("m", api="chat", takes_ids=False, takes_exact_length=False, takes_usage=False)
     assert json.loads(plain.body(item, lambda ids: "text")) == {
         "model": "m",
         "max_tokens": 7,

@@ -135,7 +135,8 @@ RULES = (
     Rule(("weft.text",), "text knows the vocabulary and model files", weft=(*VOCABULARY, "weft.loading")),
     Rule(
         ("weft.server",),
-        "server knows engine.client, text, the folder of weft, and the model files that the text side is opened from",
+        "server knows engine.client, text, the folder of weft, the model files that the text side is opened from, and the "
+        "downloads that clients of Ollama's API ask for",
         weft=(
             *VOCABULARY,
             "weft.engine.ipc.client",
@@ -144,6 +145,7 @@ RULES = (
             "weft.json_lines",
             "weft.loading.cache",
             "weft.loading.checkpoint",
+            "weft.loading.pull",
             "weft.text",
         ),
     ),

@@ -17,7 +17,7 @@ from weft.errors import InvalidRequestError
 AUTO = "auto"
 
 # Name -> module, and the function or class in it that builds the backend.
-_BUILDERS = {
+BUILDERS = {
     "cpu": ("weft.backends.cpu.runner", "open_cpu_backend"),
     "cuda": ("weft.backends.cuda.runner", "open_cuda_backend"),
     "noop": ("weft.backends.noop", "NoopBackend"),
@@ -43,7 +43,7 @@ def build(name: str, **options: Any) -> Backend:
     "cpu" takes `checkpoint`, `max_context`, `dtype`, `threads`, `quantize`; "cuda" takes `checkpoint`, `max_context`,
     `dtype`, `invariant`."""
     name = chosen(name, options)
-    module, attribute = _BUILDERS[name]
+    module, attribute = BUILDERS[name]
     builder: Callable[..., Backend] = getattr(import_module(module), attribute)
     return builder(**{key: value for key, value in options.items() if _OPTIONS_OF.get(key, name) == name})
 
@@ -59,8 +59,8 @@ def open_model(model: str, device: str, options: Mapping[str, Any]) -> OpenedMod
 def chosen(name: str, options: Mapping[str, Any]) -> str:
     """The name of the backend that `build` uses. "auto" means "cuda" if there is a usable GPU and no option is for the
     CPU only. Raises InvalidRequestError if this machine or these options rule the backend out."""
-    if name != AUTO and name not in _BUILDERS:
-        allowed = ", ".join((AUTO, *sorted(_BUILDERS)))
+    if name != AUTO and name not in BUILDERS:
+        allowed = ", ".join((AUTO, *sorted(BUILDERS)))
         raise InvalidRequestError(f"backend is {name!r}; allowed: {allowed}", field="backend")
     cpu_only = [key for key, owner in _OPTIONS_OF.items() if owner == "cpu" and options.get(key) is not None]
     if name == AUTO:

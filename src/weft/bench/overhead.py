@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.bench.report import Check, machine, print_checks, print_json, print_line, print_table, quantile
+from weft.bench.serve_api import APIS, Api, Dialect
 from weft.bench.serve_client import Client
+from weft.bench.serve_load import Item
 from weft.bench.serve_machine import find_server, take_snapshot
 from weft.bench.soak_server import NOOP_CONTEXT, running_server
 from weft.config import ServingEngineConfig
@@ -29,6 +31,9 @@ TOKENS_PER_SECOND = 20_000
 _NUM_FIRST_TOKENS = 300
 _TEXT = "Once upon a time there was a careful engineer who liked short sentences and plain words very much."
 _STREAMS = ((128, 200), (500, 200))
+_API_STREAMS = (32, 400)
+_API_ROUNDS = 10
+SLOWER_THAN_CHAT = 0.05
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ def main(json: bool) -> None:
     path = str(pull("default"))
     tokenizer = open_model_text(open_checkpoint(path)).tokenizer
     prompt = tokenizer.encode(_TEXT)
-    first, throughputs = asyncio.run(_measure(path, tokenizer.vocabulary_size, prompt))
+    first, throughputs, by_api = asyncio.run(_measure(path, tokenizer.vocabulary_size, prompt))
     direct = first.pop("engine alone")
     checks = [
         Check(
@@ -61,10 +66,27 @@ def main(json: bool) -> None:
             "streamed tokens per second", f"{best:,.0f}", f"{TOKENS_PER_SECOND:,}", best >= TOKENS_PER_SECOND
         )
     )
+    chat_median = quantile(by_api["chat"], 0.5)
+    checks += [
+        Check(
+            f"streams of /{api}: server CPU seconds, over those of chat",
+            f"{quantile(seconds, 0.5) / chat_median - 1:+.1%}",
+            f"{SLOWER_THAN_CHAT:+.0%}",
+            quantile(seconds, 0.5) < (1 + SLOWER_THAN_CHAT) * chat_median,
+        )
+        for api, seconds in by_api.items()
+        if api != "chat"
+    ]
     figures = {"engine alone": direct, **first}
     if json:
         print_json(
-            {"first_token": figures, "throughput": throughputs, "checks": checks, "machine": machine()}
+            {
+                "first_token": figures,
+                "throughput": throughputs,
+                "by_api": by_api,
+                "checks": checks,
+                "machine": machine(),
+            }
         )
         return
     print_line(machine())
@@ -94,12 +116,21 @@ def main(json: bool) -> None:
             for result in throughputs
         ],
     )
+    streams, tokens = _API_STREAMS
+    print_table(
+        f"Server CPU milliseconds for 1,000 tokens, {streams} streams of {tokens}, {_API_ROUNDS} rounds in turn",
+        ("API", "median", "least", "largest"),
+        [
+            (api, *(f"{1e6 * value:.1f}" for value in (quantile(found, 0.5), min(found), max(found))))
+            for api, found in by_api.items()
+        ],
+    )
     print_checks(checks)
 
 
 async def _measure(
     path: str, vocabulary_size: int, prompt: list[int]
-) -> tuple[dict[str, list[float]], list[Throughput]]:
+) -> tuple[dict[str, list[float]], list[Throughput], dict[Api, list[float]]]:
     engine = EngineClient(
         "noop", {"vocabulary_size": vocabulary_size, "max_context": NOOP_CONTEXT}, ServingEngineConfig()
     )
@@ -109,8 +140,9 @@ async def _measure(
             client = Client(f"http://127.0.0.1:{port}")
             first = await _first_tokens(engine, client, prompt)
             throughputs = [await _throughput(client, *streams, prompt) for streams in _STREAMS]
+            by_api = await _seconds_by_api(client)
             client.close()
-            return first, throughputs
+            return first, throughputs, by_api
     finally:
         await engine.stop()
 
@@ -155,6 +187,34 @@ async def _throughput(client: Client, streams: int, tokens: int, prompt: list[in
         raise WeftError(f"{len(failed)} of {streams} streams failed, one with {failed[0]}")
     spent = (_server_ticks(client) - before) / os.sysconf("SC_CLK_TCK")
     return Throughput(streams, tokens, streams * tokens / seconds, spent)
+
+
+async def _seconds_by_api(client: Client) -> dict[Api, list[float]]:
+    """CPU seconds of the server for each streamed token, with each API in turn. Processor time is compared, not tokens
+    per second: it depends less on what else the machine does."""
+    streams, tokens = _API_STREAMS
+    item = Item(_TEXT, tokens)
+    bodies = {
+        api: (dialect.path, dialect.body(item, lambda _: _TEXT))
+        for api in APIS
+        if api != "completions"
+        for dialect in (Dialect("soaked", api, takes_ids=False, takes_exact_length=False),)
+    }
+    seconds: dict[Api, list[float]] = {api: [] for api in bodies}
+    await client.open_idle(streams)
+    for number in range(_API_ROUNDS + 1):
+        for api, (path, body) in bodies.items():
+            message = client.message("POST", path, body)
+            before = _server_ticks(client)
+            answers = await asyncio.gather(*(client.send(message, 120.0) for _ in range(streams)))
+            ticks = _server_ticks(client) - before
+            failed = [answer.failure for answer, _ in answers if answer.failure]
+            if failed:
+                raise WeftError(f"{path}: {len(failed)} of {streams} streams failed, one with {failed[0]}")
+            if number:  # the first round warms up
+                count = sum(answer.completion_tokens or 0 for answer, _ in answers)
+                seconds[api].append(ticks / os.sysconf("SC_CLK_TCK") / count)
+    return seconds
 
 
 def _server_ticks(client: Client) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from weft.bench.serve_api import APIS, Api
 from weft.bench.serve_client import Client
 from weft.bench.serve_html import write_html
 from weft.bench.serve_load import Lengths, Text
@@ -30,7 +31,7 @@ def main(
     targets: Targets,
     tokenizer: str,
     served_model: str | None,
-    chat: bool,
+    api: str,
     api_key: str | None,
     timeout: float,
     json_path: Path | None,
@@ -53,7 +54,7 @@ def main(
             targets=targets,
             num_warm_up=work.warm_up,
             model=served_model,
-            is_chat=chat,
+            api=parse_api(api),
             decode=decode,
             seconds=timeout,
             print_status=lambda line: print(line, file=sys.stderr, flush=True),
@@ -65,6 +66,13 @@ def main(
     if html_path is not None:
         write_html(report, html_path)
     return all(phase.summary.answered == phase.summary.requests for phase in report.phases)
+
+
+def parse_api(name: str) -> Api:
+    for api in APIS:
+        if api == name:
+            return api
+    raise InvalidRequestError(f"--api is {name!r}; allowed: {', '.join(APIS)}", field="--api")
 
 
 def parse_duration(text: str | None, option: str) -> float | None:

@@ -1,11 +1,11 @@
-"""Probes which parts of the OpenAI API a server accepts, before anything is measured."""
+"""The requests of each API, and which optional fields of it a server accepts: found before anything is measured."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from weft.bench.serve_client import Client
 from weft.bench.serve_load import Item
@@ -17,25 +17,36 @@ _REFUSALS = ("HTTP 400", "HTTP 422", "HTTP 500", "HTTP 501")
 
 
 class ServerError(WeftError):
-    """The server cannot be measured: it does not answer, or its answers do not follow the OpenAI API."""
+    """The server cannot be measured: it does not answer, or its answers do not follow the API."""
+
+
+Api = Literal["completions", "chat", "responses", "messages", "ollama"]
+_PATHS: Mapping[Api, str] = {
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+    "ollama": "/api/chat",
+}
+APIS: Sequence[Api] = tuple(_PATHS)
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """The form of the requests: which optional fields the server accepts."""
+    """The form of the requests: the API, and which optional fields the server accepts."""
 
     model: str
-    is_chat: bool = False
+    api: Api = "completions"
     takes_ids: bool = True
     """Prompts are sent as token ids; otherwise as text."""
     takes_exact_length: bool = True
     """Accepts `ignore_eos` and `min_tokens`: every answer has exactly `max_tokens` tokens."""
     takes_usage: bool = True
-    """Accepts `stream_options`: the server reports token counts."""
+    """Accepts `stream_options`: the server reports token counts. Other APIs than chat and completion always do."""
 
     @property
     def path(self) -> str:
-        return "/v1/chat/completions" if self.is_chat else "/v1/completions"
+        return _PATHS[self.api]
 
     def body(self, item: Item, decode: Callable[[Sequence[int]], str]) -> bytes:
         prompt: Any = item.prompt
@@ -43,19 +54,26 @@ class Dialect:
             prompt = list(prompt) if self.takes_ids else decode(prompt)
         fields: dict[str, Any] = {
             "model": self.model,
-            "max_tokens": item.max_tokens,
-            "temperature": 0,
             "stream": True,
+            **self._content(prompt, item.max_tokens),
         }
-        if self.is_chat:
-            fields["messages"] = [{"role": "user", "content": prompt}]
-        else:
-            fields["prompt"] = prompt
         if self.takes_exact_length:
             fields |= {"ignore_eos": True, "min_tokens": item.max_tokens}
-        if self.takes_usage:
+        if self.takes_usage and self.api in ("completions", "chat"):
             fields["stream_options"] = {"include_usage": True}
         return json.dumps(fields).encode()
+
+    def _content(self, prompt: Any, max_tokens: int) -> dict[str, Any]:
+        messages = [{"role": "user", "content": prompt}]
+        match self.api:
+            case "completions":
+                return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+            case "responses":
+                return {"input": prompt, "max_output_tokens": max_tokens, "temperature": 0, "store": False}
+            case "ollama":
+                return {"messages": messages, "options": {"num_predict": max_tokens, "temperature": 0}}
+            case _:
+                return {"messages": messages, "max_tokens": max_tokens, "temperature": 0}
 
     def describe(self) -> str:
         prompt = "token ids" if self.takes_ids else "text"
@@ -84,15 +102,16 @@ async def served_model(client: Client) -> str:
 
 
 async def find_dialect(
-    client: Client, model: str, items: Sequence[Item], is_chat: bool, decode: Callable[[Sequence[int]], str]
+    client: Client, model: str, items: Sequence[Item], api: Api, decode: Callable[[Sequence[int]], str]
 ) -> Dialect:
     """The form with the most optional fields that the server accepts, found with short requests."""
     has_ids = any(isinstance(item.prompt, tuple) for item in items)
     sample = next((item for item in items if isinstance(item.prompt, tuple)), items[0])
     # Reversed, so that the probe leaves no prefix of a measured prompt in the server's cache.
     probe = Item(sample.prompt[:-17:-1], 2)
+    is_openai = api in ("completions", "chat")  # only these have the optional fields
     forms = [
-        Dialect(model, is_chat, ids and has_ids and not is_chat, exact, usage)
+        Dialect(model, api, ids and has_ids and api == "completions", exact and is_openai, usage)
         for usage in (True, False)
         for ids in (True, False)
         for exact in (True, False)

@@ -11,12 +11,22 @@ import ssl
 from time import perf_counter
 from urllib.parse import urlsplit
 
-from weft.bench.serve_stream import LONGEST_ERROR, Answer, EventReader, JunkError, ResponseReader
+from weft.bench.serve_stream import (
+    LONGEST_ERROR,
+    Answer,
+    EventReader,
+    JunkError,
+    LineReader,
+    ResponseReader,
+)
 from weft.errors import InvalidRequestError
 
 CONNECT_SECONDS = 10.0
 # Limit between the last event and the end of the body. The answer is complete; only the reuse of the connection waits.
 CLOSING_SECONDS = 1.0
+
+
+_STREAM_TYPES = ("text/event-stream", "application/x-ndjson")
 
 
 class Exchange:
@@ -28,7 +38,7 @@ class Exchange:
         self.body = b""
         """Body of a response that is not an event stream: an error or a JSON document."""
         self._over = over
-        self._events = EventReader()
+        self._events: EventReader | LineReader = EventReader()
         self._is_stream: bool | None = None  # None until the headers are read
         self.has_bytes = False
 
@@ -42,7 +52,9 @@ class Exchange:
             body = self.response.feed(data)
             if self._is_stream is None and self.response.status:
                 kind = self.response.headers.get("content-type", "")
-                self._is_stream = self.response.status == 200 and kind.startswith("text/event-stream")
+                if kind.startswith("application/x-ndjson"):
+                    self._events = LineReader()
+                self._is_stream = self.response.status == 200 and kind.startswith(_STREAM_TYPES)
             if self._is_stream:
                 for payload in self._events.feed(body):
                     self.answer.take(payload, now)
@@ -128,7 +140,7 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         now = perf_counter()
         exchange = self._exchange
-        if exchange is None:  # bytes without a request
+        if exchange is None:  # the server sent bytes, but no request is open
             self.abort()
             return
         exchange.feed(bytes(self._view[:nbytes]), now)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
-from weft.bench.serve_api import Dialect, find_dialect, served_model
+from weft.bench.serve_api import Api, Dialect, find_dialect, served_model
 from weft.bench.serve_client import Client, Connection
 from weft.bench.serve_load import (
     WORKLOADS,
@@ -121,7 +121,7 @@ async def measure(
     targets: Targets,
     num_warm_up: int = 0,
     model: str | None = None,
-    is_chat: bool = False,
+    api: Api = "completions",
     decode: Callable[[Sequence[int]], str],
     seconds: float,
     print_status: Callable[[str], None],
@@ -129,7 +129,7 @@ async def measure(
     """Probes the API of the server, warms it up, and runs the phases one after another."""
     _allow_many_connections()
     items = [item for phase in phases for item in phase.items]
-    dialect = await find_dialect(client, model or await served_model(client), items, is_chat, decode)
+    dialect = await find_dialect(client, model or await served_model(client), items, api, decode)
     print_status(dialect.describe())
 
     def messages(items: Sequence[Item]) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Parses what an OpenAI-compatible server sends: HTTP/1.1 responses, server-sent events, and the chunks of an answer.
+"""Parses what a server sends: HTTP/1.1 responses, server-sent events, JSON lines, and the events of an answer.
 
 This module uses no socket and no clock: the caller passes bytes, split at any position, with their arrival time.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+
+from weft.bench.serve_events import Usage, read_event
 
 # Limits in bytes. A server that exceeds them does not follow the protocol.
 LONGEST_LINE = 1 << 20
@@ -164,6 +165,19 @@ class EventReader:
         return events
 
 
+class LineReader:
+    """Splits a stream of JSON lines, cut at any byte."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        if len(self._pending) > LONGEST_LINE:
+            raise JunkError(f"a line has no end after {len(self._pending):,} bytes")
+        return [line for line in lines if line.strip()]
+
+
 @dataclass(slots=True)
 class Answer:
     """An answer that is being received. Times are taken by the client when bytes are read from the socket."""
@@ -192,48 +206,29 @@ class Answer:
             raise JunkError(f"an event is not JSON: {payload[:80]!r}") from None
         if not isinstance(chunk, dict):
             raise JunkError(f"an event is not an object: {payload[:80]!r}")
-        if error := chunk.get("error"):
-            message = error.get("message", error) if isinstance(error, dict) else error
-            self.fail("error event", str(message), now)
+        try:
+            event = read_event(chunk)
+        except TypeError as error:
+            raise JunkError(f"{error}: {payload[:80]!r}") from None
+        if event.error is not None:
+            self.fail("error event", event.error, now)
             return
-        if usage := chunk.get("usage"):
-            self._take_usage(usage)
-        choices = chunk.get("choices") or []
-        if not isinstance(choices, list):
-            raise JunkError(f"choices is not a list: {payload[:80]!r}")
-        for choice in choices:
-            if not isinstance(choice, dict):
-                raise JunkError(f"a choice is not an object: {payload[:80]!r}")
-            if reason := choice.get("finish_reason"):
-                self.finish_reason = str(reason)
-            if _carries_tokens(choice):
-                self.chunk_times.append(now)
+        if event.usage is not None:
+            self._take_usage(event.usage)
+        self.finish_reason = event.finish_reason or self.finish_reason
+        self.chunk_times += [now] * event.num_with_tokens
+        if event.is_last:
+            self.is_done, self.ended = True, now
 
     def fail(self, kind: str, detail: str, now: float) -> None:
         """Records the first failure. Later ones are its consequences."""
         if self.failure is None:
             self.failure, self.ended = Failure(kind, detail[:500]), now
 
-    def _take_usage(self, usage: Any) -> None:
-        if not isinstance(usage, dict):
-            return
-        self.prompt_tokens = _count(usage.get("prompt_tokens"), self.prompt_tokens)
-        self.completion_tokens = _count(usage.get("completion_tokens"), self.completion_tokens)
-        details = usage.get("prompt_tokens_details")
-        if isinstance(details, dict):
-            self.cached_tokens = _count(details.get("cached_tokens"), self.cached_tokens)
-
-
-def _carries_tokens(choice: dict[str, Any]) -> bool:
-    """Whether a chunk contains tokens. The first and the last chunk of a stream may contain none."""
-    if "text" in choice:
-        # A token may have no text yet (part of a character). Empty text with a finish reason ends the stream.
-        return bool(choice["text"]) or choice.get("finish_reason") is None
-    delta = choice.get("delta")
-    return isinstance(delta, dict) and any(
-        delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls")
-    )
-
-
-def _count(value: Any, before: int | None) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else before
+    def _take_usage(self, usage: Usage) -> None:
+        if usage.prompt is not None:
+            self.prompt_tokens = usage.prompt
+        if usage.completion is not None:
+            self.completion_tokens = usage.completion
+        if usage.cached is not None:
+            self.cached_tokens = usage.cached

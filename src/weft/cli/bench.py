@@ -77,9 +77,13 @@ def bench_serve(
             metavar="NAME", help="Model name in requests; default: the first that the server lists."
         ),
     ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Use /v1/chat/completions, with text prompts.")
-    ] = False,
+    api: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="completions, chat, responses, messages (Anthropic) or ollama. All but completions have text prompts.",
+        ),
+    ] = "completions",
     api_key: Annotated[
         str | None, typer.Option(envvar="WEFT_API_KEY", metavar="KEY", help="Sent as a bearer token.")
     ] = None,
@@ -91,7 +95,7 @@ def bench_serve(
 ) -> None:
     """Load-test a server and measure what its clients see.
 
-    Works with any server that has the OpenAI API. Exit code 1: some requests failed.
+    Works with any server that has one of these APIs. Exit code 1: some requests failed.
     """
     from weft.bench.serve import main as run_bench
     from weft.bench.serve import parse_duration, parse_lengths, parse_rates
@@ -119,7 +123,7 @@ def bench_serve(
         ),
         tokenizer=tokenizer,
         served_model=served_model,
-        chat=chat,
+        api=api,
         api_key=api_key,
         timeout=parse_duration(timeout, "--timeout") or 600.0,
         json_path=json,

@@ -302,13 +302,11 @@ def serve(
     ] = False,
     **flags: Any,
 ) -> None:
-    """Serve the OpenAI API over HTTP.
+    """Serve the OpenAI API and Ollama's over HTTP.
 
     MODEL is 'default', 'hf:owner/name', or the path of a GGUF file or of a folder with safetensors. Try it at /docs.
 
-    Flags override variables (WEFT_SERVE_...); these override --config.
-
-    SIGTERM and Ctrl-C let active requests end; a second signal does not.
+    Flags override variables (WEFT_SERVE_...); these override --config. SIGTERM and Ctrl-C let active requests end; a second signal does not.
     """
     from weft.cli.serve_command import serve_command
 

@@ -367,6 +367,8 @@ class ContinuousBatchScheduler:
             tokens = result.tokens[sampled : sampled + 1 + len(drafts)]
             num_accepted = sum(takewhile(bool, map(eq, drafts, tokens)))
             gap = (now - sequence.last_token_at) / (1 + num_accepted)
+            assert sequence.draft_proposer is not None
+            sequence.draft_proposer.count_checked(len(drafts), num_accepted)
             index = 0
             for index, token in enumerate(tokens[: 1 + num_accepted]):
                 self._commit(sequence, plan.step, start + index + 1)

@@ -200,9 +200,10 @@ class Sequence:
     def result(self) -> GenerationResult:
         assert self.finish_reason is not None
         waiting, prefill, decode = self.phase_times
+        generated, proposer = tuple(self.generated), self.draft_proposer
         return GenerationResult(
             request_id=self.request_id,
-            tokens=tuple(self.generated),
+            tokens=generated,
             text="",
             state=self.state,
             finish_reason=self.finish_reason,
@@ -219,6 +220,11 @@ class Sequence:
             logprobs=tuple(self.logprobs) if self.request.params.logprobs is not None else None,
             prompt_logprobs=self._all_prompt_logprobs(),
             metadata=self.request.metadata,
+            # A stop string in the text may have removed accepted tokens.
+            accepted_prediction_count=0
+            if proposer is None
+            else min(proposer.num_predicted_accepted, len(generated)),
+            rejected_prediction_count=0 if proposer is None else proposer.num_predicted_rejected,
         )
 
     def _all_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:

@@ -24,19 +24,27 @@ from weft.engine.ipc.client import EngineClient, EngineState
 from weft.errors import WeftError
 from weft.loading.cache import home_directory
 from weft.server.admission.active_requests import ActiveRequest, ActiveRequests, Outcome
-from weft.server.admission.keys import KEY, ApiKey
+from weft.server.admission.keys import ApiKey
 from weft.server.api import docs_page
 from weft.server.api.answer_format import AnswerFormat, B
 from weft.server.api.formats import FORMATS, ROUTES, Formats
 from weft.server.api.model_names import is_model_name
 from weft.server.api.preparing import Prepared, Preparer
 from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
+from weft.server.api.services import Caller
 from weft.server.batches.runner import BatchRunner
-from weft.server.errors import ApiError, as_api_error, json_response, renamed_fields
+from weft.server.errors import (
+    ApiError,
+    as_api_error,
+    json_response,
+    renamed_fields,
+    warning_header,
+)
 from weft.server.http.access_log import AccessLog
 from weft.server.http.bodies import BodyReader, read_body
 from weft.server.http.byte_budget import RequestBytes
-from weft.server.http.guard import ANSWER, BODY, Guard
+from weft.server.http.guard import Guard
+from weft.server.http.scope import ANSWER, BODY, KEY
 from weft.server.internal import INTERNAL, InternalReply, InternalRequest, send_internal
 from weft.server.logs import ServerLog, current_record
 from weft.server.loop_lag import watch_lag
@@ -48,6 +56,7 @@ from weft.server.stream.choices import Choices
 from weft.server.stream.events import Disconnected, EventStream, unless_disconnected
 from weft.server.stream.loop_turns import LoopTurns
 from weft.server.stream.whole_answer import WholeAnswer, min_response_bytes
+from weft.server.tasks import Tasks
 from weft.text.model_text import ModelText
 
 _HEADERS_SECONDS = 0.25
@@ -59,7 +68,7 @@ text is tokenised, is calculated from it."""
 _ITSELF = " server"
 """The client of requests that the server sends to itself. No key has this name."""
 _EXPOSED = (
-    *("x-request-id", "retry-after", "warning"),
+    *("x-request-id", "request-id", "retry-after", "warning"),
     *(
         f"x-ratelimit-{value}-{unit}"
         for value in ("limit", "remaining", "reset")
@@ -101,6 +110,7 @@ class ServerApp:
         self._active_requests = ActiveRequests(settings, engine, self._metrics, time.monotonic)
         folder = Path(settings.state_path).expanduser() if settings.state_path else home_directory() / "state"
         self.store = Store(folder, log.event)
+        self.tasks = Tasks(settings.max_requests)
         self.files = FileStore(self.store, settings.max_stored_bytes)
         self._batches = BatchRunner(self, self._metrics, log.event, lambda: self.is_draining)
 
@@ -120,7 +130,8 @@ class ServerApp:
         self._batches.wake()
 
     async def close(self) -> None:
-        """Ends the worker processes, and closes the store."""
+        """Ends the tasks and the worker processes, and closes the store."""
+        await self.tasks.close()
         await self._bodies.close()
         await self._preparer.close()
         await self.store.close()
@@ -135,8 +146,6 @@ class ServerApp:
                 if one.counting is not None
             ),
             *(route for make in ROUTES for route in make(self)),
-            Route("/v1/models", self._models, methods=get),
-            Route("/v1/models/{name:path}", self._model, methods=get),
             Route("/tokenize", self._tokenize, methods=post),
             Route("/detokenize", self._detokenize, methods=post),
             Route("/tokenizer_info", self._tokenizer_info, methods=get),
@@ -204,18 +213,27 @@ class ServerApp:
             api_request, unknown = await unless_disconnected(
                 request.receive, self._bodies.read(answer_format.request_type, body, client_id)
             )
-            headers = (
-                {"Warning": f'299 weft "unknown fields ignored: {", ".join(unknown)}"'} if unknown else {}
-            )
+            unknown = [*unknown, *answer_format.ignored(api_request)]
             with renamed_fields(answer_format.field_names(api_request)):
+                if (content := answer_format.answer_at_once(api_request, self._name)) is not None:
+                    self.check_model(api_request.model)
+                    outcome = []
+                    return json_response(content, headers=warning_header(unknown))
                 self._active_requests.set_deadline(active, api_request.deadline)
-                beginning = self._begin(answer_format, api_request, size, active, answer_bytes, client_id)
-                prepared = await unless_disconnected(request.receive, beginning)
+                caller = Caller(self, key, active.id, INTERNAL in request.scope)
+                beginning = self._begin(
+                    answer_format, api_request, size, active, answer_bytes, caller, client_id
+                )
+                prepared, at_once = await unless_disconnected(request.receive, beginning)
+                headers = warning_header(unknown) | active.headers
+                if at_once is not None:
+                    outcome = []
+                    return Response(at_once, 200, headers, media_type="application/json")
+                finish = partial(prepared.writer.finish, caller)
                 record.is_streamed = prepared.is_streamed
                 # Frees the body: only its tokens are needed from here on.
                 del body, api_request
                 request.scope[BODY].release()
-                headers |= active.headers
                 if prepared.is_streamed:
                     stream = EventStream(
                         choices,
@@ -225,13 +243,14 @@ class ServerApp:
                         began=active.began,
                         silence_seconds=self.settings.silence_seconds,
                         headers=headers,
+                        finish=finish,
                         on_end=lambda outcome: self._end(outcome, prepared, active),
                     )
                     is_owned_by_response = True
                     return stream
                 whole_answer = WholeAnswer(prepared.writer, answer_bytes)
                 results = await unless_disconnected(
-                    request.receive, whole_answer.collect(choices, self._loop_turns)
+                    request.receive, whole_answer.collect(choices, self._loop_turns, finish)
                 )
             self._end(results, prepared, active)
             is_owned_by_response = True
@@ -256,12 +275,14 @@ class ServerApp:
         size: int,
         active: ActiveRequest,
         answer_bytes: RequestBytes,
+        caller: Caller,
         client_id: str,
-    ) -> Prepared:
+    ) -> tuple[Prepared, bytes | None]:
         """Prepares the request and submits it. If `FairGate` holds it back, it is submitted later. Raises if the engine
-        refuses it."""
+        refuses it. Also returns the whole answer, if there is nothing to generate."""
         self.check_model(api_request.model)
         async with active.until_deadline():
+            api_request = await answer_format.load(api_request, caller)
             prepared = await self._preparer.prepare(
                 answer_format,
                 api_request,
@@ -274,6 +295,9 @@ class ServerApp:
             if not prepared.is_streamed:
                 length = self.engine.max_sequence_length
                 answer_bytes.check(min_response_bytes(prepared.requests, prepared.writer, length))
+            at_once = await prepared.writer.start(caller)
+            if at_once is not None:
+                return prepared, at_once
             await self._active_requests.submit(
                 active, prepared.requests, prepared.answer_form, is_streamed=prepared.is_streamed
             )
@@ -283,7 +307,7 @@ class ServerApp:
             except TimeoutError:
                 pass
             active.choices.check()
-        return prepared
+        return prepared, None
 
     def _end(self, outcome: Outcome, prepared: Prepared, active: ActiveRequest) -> None:
         """Ends an active request. Records its outcome in the metrics and in its log record."""
@@ -355,6 +379,8 @@ class ServerApp:
         async def work(api_request: Any, size: int, active: ActiveRequest) -> Any:
             self._active_requests.reserve(active, size // _BYTES_PER_TOKEN or 1)
             with renamed_fields(answer_format.field_names(api_request)):
+                caller = Caller(self, active.key, active.id)
+                api_request = await answer_format.load(api_request, caller)
                 count = await self._preparer.count(answer_format, api_request, size, _client_id(request))
             active.text_tokens = count
             return counting.answer(count)
@@ -400,22 +426,6 @@ class ServerApp:
         names = self.text.tokenizer.specials.names
         known = {name: names.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         return json_response({**known, "vocab_size": self.text.tokenizer.vocabulary_size})
-
-    async def _models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._described()]})
-
-    async def _model(self, request: Request) -> Response:
-        self.check_model(request.path_params["name"])
-        return json_response(self._described())
-
-    def _described(self) -> dict[str, Any]:
-        return {
-            "id": self._name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "weft",
-            "max_model_len": self.engine.max_sequence_length,
-        }
 
     async def _health(self, request: Request) -> Response:
         is_live = self.engine.state is EngineState.READY

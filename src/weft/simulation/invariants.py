@@ -98,6 +98,10 @@ class PlanChecker:
                 f"{name} has draft tokens up to position {end}, and ends at {sequence.limit}",
             )
             require(sequence.request.params.grammar is None, f"{name} has draft tokens and a grammar")
+            require(
+                _continues_a_match(sequence, task.drafts),
+                f"{name} has draft tokens that follow neither its own text nor its prediction",
+            )
 
     def _check_rotation(self, plan: IterationPlan) -> None:
         """At most 2 x ceil(running / sequences per step) steps are between two tokens of a running sequence."""
@@ -235,6 +239,23 @@ def _full_table(sequence: Sequence) -> list[int]:
     return [allocation.leaving.get(index, block) for index, block in enumerate(allocation.blocks)]
 
 
+def _continues_a_match(sequence: Sequence, drafts: Listing[int]) -> bool:
+    """Whether the last two tokens, and then the draft tokens, occur in the text that the draft tokens repeat, or in the
+    prediction. The answer may also have begun like the prediction."""
+    tokens, prediction, count = sequence.tokens, sequence.request.prediction, len(drafts)
+    for index in range(len(prediction) - count + 1):
+        follows = index >= 2 and list(prediction[index - 2 : index]) == tokens[-2:]
+        if prediction[index : index + count] == tuple(drafts) and (
+            follows or list(prediction[:index]) == sequence.generated
+        ):
+            return True
+    text = [*tokens, *drafts]
+    return any(
+        text[index - 2 : index] == tokens[-2:] and text[index : index + count] == list(drafts)
+        for index in range(2, len(tokens))
+    )
+
+
 class OutputChecker:
     """Collects the outputs of one request, and checks that each is reported once, in order, with one final output."""
 
@@ -279,6 +300,12 @@ def check_result(
     else:
         require(tokens == alone[: len(tokens)], f"request {rid} got {tokens}, alone it gets {alone}")
     _check_logprobs(checker, result, scheduler)
+    accepted, rejected = result.accepted_prediction_count, result.rejected_prediction_count
+    require(accepted <= len(tokens), f"request {rid} has more accepted draft tokens than tokens")
+    require(
+        bool(sequence.request.prediction) or not (accepted or rejected),
+        f"request {rid} has draft tokens from a prediction, and none was sent",
+    )
     require(
         min(result.waiting_time, result.prefill_time, result.decode_time) >= 0,
         "the time of a phase is negative",

@@ -40,6 +40,8 @@ class Outcome:
     tokens_cached: int = 0
     tokens_drafted: int = 0
     drafts_accepted: int = 0
+    predictions_accepted: int = 0
+    predictions_rejected: int = 0
     migrations: int = 0
     migrations_shared: int = 0
     plans_beside_paused: int = 0
@@ -204,6 +206,8 @@ class Simulation:
             outcome.cancelled += result.state is RequestState.CANCELLED
             outcome.failed += result.state is RequestState.FAILED
             outcome.tokens += len(result.tokens)
+            outcome.predictions_accepted += result.accepted_prediction_count
+            outcome.predictions_rejected += result.rejected_prediction_count
         stats = scheduler.stats
         outcome.steps += stats.steps
         outcome.preemptions_by_recompute += stats.preemptions_by_recompute

@@ -54,6 +54,7 @@ class Scenario:
 def draw(seed: int) -> Scenario:
     """Draws a small scenario with scarce resources: tiny blocks, tiny pools, few rows."""
     scenario = _draw_drafts(random.Random(f"drafts {seed}"), _draw_plain(seed))
+    scenario = _draw_predictions(random.Random(f"predictions {seed}"), scenario)
     return _draw_idle_work(random.Random(f"idle {seed}"), scenario)
 
 
@@ -242,6 +243,22 @@ def _with_few_tokens(arrival: Arrival, vocabulary_size: int) -> Arrival:
     request = arrival.request
     prompt = tuple(token % vocabulary_size for token in request.prompt)
     return dataclasses.replace(arrival, request=dataclasses.replace(request, prompt=prompt))
+
+
+def _draw_predictions(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Returns the same scenario. If it has draft tokens, half of its requests get a prediction."""
+    if not scenario.fixed_cost_rows:
+        return scenario
+    arrivals = []
+    for arrival in scenario.arrivals:
+        if rng.random() < 0.5:
+            length = rng.choice((1, 4, 20, 60))
+            prediction = tuple(rng.randrange(scenario.vocabulary_size) for _ in range(length))
+            arrival = dataclasses.replace(
+                arrival, request=dataclasses.replace(arrival.request, prediction=prediction)
+            )
+        arrivals.append(arrival)
+    return dataclasses.replace(scenario, arrivals=tuple(arrivals))
 
 
 def _draw_idle_work(rng: random.Random, scenario: Scenario) -> Scenario:

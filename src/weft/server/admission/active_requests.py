@@ -99,7 +99,10 @@ class ActiveRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        return self.text_tokens + sum(len(request.prompt) for request in self.requests)
+        """Tokens that the client sent: prompts and predictions."""
+        return self.text_tokens + sum(
+            len(request.prompt) + len(request.prediction) for request in self.requests
+        )
 
     @property
     def headers(self) -> dict[str, str]:

@@ -6,8 +6,9 @@ from typing import Any
 
 from starlette.requests import Request
 
-from weft.server.admission.keys import KEY, ApiKey
+from weft.server.admission.keys import ApiKey
 from weft.server.errors import ApiError
+from weft.server.http.scope import KEY
 from weft.server.state.paging import PageQuery
 
 

@@ -68,6 +68,7 @@ def inference_request(
     params: SamplingParams,
     key: ApiKey | None,
     request_id: RequestId,
+    prediction: Sequence[int] = (),
     *,
     is_idle_work: bool = False,
 ) -> InferenceRequest:
@@ -77,11 +78,13 @@ def inference_request(
         params,
         priority=Priority.LOW if is_idle_work else parsed.priority,  # type: ignore[arg-type]
         session_id=parsed.session_id,
+        max_sequence_length=parsed.max_context,
         ttft_target=parsed.ttft_target,
         deadline=parsed.deadline,
         cache_salt=key.salt_for(parsed.cache_salt) if key else parsed.cache_salt,
         is_idle_work=is_idle_work,
         request_id=request_id,
+        prediction=tuple(prediction),
     )
     if key is not None and request.priority > key.max_priority:
         raise ApiError(

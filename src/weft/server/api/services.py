@@ -1,17 +1,23 @@
-"""What the routes of an API may use of the server."""
+"""What the routes and formats of an API may use of the server."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.engine.ipc.client import EngineClient
-from weft.server.api.answer_format import AnswerFormat
+from weft.request import RequestId
+from weft.server.admission.keys import ApiKey
 from weft.server.internal import InternalReply, InternalRequest
 from weft.server.settings import ServerSettings
 from weft.server.state.files import FileStore
 from weft.server.state.store import Store
+from weft.server.tasks import Tasks
 from weft.text.model_text import ModelText
+
+if TYPE_CHECKING:
+    from weft.server.api.answer_format import AnswerFormat
 
 
 class Services(Protocol):
@@ -25,6 +31,11 @@ class Services(Protocol):
     def engine(self) -> EngineClient: ...
     @property
     def store(self) -> Store: ...
+    @property
+    def tasks(self) -> Tasks:
+        """Work that goes on after its request has ended."""
+        ...
+
     @property
     def files(self) -> FileStore: ...
     @property
@@ -48,3 +59,23 @@ class Services(Protocol):
     async def send_internal(self, path: str, body: bytes, request: InternalRequest) -> InternalReply:
         """Sends a POST request to the server itself."""
         ...
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The server, and who sent a request to it."""
+
+    services: Services
+    key: ApiKey | None
+    request_id: RequestId
+    is_internal: bool = False
+    """The server sent the request to itself."""
+
+    @property
+    def owner(self) -> str:
+        """The owner of the rows that the request stores."""
+        return owner_of(self.key)
+
+
+def owner_of(key: ApiKey | None) -> str:
+    return "" if key is None else key.name

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weft.server.admission.keys import KEY, ApiKey, KeyRing
+from weft.server.admission.keys import ApiKey, KeyRing
 from weft.server.api.formats import Formats, error_writer
 from weft.server.errors import ERROR_WRITER, ApiError
 from weft.server.http.byte_budget import ByteBudget, RequestBytes, answer_budget_error, body_budget_error
+from weft.server.http.loopback import is_loopback
+from weft.server.http.scope import ANSWER, BODY, KEY
 from weft.server.http.uploads import FORM_BYTES, UPLOADS
 from weft.server.internal import INTERNAL
 from weft.server.settings import ServerSettings
@@ -21,11 +22,6 @@ _OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
 """Routes without a key, for probes and browsers that cannot send one. They reveal nothing
 that is not in the manual."""
 _ADMIN_PATHS = "/admin"
-
-BODY = "weft.body"
-"""Scope entry with the `RequestBytes` of its body."""
-ANSWER = "weft.answer"
-"""Scope entry with the `RequestBytes` of its answers."""
 
 
 class Guard:
@@ -207,11 +203,3 @@ def _authorization(headers: dict[bytes, bytes]) -> bytes:
     given = headers.get(b"authorization", b"")
     key = headers.get(b"x-api-key", b"")
     return b"Bearer " + key if key and not given else given
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the host."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"

@@ -60,6 +60,14 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         ) WITHOUT ROWID
         """,
     ),
+    (
+        "ALTER TABLE responses ADD COLUMN status TEXT NOT NULL DEFAULT 'completed'",
+        # The process that works on a background response.
+        "ALTER TABLE responses ADD COLUMN worker TEXT",
+        # Its request. The column is empty when the response has a final status.
+        "ALTER TABLE responses ADD COLUMN request BLOB",
+        "ALTER TABLE responses ADD COLUMN num_items INTEGER NOT NULL DEFAULT 0",
+    ),
 )
 
 EXPIRING = ("responses",)

@@ -19,9 +19,10 @@ from typing import IO, TYPE_CHECKING, TypeVar
 
 from weft.errors import WeftError
 from weft.server.state.schema import EXPIRING, MIGRATIONS
+from weft.server.state.worker import Worker
 
 if TYPE_CHECKING:
-    from sqlite3 import Connection
+    from sqlite3 import Connection, DatabaseError
 
 T = TypeVar("T")
 LogEvent = Callable[[str, str, str], object]
@@ -41,6 +42,10 @@ class StoreError(WeftError):
 
 class StoreFullError(StoreError):
     """The disk is full, or a limit of the store is reached."""
+
+
+class _DamagedError(Exception):
+    """The check of the file at its start found damage."""
 
 
 @contextmanager
@@ -72,8 +77,9 @@ class Store:
         self._connection: Connection | None = None
         self._lock: IO[str] | None = None
         self._expire_at = 0.0
+        self.worker = Worker(folder)
         self.is_primary = False
-        """Known after the first transaction."""
+        """Whether this server opened the store before any other. False until the first transaction."""
 
     async def run(self, work: Callable[[Connection], T]) -> T:
         """Runs `work` in the thread of the store, in one transaction. It is on disk when this method returns. An
@@ -126,8 +132,8 @@ class Store:
         _open_private(path).close()
         try:
             return self._connect(path)
-        except sqlite3.DatabaseError as error:
-            if not _is_damaged(error):
+        except (sqlite3.DatabaseError, _DamagedError) as error:
+            if isinstance(error, sqlite3.DatabaseError) and not _is_damaged(error):
                 raise
             self._set_aside(str(error))
             _open_private(path).close()
@@ -143,7 +149,7 @@ class Store:
             connection.execute("PRAGMA foreign_keys = ON")
             [check] = connection.execute("PRAGMA quick_check(1)").fetchone()
             if check != "ok":
-                raise sqlite3.DatabaseError(f"{_DAMAGED}: {check}")
+                raise _DamagedError(check)
             _migrate(connection)
         except BaseException:
             connection.close()
@@ -189,18 +195,16 @@ class Store:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+        self.worker.close()
 
 
-_DAMAGED = "malformed"
+def _is_damaged(error: DatabaseError) -> bool:
+    return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB"))
 
 
-def _is_damaged(error: Exception) -> bool:
-    message = str(error)
-    return _DAMAGED in message or "not a database" in message
-
-
-def _is_full(error: Exception) -> bool:
-    return "is full" in str(error) or "disk I/O error" in str(error)
+def _is_full(error: DatabaseError) -> bool:
+    """SQLite reports a write that failed, by a limit on the size of files for example, as an I/O error."""
+    return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_FULL", "SQLITE_IOERR_WRITE"))
 
 
 def _full_message(folder: Path) -> str:

@@ -1,0 +1,40 @@
+"""The answers that the scripted model gives to the agents. Each rule is for one prompt of a test, or for what follows.
+
+The first request of a loop is answered by a call of the agent's own tool. The answer to its result is chosen by the
+content of the file, which the model can only know from the result of the tool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+WORD = "kumquat"
+FILE = "hello.txt"
+FINAL = f"The file says {WORD}."
+READ = f"cat {FILE}"
+NUMBERS = " ".join(f"number {value}" for value in range(2000))
+
+
+def rule(prompt: str, text: str = "", calls: Any = (), **fields: Any) -> dict[str, Any]:
+    """Answers a conversation that says `prompt` since its last answer."""
+    return {"contains": [prompt], "text": text, "calls": calls, **fields}
+
+
+def by_tool(agent: str, tool: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rules for "AGENT, read it": a call of its tool. "AGENT, read it slowly": the same, over some seconds."""
+    call, text = [[tool, arguments]], "I will read the file.\n"
+    slow = rule(f"{agent}, read it slowly", text, call, seconds_per_token=0.05)
+    return [slow, rule(f"{agent}, read it", text, call)]
+
+
+SCRIPT: dict[str, Any] = {
+    "rules": [
+        {"contains": ["<tool_response>", WORD], "text": FINAL},
+        *by_tool("Claude Code", "Bash", {"command": READ, "description": "Reads the file"}),
+        *by_tool("Codex", "exec_command", {"cmd": READ}),
+        *by_tool("opencode", "bash", {"command": READ, "description": "Reads the file"}),
+        *by_tool("qwen-code", "run_shell_command", {"command": READ, "is_background": False}),
+        *by_tool("SDK", "read_file", {"path": FILE}),
+        rule("aider, change it", f"{FILE}\n```\nhello {WORD}\n```\n"),
+        rule("Count", NUMBERS, seconds_per_token=0.05),
+    ]
+}

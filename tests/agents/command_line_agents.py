@@ -1,0 +1,156 @@
+"""How each command-line agent is started against a server, as docs/guide/clients.md describes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from conftest import FILE, INSTALLED, MODULES, NODE, Place
+
+MODEL = "default"
+CLAUDE = MODULES / "@anthropic-ai" / "claude-code-linux-x64" / "claude"
+CODEX = MODULES / "@openai" / "codex-linux-x64" / "vendor" / "x86_64-unknown-linux-musl" / "bin" / "codex"
+OPENCODE = MODULES / "opencode-linux-x64" / "bin" / "opencode"
+QWEN = MODULES / "@qwen-code" / "qwen-code" / "cli.js"
+AIDER = INSTALLED / "aider" / "bin" / "aider"
+CONTEXT = 32_768
+
+Start = tuple[list[object], dict[str, str]]
+"""A command, without the prompt, and its environment."""
+
+
+@dataclass(frozen=True)
+class Agent:
+    name: str
+    route: str
+    prepare: Callable[[Place, str, str], Start]
+    """Writes the settings for the address and the key of a server."""
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.name.partition(' with ')[0]}, read it"
+
+
+def claude_code(place: Place, url: str, key: str, *, is_light: bool = True) -> Start:
+    environment = {
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_AUTH_TOKEN": key,
+        "ANTHROPIC_MODEL": MODEL,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(CONTEXT),
+    }
+    return [CLAUDE, *(["--bare"] if is_light else []), "--allowedTools", "Bash", "-p"], environment
+
+
+def claude_code_default(place: Place, url: str, key: str) -> Start:
+    return claude_code(place, url, key, is_light=False)
+
+
+CODEX_PROVIDER = f"""
+model = "{MODEL}"
+model_provider = "weft"
+model_context_window = {CONTEXT}
+check_for_update_on_startup = false
+LIGHT
+[analytics]
+enabled = false
+[model_providers.weft]
+name = "weft"
+base_url = "URL/v1"
+wire_api = "responses"
+env_key = "WEFT_API_KEY"
+request_max_retries = 4
+stream_max_retries = 4
+FEATURES
+"""
+CODEX_LIGHT = """
+model_instructions_file = "INSTRUCTIONS"
+web_search = "disabled"
+include_permissions_instructions = false
+include_environment_context = false
+include_apps_instructions = false
+"""
+CODEX_FEATURES = """
+[features]
+goals = false
+multi_agent = false
+apps = false
+plugins = false
+remote_plugin = false
+skill_search = false
+tool_suggest = false
+shell_snapshot = false
+view_image = false
+[skills]
+include_instructions = false
+[skills.bundled]
+enabled = false
+"""
+
+
+def codex(place: Place, url: str, key: str, *, is_light: bool = True) -> Start:
+    place.write("instructions.md", "You are a coding agent. Use the tools.")
+    settings = CODEX_PROVIDER.replace("LIGHT", CODEX_LIGHT if is_light else "")
+    settings = settings.replace("FEATURES", CODEX_FEATURES if is_light else "")
+    settings = settings.replace("INSTRUCTIONS", str(place.home / "instructions.md"))
+    place.write(".codex/config.toml", settings.replace("URL", url))
+    # The agent's own sandbox needs rights that a container may not give; the folder is a temporary one.
+    command = [CODEX, "exec", "--skip-git-repo-check", "-s", "danger-full-access"]
+    return command, {"WEFT_API_KEY": key}
+
+
+def codex_default(place: Place, url: str, key: str) -> Start:
+    return codex(place, url, key, is_light=False)
+
+
+def opencode_with(package: str) -> Callable[[Place, str, str], Start]:
+    def prepare(place: Place, url: str, key: str) -> Start:
+        model = {"name": MODEL, "limit": {"context": CONTEXT, "output": 4096}}
+        provider = {
+            "npm": package,
+            "name": "weft",
+            "options": {"baseURL": f"{url}/v1", "apiKey": key},
+            "models": {MODEL: model},
+        }
+        settings = {
+            "autoupdate": False,
+            "share": "disabled",
+            "provider": {"weft": provider},
+            "model": f"weft/{MODEL}",
+            "small_model": f"weft/{MODEL}",
+        }
+        place.write(".config/opencode/opencode.json", json.dumps(settings))
+        return [OPENCODE, "run", "--title", "test"], {}
+
+    return prepare
+
+
+def qwen_code(place: Place, url: str, key: str) -> Start:
+    environment = {
+        "OPENAI_API_KEY": key,
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_MODEL": MODEL,
+        "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
+    }
+    return [NODE, QWEN, "--auth-type", "openai", "--yolo"], environment
+
+
+def aider(place: Place, url: str, key: str) -> Start:
+    command: list[object] = [AIDER, "--model", f"openai/{MODEL}", "--no-check-update", "--no-analytics"]
+    command += ["--no-show-model-warnings", "--yes-always", "--no-git", "--no-pretty", "--no-fancy-input"]
+    command += ["--edit-format", "whole", FILE, "--message"]
+    return command, {"OPENAI_API_KEY": key, "OPENAI_API_BASE": f"{url}/v1"}
+
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+AGENTS = (
+    Agent("Claude Code", MESSAGES, claude_code),
+    Agent("Claude Code with its default prompt", MESSAGES, claude_code_default),
+    Agent("Codex", RESPONSES, codex),
+    Agent("Codex with its default prompt", RESPONSES, codex_default),
+    Agent("opencode", CHAT, opencode_with("@ai-sdk/openai-compatible")),
+    Agent("opencode with @ai-sdk/openai", RESPONSES, opencode_with("@ai-sdk/openai")),
+    Agent("opencode with @ai-sdk/anthropic", MESSAGES, opencode_with("@ai-sdk/anthropic")),
+    Agent("qwen-code", CHAT, qwen_code),
+)

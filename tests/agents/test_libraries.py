@@ -1,0 +1,142 @@
+"""The client libraries complete a streamed loop with a tool against the scripted model. With the default model they hold
+a streamed conversation and get a structured answer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_script import FINAL
+from command_line_agents import CHAT, MESSAGES, RESPONSES
+from scripted_server import ScriptedServer, wait_for
+
+from conftest import HERE, INSTALLED, LIMITED, NODE, PER_MINUTE, PYTHON, Place, end_of, interrupt
+
+OLLAMA = "/api/chat"
+OF_NPM = {
+    "ai-openai-compatible": CHAT,
+    "ai-openai-chat": CHAT,
+    "ai-openai": RESPONSES,
+    "ai-anthropic": MESSAGES,
+    "openai-chat": CHAT,
+    "openai-responses": RESPONSES,
+    "anthropic": MESSAGES,
+    "ollama": OLLAMA,
+}
+OF_PYTHON = {
+    "openai-chat": CHAT,
+    "openai-responses": RESPONSES,
+    "anthropic": MESSAGES,
+    "ollama": OLLAMA,
+}
+OF_TEST_CLIENTS = {
+    "langchain": CHAT,
+    "langchain-responses": RESPONSES,
+    "litellm": CHAT,
+    "litellm-anthropic": MESSAGES,
+    "litellm-ollama": OLLAMA,
+    "llm": CHAT,
+}
+"""These are in the environment of `make test-clients`, in which the tests run as well."""
+SOURCES = {"npm": OF_NPM, "python": OF_PYTHON, "clients": OF_TEST_CLIENTS}
+CLIENTS = [(source, client) for source, clients in SOURCES.items() for client in clients]
+every_client = pytest.mark.parametrize(("source", "client"), CLIENTS, ids=["-".join(one) for one in CLIENTS])
+
+
+@pytest.fixture(scope="session")
+def npm_script() -> Path:
+    """A copy beside node_modules, where node finds the packages."""
+    return Path(shutil.copy(HERE / "sdk" / "sdk.mjs", INSTALLED / "sdk.mjs"))
+
+
+@pytest.fixture(scope="session")
+def programs(npm_script: Path) -> dict[str, list[object]]:
+    script = HERE / "sdk" / "sdk.py"
+    return {"npm": [NODE, npm_script], "python": [PYTHON, script], "clients": [sys.executable, script]}
+
+
+@pytest.fixture(scope="session")
+def real(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
+    """The default model itself."""
+    server = ScriptedServer(tmp_path_factory.mktemp("real"), default_model_path, {"rules": []}, backend="cpu")
+    server.start()
+    yield server
+    server.stop()
+
+
+def outcome(run: Any) -> Any:
+    assert run.code == 0, str(run)
+    return json.loads(run.out.strip().splitlines()[-1])
+
+
+@every_client
+def test_a_whole_loop_is_streamed(
+    served: ScriptedServer, place: Place, programs: Any, source: str, client: str
+) -> None:
+    since = len(served.requests())
+    run = place.run([*programs[source], client, "loop", served.url, "agent-key", "SDK, read it"], {})
+    answer = outcome(run)
+    assert answer["text"].strip().endswith(FINAL) and answer["pieces"] > 1, answer
+    entries = served.requests(since)
+    of_model = [entry for entry in entries if entry["route"] == SOURCES[source][client]]
+    assert len(of_model) == 2 and all(entry["stream"] for entry in of_model), entries
+    assert [entry["route"] for entry in entries if entry["status"] != 200] == []
+
+
+@every_client
+def test_the_default_model_streams_an_answer(
+    real: ScriptedServer, place: Place, programs: Any, source: str, client: str
+) -> None:
+    prompt = "Name the capital of France."
+    answer = outcome(place.run([*programs[source], client, "talk", real.url, "none", prompt], {}))
+    assert "Paris" in answer["text"] and answer["pieces"] > 1, answer
+
+
+@every_client
+def test_the_default_model_gives_a_structured_answer(
+    real: ScriptedServer, place: Place, programs: Any, source: str, client: str
+) -> None:
+    prompt = "Tell me about a person called Ada, aged 36."
+    person = outcome(place.run([*programs[source], client, "person", real.url, "none", prompt], {}))["person"]
+    assert set(person) == {"name", "age"} and isinstance(person["age"], int), person
+
+
+AI_SDK = "ai-openai-compatible"
+
+
+def test_ctrl_c_ends_the_request_of_the_ai_sdk(served: ScriptedServer, place: Place, programs: Any) -> None:
+    since = len(served.requests())
+    prompt = "Count to two thousand"
+    process = place.start([*programs["npm"], AI_SDK, "loop", served.url, "agent-key", prompt], {})
+    wait_for(lambda: served.num_running() == 1)
+    interrupt(process)
+    wait_for(lambda: served.num_running() == 0, 20)
+    end_of(process)
+    (entry,) = served.requests(since)
+    assert entry["client_gone"], entry
+
+
+def test_the_ai_sdk_tries_a_429_again(served: ScriptedServer, place: Place, programs: Any) -> None:
+    served.use_up(LIMITED, PER_MINUTE)
+    since = len(served.requests())
+    run = place.run([*programs["npm"], AI_SDK, "loop", served.url, LIMITED, "SDK, read it"], {})
+    assert outcome(run)["text"].endswith(FINAL)
+    assert [entry["status"] for entry in served.requests(since)].count(429) >= 1
+
+
+def test_the_loop_of_the_ai_sdk_goes_on_after_a_restart(
+    served: ScriptedServer, place: Place, programs: Any
+) -> None:
+    since = len(served.requests())
+    (place.work / "WAIT").touch()
+    process = place.start([*programs["npm"], AI_SDK, "loop", served.url, "agent-key", "SDK, read it"], {})
+    wait_for(lambda: len(served.requests(since)) == 1)
+    served.kill()
+    (place.work / "WAIT").unlink()
+    served.start()
+    assert outcome(end_of(process))["text"].endswith(FINAL)
