@@ -180,15 +180,15 @@ def test_a_file_ends_with_its_lifetime(default_model_path: Path) -> None:
 
 def test_stored_bytes_are_limited_for_all_keys_together(default_model_path: Path) -> None:
     async def work(server: InProcess) -> None:
-        assert (await upload(server, b"a" * 30_000, key="one")).status == 200
-        refused = await upload(server, b"a" * 30_000, key="two")
+        assert (await upload(server, b"a" * 600_000, key="one")).status == 200
+        refused = await upload(server, b"a" * 600_000, key="two")
         assert refused.status == 507 and b"max_stored_bytes" in refused.body
         [first] = (await get(server, "/v1/files", "one"))["data"]
         assert stored_names(server) == [first["id"]]
         assert (await server.send(f"/v1/files/{first['id']}", method="DELETE", key="one")).status == 200
-        assert (await upload(server, b"a" * 30_000, key="two")).status == 200
+        assert (await upload(server, b"a" * 600_000, key="two")).status == 200
 
-    run(default_model_path, work, api_keys=KEYS, max_stored_bytes=50_000, max_file_bytes=40_000)
+    run(default_model_path, work, api_keys=KEYS, max_stored_bytes=1_000_000, max_file_bytes=700_000)
 
 
 def test_leftovers_of_a_crash_are_removed_and_files_that_are_written_are_not(

@@ -8,7 +8,7 @@ import typer
 from weft.cli.bench import AsJson
 
 batch_app = typer.Typer(
-    help="Run files of requests on a server, in the capacity that its clients leave.",
+    help="Run files of requests on a server, in idle capacity.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
