@@ -39,7 +39,11 @@ CHAT_FIELDS: Mapping[str, Field] = {
         0,
         MAX_LOGPROBS,
     ),
-    "tool_choice": Field("auto, none, required, or an object that names the function to call."),
+    "tools": Field(
+        "Tools of the types function (a name, a description and a JSON schema of its parameters) and custom (its input "
+        f"is a text, which may have a grammar); at most {MAX_ENTRIES['tools']}."
+    ),
+    "tool_choice": Field("auto, none, required, or an object that names the tool to call."),
     "reasoning_effort": Field(
         f"How much the model thinks: {', '.join(EFFORTS)}. none and minimal turn thoughts off, others on, if the "
         "chat template has a switch. Templates with levels get the level."

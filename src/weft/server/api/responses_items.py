@@ -11,9 +11,10 @@ import base64
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from weft.server.api.responses_tools import custom_arguments, shown_name
+from weft.server.api.responses_tools import shown_name
 from weft.server.errors import ApiError
 from weft.text.conversation import Item, Message, Thought, ToolCall, ToolResult
+from weft.text.custom_calls import custom_arguments
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = {

@@ -23,9 +23,10 @@ from typing import Any
 import msgspec
 
 from weft.server.api.responses_items import sealed
-from weft.server.api.responses_tools import ShownTool, custom_input
+from weft.server.api.responses_tools import ShownTool
 from weft.server.stream.choices import Piece
 from weft.text.answer_parts import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
+from weft.text.custom_calls import custom_input
 
 _encode = msgspec.json.Encoder().encode
 _MAX_LOGPROB_BYTES = 4 << 20

@@ -13,23 +13,14 @@ ignored: agents send them with every request, and a refusal would end them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from weft.request import MAX_GRAMMAR_LENGTH
+from weft.server.api.custom_tools import custom_tool
 from weft.server.api.tool_use import FunctionTool, ToolChoice
 from weft.server.errors import ApiError
-from weft.text.json_string_grammar import NotRewritableError, in_json_string
 
-_INPUT = "input"
-_INPUT_ONLY = {
-    "type": "object",
-    "properties": {_INPUT: {"type": "string"}},
-    "required": [_INPUT],
-    "additionalProperties": False,
-}
 _LONGEST_NAME = 64
 _CHOICES = (
     'auto, none, required, {"type": "function", "name": ...}, {"type": "custom", "name": ...}, '
@@ -106,37 +97,6 @@ def tool_choice(choice: Any) -> ToolChoice:
     return ToolChoice(mode, None, frozenset(names))
 
 
-def custom_arguments(text: str) -> str:
-    """The arguments of a call of a custom tool, as the model writes them."""
-    return json.dumps({_INPUT: text}, ensure_ascii=False)
-
-
-def custom_input(arguments: str) -> str:
-    """The input of a call of a custom tool. `arguments` may be cut, or have another form than it should."""
-    try:
-        value = json.loads(arguments, strict=False)
-    except (ValueError, RecursionError):
-        return _cut_input(arguments)
-    if isinstance(value, dict) and isinstance(text := value.get(_INPUT), str):
-        return text
-    texts = list(value.values()) if isinstance(value, dict) else []
-    return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else arguments
-
-
-def _cut_input(arguments: str) -> str:
-    """The input as far as it goes: the string after `"input":`, without an escape that was cut."""
-    _, found, rest = arguments.partition(f'"{_INPUT}"')
-    _, found, rest = rest.partition('"')
-    if not found:
-        return arguments
-    for _ in range(6):  # the longest escape is \uXXXX
-        try:
-            return str(json.loads(f'"{rest}"', strict=False))
-        except ValueError:
-            rest = rest[:-1]
-    return arguments
-
-
 def _walk(tools: Sequence[Any]) -> Iterator[tuple[Mapping[str, Any], str | None, str]]:
     """Each function and custom tool, with its namespace and its place in the body."""
     for index, tool in enumerate(tools):
@@ -161,37 +121,7 @@ def _as_function(tool: Mapping[str, Any], namespace: str | None, where: str) -> 
         name = shown_name(name, namespace)
     if _type(tool) == "function":
         return FunctionTool(name, description, tool.get("parameters"), tool.get("strict"), where)
-    form = tool.get("format")
-    if form is None or _type(form) == "text":
-        return FunctionTool(name, description, _INPUT_ONLY, False, where)
-    return _with_grammar(FunctionTool(name, description, _INPUT_ONLY, True, where), form)
-
-
-def _with_grammar(tool: FunctionTool, form: Any) -> FunctionTool:
-    """A custom tool whose input follows a grammar."""
-    where = f"{tool.where}.format"
-    given = form if isinstance(form, Mapping) else {}
-    definition, syntax = given.get("definition"), given.get("syntax")
-    if _type(form) != "grammar" or not isinstance(definition, str) or len(definition) > MAX_GRAMMAR_LENGTH:
-        raise _refusal(
-            f'{where} is neither {{"type": "text"}} nor a grammar with a syntax and a definition; send one',
-            where,
-        )
-    if syntax == "regex":
-        pattern = {"type": "string", "pattern": f"^(?:{definition})$"}
-        return replace(tool, parameters={**_INPUT_ONLY, "properties": {_INPUT: pattern}})
-    if syntax != "lark":
-        raise _refusal(f"{where}.syntax is {syntax!r:.80}; allowed: lark, regex", f"{where}.syntax")
-    try:
-        body = in_json_string(definition)
-    except NotRewritableError as error:
-        raise _refusal(f"{where}.definition: {error}", f"{where}.definition") from None
-    rule = f"The input must follow this Lark grammar:\n{definition}"
-    return replace(
-        tool,
-        description=f"{tool.description}\n{rule}" if tool.description else rule,
-        arguments_grammar=f'start: "{{\\"{_INPUT}\\": \\"" body "\\"}}"\nbody: %lark {{\n{body}\n}}',
-    )
+    return custom_tool(name, description, tool.get("format"), where)
 
 
 def _is_ignored(tool: Any) -> bool:

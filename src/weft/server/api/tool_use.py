@@ -16,10 +16,6 @@ from weft.text.tool_grammar import Tool, after_reasoning, forced_calls, optional
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-_CHOICES = (
-    'auto, none, required, {"type": "function", "function": {"name": ...}}, {"type": "allowed_tools", "allowed_tools": '
-    '{"mode": "auto" or "required", "tools": [...]}}'
-)
 
 
 @dataclass(frozen=True)
@@ -113,22 +109,6 @@ class FunctionTool:
         }
 
 
-def tool_use(
-    tools: list[dict[str, Any]], choice: str | Mapping[str, Any] | None, may_be_parallel: bool | None
-) -> ToolUse:
-    """The tools of a request in the form of the OpenAI API. Raises ApiError if tools or tool_choice are invalid."""
-    given = [_function_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-    allowed = None
-    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        choice, allowed = _allowed_tools(choice, given)
-    name = _named(choice) if isinstance(choice, Mapping) else None
-    if name is None and choice not in (None, "auto", "none", "required"):
-        shown = str(choice) if isinstance(choice, str) else "an object without the name of a function"
-        raise _refusal(f"tool_choice is {shown!r:.80}; allowed: {_CHOICES}", "tool_choice")
-    mode: Any = "required" if name is not None else choice or "auto"
-    return chosen_tools(given, ToolChoice(mode, name, allowed), may_be_parallel)
-
-
 def chosen_tools(
     given: Sequence[FunctionTool], tool_choice: ToolChoice, may_be_parallel: bool | None
 ) -> ToolUse:
@@ -158,43 +138,6 @@ def chosen_tools(
     return ToolUse(tools, template_tools, is_forced, name is not None, 1 if is_single else None)
 
 
-def is_named(choice: str | Mapping[str, Any] | None) -> bool:
-    """Whether tool_choice names one function."""
-    return isinstance(choice, Mapping) and choice.get("type") == "function"
-
-
-def _allowed_tools(
-    choice: Mapping[str, Any], given: Sequence[FunctionTool]
-) -> tuple[str | None, frozenset[str]]:
-    """The mode and the names of `{"type": "allowed_tools", ...}`. The prompt still has all tools, so that its cached
-    prefix stays valid."""
-    allowed = choice.get("allowed_tools")
-    mode, tools = (
-        (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, Mapping) else (None, None)
-    )
-    listed = tools if isinstance(tools, list) and tools else [None]
-    names = [_named(tool) if isinstance(tool, Mapping) else None for tool in listed]
-    if mode not in ("auto", "required") or None in names:
-        raise _refusal(
-            f"tool_choice.allowed_tools does not have the right form; allowed: {_CHOICES}", "tool_choice"
-        )
-    found = frozenset(name for name in names if name is not None)
-    if unknown := found - {one.name for one in given if isinstance(one.name, str)}:
-        raise _refusal(
-            f"tool_choice allows {min(unknown)!r:.80}, which is not in tools; send names of tools",
-            "tool_choice",
-        )
-    return mode, found
-
-
-def _named(choice: Mapping[str, Any]) -> str | None:
-    function = choice.get("function")
-    if choice.get("type") != "function" or not isinstance(function, Mapping):
-        return None
-    name = function.get("name")
-    return name if isinstance(name, str) else None
-
-
 def _checked_tools(given: Sequence[FunctionTool]) -> tuple[Tool, ...]:
     checked: dict[str, Tool] = {}
     for one in given:
@@ -206,22 +149,6 @@ def _checked_tools(given: Sequence[FunctionTool]) -> tuple[Tool, ...]:
             )
         checked[tool.name] = tool
     return tuple(checked.values())
-
-
-def _function_tool(tool: dict[str, Any], where: str) -> FunctionTool:
-    if tool.get("type") != "function":
-        raise _refusal(f"{where}.type is {str(tool.get('type'))!r:.80}; allowed: function", f"{where}.type")
-    function = tool.get("function")
-    if not isinstance(function, Mapping):
-        raise _refusal(f"{where} has no function; send one with a name and parameters", f"{where}.function")
-    return FunctionTool(
-        function.get("name"),
-        function.get("description"),
-        function.get("parameters"),
-        function.get("strict"),
-        f"{where}.function",
-        given=tool,
-    )
 
 
 def _checked(tool: FunctionTool) -> Tool:
