@@ -18,7 +18,7 @@ from weft.server.api.files import check_seconds, not_found
 from weft.server.api.listing import owner_of, page_query, page_response
 from weft.server.api.response_shapes import Shape
 from weft.server.api.services import Services
-from weft.server.errors import ApiError, json_response
+from weft.server.errors import ApiError, json_response, refusal
 from weft.server.http.bodies import read_body
 from weft.server.logs import current_record
 from weft.server.state import batches as rows
@@ -159,7 +159,7 @@ class _Batches:
         endpoints = [path for path in self._services.formats if path.startswith("/v1/")]
         if given.endpoint not in endpoints:
             message = f"endpoint is {given.endpoint!r:.80}; allowed: {', '.join(endpoints)}"
-            raise ApiError(400, message, param="endpoint", code="invalid_value")
+            raise refusal(message, "endpoint")
         _check_metadata(given.metadata or {})
         output_seconds = None
         if given.output_expires_after is not None:
@@ -178,7 +178,7 @@ class _Batches:
                 raise not_found(batch.input_file_id, "input_file_id")
             if file.purpose != "batch":
                 message = f"{file.id} has the purpose {file.purpose}; upload it with the purpose batch"
-                raise ApiError(400, message, param="input_file_id", code="invalid_value")
+                raise refusal(message, "input_file_id")
             if rows.count_unfinished(connection, owner) >= _MAX_UNFINISHED:
                 message = f"{_MAX_UNFINISHED} batches have not ended; allowed: {_MAX_UNFINISHED}; wait or cancel some"
                 raise ApiError(429, message, code="too_many_batches", retry_after=60.0)
@@ -253,18 +253,18 @@ def _window(text: str) -> int:
         message = (
             f"completion_window is {text!r:.80}; allowed: a number and s, m, h or d, at most 30d, such as 24h"
         )
-        raise ApiError(400, message, param="completion_window", code="invalid_value")
+        raise refusal(message, "completion_window")
     return seconds
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:
     if len(metadata) > _MAX_METADATA:
         message = f"metadata has {len(metadata)} entries; allowed: {_MAX_METADATA}"
-        raise ApiError(400, message, param="metadata", code="invalid_value")
+        raise refusal(message, "metadata")
     for name, value in metadata.items():
         if len(name) > _MAX_NAME or len(value) > _MAX_VALUE:
             message = (
                 f"metadata has {name!r:.80} with a value of {len(value)} characters; allowed: names of {_MAX_NAME} and "
                 f"values of {_MAX_VALUE} characters"
             )
-            raise ApiError(400, message, param="metadata", code="invalid_value")
+            raise refusal(message, "metadata")

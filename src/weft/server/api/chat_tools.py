@@ -7,7 +7,7 @@ from typing import Any
 
 from weft.server.api.custom_tools import custom_tool
 from weft.server.api.tool_use import FunctionTool, ToolChoice, ToolUse, chosen_tools
-from weft.server.errors import ApiError
+from weft.server.errors import refusal
 
 _TYPES = ("function", "custom")
 """The types of tools. A tool has its fields in an object with the name of its type."""
@@ -28,7 +28,7 @@ def chat_tools(
     name = _named(choice) if isinstance(choice, Mapping) else None
     if name is None and choice not in (None, "auto", "none", "required"):
         shown = str(choice) if isinstance(choice, str) else "an object without the name of a tool"
-        raise _refusal(f"tool_choice is {shown!r:.80}; allowed: {_CHOICES}", "tool_choice")
+        raise refusal(f"tool_choice is {shown!r:.80}; allowed: {_CHOICES}", "tool_choice")
     mode: Any = "required" if name is not None else choice or "auto"
     return chosen_tools(given, ToolChoice(mode, name, allowed), may_be_parallel)
 
@@ -55,12 +55,12 @@ def _allowed_tools(
     listed = tools if isinstance(tools, list) and tools else [None]
     names = [_named(tool) if isinstance(tool, Mapping) else None for tool in listed]
     if mode not in ("auto", "required") or None in names:
-        raise _refusal(
+        raise refusal(
             f"tool_choice.allowed_tools does not have the right form; allowed: {_CHOICES}", "tool_choice"
         )
     found = frozenset(name for name in names if name is not None)
     if unknown := found - {one.name for one in given if isinstance(one.name, str)}:
-        raise _refusal(
+        raise refusal(
             f"tool_choice allows {min(unknown)!r:.80}, which is not in tools; send names of tools",
             "tool_choice",
         )
@@ -82,16 +82,12 @@ def _named(choice: Mapping[str, Any]) -> str | None:
 def _function_tool(tool: Mapping[str, Any], where: str) -> FunctionTool:
     kind, fields = tool.get("type"), _fields(tool)
     if kind not in _TYPES:
-        raise _refusal(f"{where}.type is {str(kind)!r:.80}; allowed: {', '.join(_TYPES)}", f"{where}.type")
+        raise refusal(f"{where}.type is {str(kind)!r:.80}; allowed: {', '.join(_TYPES)}", f"{where}.type")
     if fields is None:
-        raise _refusal(f"{where} has no {kind}; send one with a name", f"{where}.{kind}")
+        raise refusal(f"{where} has no {kind}; send one with a name", f"{where}.{kind}")
     where, name, description = f"{where}.{kind}", fields.get("name"), fields.get("description")
     if kind == "custom":
         return custom_tool(name, description, fields.get("format"), where)
     return FunctionTool(
         name, description, fields.get("parameters"), fields.get("strict"), where, given=dict(tool)
     )
-
-
-def _refusal(message: str, param: str) -> ApiError:
-    return ApiError(400, message, param=param, code="invalid_value")

@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.request import MAX_GRAMMAR_LENGTH
 from weft.server.api.tool_use import FunctionTool
-from weft.server.errors import ApiError
+from weft.server.errors import refusal
 from weft.text.custom_calls import INPUT, INPUT_ONLY
 from weft.text.json_string_grammar import NotRewritableError, in_json_string
 
@@ -28,7 +28,7 @@ def _with_grammar(tool: FunctionTool, form: Any) -> FunctionTool:
     given = given if isinstance(given, Mapping) else {}
     definition, syntax = given.get("definition"), given.get("syntax")
     if kind != "grammar" or not isinstance(definition, str) or len(definition) > MAX_GRAMMAR_LENGTH:
-        raise _refusal(
+        raise refusal(
             f'{where} is neither {{"type": "text"}} nor a grammar with a syntax and a definition; send one',
             where,
         )
@@ -36,18 +36,14 @@ def _with_grammar(tool: FunctionTool, form: Any) -> FunctionTool:
         pattern = {"type": "string", "pattern": f"^(?:{definition})$"}
         return replace(tool, parameters={**INPUT_ONLY, "properties": {INPUT: pattern}})
     if syntax != "lark":
-        raise _refusal(f"{where}.syntax is {syntax!r:.80}; allowed: lark, regex", f"{where}.syntax")
+        raise refusal(f"{where}.syntax is {syntax!r:.80}; allowed: lark, regex", f"{where}.syntax")
     try:
         body = in_json_string(definition)
     except NotRewritableError as error:
-        raise _refusal(f"{where}.definition: {error}", f"{where}.definition") from None
+        raise refusal(f"{where}.definition: {error}", f"{where}.definition") from None
     rule = f"The input must follow this Lark grammar:\n{definition}"
     return replace(
         tool,
         description=f"{tool.description}\n{rule}" if tool.description else rule,
         arguments_grammar=f'start: "{{\\"{INPUT}\\": \\"" body "\\"}}"\nbody: %lark {{\n{body}\n}}',
     )
-
-
-def _refusal(message: str, param: str) -> ApiError:
-    return ApiError(400, message, param=param, code="invalid_value")

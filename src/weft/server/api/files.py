@@ -16,7 +16,7 @@ from weft.server.api.answer_format import Operation
 from weft.server.api.listing import owner_of, page_query, page_response
 from weft.server.api.response_shapes import Shape
 from weft.server.api.services import Services
-from weft.server.errors import ApiError, json_response
+from weft.server.errors import ApiError, json_response, refusal
 from weft.server.http.uploads import UploadForm, read_upload
 from weft.server.logs import current_record
 from weft.server.state.files import StoredFile
@@ -133,7 +133,7 @@ class _Files:
         async with self._files.incoming(f"file-{current_record().id}", min(announced, most)) as new:
             form = await read_upload(request.headers.get("content-type", ""), body, new)
             if form.file_name is None:
-                raise ApiError(400, "the form has no part file; add it", param="file", code="missing_field")
+                raise refusal("the form has no part file; add it", "file", "missing_field")
             if new.num_bytes > most:
                 message = f"the file has {new.num_bytes} bytes; allowed: {most} (max_file_bytes); split it"
                 raise ApiError(413, message, param="file", code="file_too_large")
@@ -202,7 +202,7 @@ def _purpose(form: UploadForm) -> str:
     if purpose not in PURPOSES:
         found = "purpose is missing" if purpose is None else f"purpose is {purpose!r:.80}"
         message = f"{found}; allowed: {', '.join(PURPOSES)}"
-        raise ApiError(400, message, param="purpose", code="invalid_value")
+        raise refusal(message, "purpose")
     return purpose
 
 
@@ -212,7 +212,7 @@ def _lifetime(form: UploadForm) -> int | None:
         return _BATCH_SECONDS if form.fields["purpose"] == "batch" else None
     if anchor not in (None, "created_at"):
         message = f"expires_after.anchor is {anchor!r:.80}; allowed: created_at"
-        raise ApiError(400, message, param="expires_after.anchor", code="invalid_value")
+        raise refusal(message, "expires_after.anchor")
     return check_seconds(text or "", "expires_after.seconds")
 
 
@@ -222,5 +222,5 @@ def check_seconds(given: str | int, param: str) -> int:
     seconds = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
     if not MIN_SECONDS <= seconds <= MAX_SECONDS:
         message = f"{param} is {text!r:.80}; allowed: {MIN_SECONDS} to {MAX_SECONDS}"
-        raise ApiError(400, message, param=param, code="invalid_value")
+        raise refusal(message, param)
     return seconds

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 
 from weft.server.admission.keys import ApiKey
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, refusal
 from weft.server.http.scope import KEY
 from weft.server.state.paging import PageQuery
 
@@ -25,12 +25,12 @@ def page_query(request: Request, *, default_limit: int, max_limit: int) -> PageQ
     limit = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
     if not 1 <= limit <= max_limit:
         message = f"limit is {text!r:.80}; allowed: 1 to {max_limit}"
-        raise ApiError(400, message, param="limit", code="invalid_value")
+        raise refusal(message, "limit")
     if order == "asc":
         return PageQuery(limit, "asc", given.get("after") or None)
     if order == "desc":
         return PageQuery(limit, "desc", given.get("after") or None)
-    raise ApiError(400, f"order is {order!r:.80}; allowed: asc, desc", param="order", code="invalid_value")
+    raise refusal(f"order is {order!r:.80}; allowed: asc, desc", "order")
 
 
 def page_response(found: tuple[list[dict[str, Any]], bool] | None, query: PageQuery) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from weft.server.api.answer_format import (
     ServedModel,
 )
 from weft.server.api.field_docs import Field
-from weft.server.api.messages_input import items_of_messages, quoted, refusal
+from weft.server.api.messages_input import items_of_messages, quoted
 from weft.server.api.messages_writer import (
     ErrorBody,
     InputTokens,
@@ -33,7 +33,7 @@ from weft.server.api.messages_writer import (
 )
 from weft.server.api.schema import MAX_ENTRIES, MAX_NAMED, shown
 from weft.server.api.tool_use import FunctionTool, ToolChoice, ToolUse, chosen_tools
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, refusal
 from weft.text.conversation import EFFORTS, Conversation, Item, Message
 
 _CHOICES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from weft.server.api.answer_format import Operation
 from weft.server.api.response_shapes import Shape
 from weft.server.api.services import Services
-from weft.server.errors import ApiError, json_response
+from weft.server.errors import json_response, refusal
 
 _CONTEXT = Meta(description="Maximum context length in tokens, prompt and answer together.")
 _PARAMETERS = (
@@ -95,9 +95,7 @@ async def _list(services: Services, request: Request) -> Response:
     query = request.query_params
     limit = query.get("limit", "20")
     if not (limit.isascii() and limit.isdigit() and len(limit) < 5 and 1 <= int(limit) <= 1000):
-        raise ApiError(
-            400, f"limit is {limit!r:.80}; allowed: 1 to 1000", param="limit", code="invalid_value"
-        )
+        raise refusal(f"limit is {limit!r:.80}; allowed: 1 to 1000", "limit")
     models = [_in_anthropic_form(services)]
     for border in ("before_id", "after_id"):
         if query.get(border):

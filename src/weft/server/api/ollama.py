@@ -20,7 +20,7 @@ from weft.server.api.answer_format import (
 from weft.server.api.field_docs import Field
 from weft.server.api.ollama_writer import error_body, head
 from weft.server.api.response_shapes import Shape
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, refusal
 
 FAMILY = "/api"
 TAG = "Ollama"
@@ -307,4 +307,4 @@ def _is_zero(keep_alive: float | str | None) -> bool:
 
 
 def _invalid(param: str, problem: str) -> ApiError:
-    return ApiError(400, f"{param} {problem}", param=param, code="invalid_value")
+    return refusal(f"{param} {problem}", param)

@@ -29,7 +29,7 @@ from weft.server.api.ollama_writer import STREAM_TYPE, rfc3339
 from weft.server.api.response_shapes import Shape
 from weft.server.api.schema import read
 from weft.server.api.services import Services
-from weft.server.errors import ApiError, json_response, warning_header
+from weft.server.errors import ApiError, json_response, refusal, warning_header
 from weft.server.http.bodies import read_body
 from weft.server.http.loopback import is_loopback
 from weft.server.http.scope import KEY, OLLAMA_PORT
@@ -59,7 +59,7 @@ class NamedModel(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def wanted(self) -> str:
         if not (self.model or self.name):
-            raise ApiError(400, "model is required", param="model", code="invalid_value")
+            raise refusal("model is required", "model")
         return self.model or self.name
 
 

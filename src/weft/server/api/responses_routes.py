@@ -18,7 +18,7 @@ from weft.server.api import responses_background as background
 from weft.server.api.answer_format import Operation
 from weft.server.api.responses_shapes import DeletedResponse, InputItems, ResponseObject
 from weft.server.api.services import Services, owner_of
-from weft.server.errors import ApiError, json_response
+from weft.server.errors import ApiError, json_response, refusal
 from weft.server.http.scope import KEY
 from weft.server.state import responses as table
 
@@ -77,7 +77,7 @@ def routes(services: Services) -> Sequence[Route]:
 
 async def _read(services: Services, request: Request, owner: str) -> Response:
     if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
-        raise _refusal("stored responses cannot be streamed; leave stream out of the query", "stream")
+        raise refusal("stored responses cannot be streamed; leave stream out of the query", "stream")
     return _response(await _found(services, request, owner))
 
 
@@ -93,7 +93,7 @@ async def _delete(services: Services, request: Request, owner: str) -> Response:
 async def _cancel(services: Services, request: Request, owner: str) -> Response:
     row = await _found(services, request, owner)
     if row.worker is None:
-        raise _refusal(
+        raise refusal(
             f"{row.id!r:.80} is no background response; only those can be cancelled. To cancel another one, close its "
             "connection",
             "id",
@@ -112,9 +112,9 @@ async def _input_items(services: Services, request: Request, owner: str) -> Resp
         query.get("after"),
     )
     if not (given.isascii() and given.isdigit() and len(given) < 4 and 1 <= int(given) <= _MOST_ITEMS):
-        raise _refusal(f"limit is {given!r:.80}; allowed: 1 to {_MOST_ITEMS}", "limit")
+        raise refusal(f"limit is {given!r:.80}; allowed: 1 to {_MOST_ITEMS}", "limit")
     if order not in ("asc", "desc"):
-        raise _refusal(f"order is {order!r:.80}; allowed: asc, desc", "order")
+        raise refusal(f"order is {order!r:.80}; allowed: asc, desc", "order")
     row = await _found(services, request, owner)
     # In a thread: the items may have megabytes.
     return json_response(await asyncio.to_thread(_page, row.input, int(given), order == "desc", after))
@@ -128,7 +128,7 @@ def _page(content: bytes, limit: int, is_reversed: bool, after: str | None) -> d
     if after is not None:
         position = next((index for index, (one, _) in enumerate(pairs) if one == after), None)
         if position is None:
-            raise _refusal(f"after is {after!r:.80}, which is not the id of an input item", "after")
+            raise refusal(f"after is {after!r:.80}, which is not the id of an input item", "after")
         pairs = pairs[position + 1 :]
     page = pairs[:limit]
     return {
@@ -160,7 +160,3 @@ def _not_found(response_id: str) -> ApiError:
     return ApiError(
         404, f"there is no stored response {response_id!r:.80}", param="id", code="response_not_found"
     )
-
-
-def _refusal(message: str, param: str) -> ApiError:
-    return ApiError(400, message, param=param, code="invalid_value")

@@ -19,7 +19,7 @@ from typing import Any
 
 from weft.server.api.custom_tools import custom_tool
 from weft.server.api.tool_use import FunctionTool, ToolChoice
-from weft.server.errors import ApiError
+from weft.server.errors import refusal
 
 _LONGEST_NAME = 64
 _CHOICES = (
@@ -82,13 +82,13 @@ def tool_choice(choice: Any) -> ToolChoice:
     if isinstance(choice, str):
         if choice in ("auto", "none", "required"):
             return ToolChoice(choice)  # type: ignore[arg-type]
-        raise _refusal(f"tool_choice is {choice!r:.80}; allowed: {_CHOICES}", "tool_choice")
+        raise refusal(f"tool_choice is {choice!r:.80}; allowed: {_CHOICES}", "tool_choice")
     kind = _type(choice)
     if kind in ("function", "custom"):
         return ToolChoice("required", _chosen_name(choice, "tool_choice"))
     mode, tools = choice.get("mode", "auto"), choice.get("tools")
     if mode not in ("auto", "required") or not isinstance(tools, list):
-        raise _refusal(
+        raise refusal(
             "tool_choice of the type allowed_tools has no mode (auto or required) or no list of tools; send both",
             "tool_choice",
         )
@@ -102,14 +102,14 @@ def _walk(tools: Sequence[Any]) -> Iterator[tuple[Mapping[str, Any], str | None,
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         if not isinstance(tool, Mapping):
-            raise _refusal(f"{where} is not an object; send one with a type", where)
+            raise refusal(f"{where} is not an object; send one with a type", where)
         if _type(tool) != "namespace":
             if not _is_ignored(tool):
                 yield tool, None, where
             continue
         name, inner = tool.get("name"), tool.get("tools")
         if not isinstance(name, str) or not isinstance(inner, list):
-            raise _refusal(f"{where} has no name or no list of tools; send both", where)
+            raise refusal(f"{where} has no name or no list of tools; send both", where)
         for position, one in enumerate(inner):
             if isinstance(one, Mapping) and _type(one) in ("function", "custom"):
                 yield one, name, f"{where}.tools[{position}]"
@@ -136,9 +136,5 @@ def _type(value: Any) -> str:
 def _chosen_name(choice: Mapping[str, Any], where: str) -> str:
     name, namespace = choice.get("name"), choice.get("namespace")
     if not isinstance(name, str):
-        raise _refusal(f"{where} has no name of a tool; send one", where)
+        raise refusal(f"{where} has no name of a tool; send one", where)
     return shown_name(name, namespace if isinstance(namespace, str) else None)
-
-
-def _refusal(message: str, param: str) -> ApiError:
-    return ApiError(400, message, param=param, code="invalid_value")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from weft.request import Grammar
 from weft.server.api.closed_schema import closed
-from weft.server.errors import ApiError
+from weft.server.errors import refusal
 from weft.text.answer_reader import AnswerSyntax
 from weft.text.model_text import ModelText
 from weft.text.tool_grammar import Tool, after_reasoning, forced_calls, optional_calls
@@ -58,12 +58,11 @@ class ToolUse:
         if self.is_forced:
             return forced_calls(self.tools, form, text.tokenizer, is_single_call=is_single)
         if answer is not None and text.tool_format.has_unmarked_calls:
-            raise ApiError(
-                400,
+            raise refusal(
                 "response_format and tools cannot be combined with this model: its tool calls look like any JSON; "
                 "set tool_choice to none or required",
-                param="response_format",
-                code="unsupported",
+                "response_format",
+                "unsupported",
             )
         return optional_calls(self.tools, form, text.tokenizer, answer, is_single_call=is_single)
 
@@ -118,7 +117,7 @@ def chosen_tools(
     choice, name = tool_choice.mode, tool_choice.name
     if not tools:
         if name is not None or choice == "required":
-            raise _refusal(
+            raise refusal(
                 "tool_choice requires a call, but the request has no tools; send tools", "tool_choice"
             )
         return NO_TOOLS
@@ -129,7 +128,7 @@ def chosen_tools(
     if name is not None:
         tools = tuple(tool for tool in tools if tool.name == name)
         if not tools:
-            raise _refusal(
+            raise refusal(
                 f"tool_choice names {name!r:.80}, which is not in tools; send the name of a tool",
                 "tool_choice",
             )
@@ -143,7 +142,7 @@ def _checked_tools(given: Sequence[FunctionTool]) -> tuple[Tool, ...]:
     for one in given:
         tool = _checked(one)
         if tool.name in checked:
-            raise _refusal(
+            raise refusal(
                 f"{one.where} has the name {tool.name!r}, as an earlier tool has; names must be unique",
                 f"{one.where}.name",
             )
@@ -154,13 +153,13 @@ def _checked_tools(given: Sequence[FunctionTool]) -> tuple[Tool, ...]:
 def _checked(tool: FunctionTool) -> Tool:
     where, name, strict = tool.where, tool.name, tool.strict
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _refusal(
+        raise refusal(
             f"{where}.name is {str(name)!r:.80}; allowed: 1 to 64 letters, digits, _ and -", f"{where}.name"
         )
     if tool.description is not None and not isinstance(tool.description, str):
-        raise _refusal(f"{where}.description is not a string; send one", f"{where}.description")
+        raise refusal(f"{where}.description is not a string; send one", f"{where}.description")
     if strict is not None and not isinstance(strict, bool):
-        raise _refusal(f"{where}.strict is {str(strict)!r:.80}; allowed: true, false", f"{where}.strict")
+        raise refusal(f"{where}.strict is {str(strict)!r:.80}; allowed: true, false", f"{where}.strict")
     schema = _schema(tool.parameters, f"{where}.{tool.parameters_field}")
     return Tool(name, schema, bool(strict), tool.arguments_grammar)
 
@@ -169,12 +168,8 @@ def _schema(parameters: Any, where: str) -> Mapping[str, Any]:
     if parameters is None or parameters == {}:
         return _NO_PARAMETERS
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-        raise _refusal(f"{where} is not a JSON schema of the type object; send one", where)
+        raise refusal(f"{where} is not a JSON schema of the type object; send one", where)
     try:
         return closed({"type": "object", **parameters})
     except ValueError as error:
-        raise _refusal(f"{where} {error}", where) from None
-
-
-def _refusal(message: str, param: str) -> ApiError:
-    return ApiError(400, message, param=param, code="invalid_value")
+        raise refusal(f"{where} {error}", where) from None

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, refusal
 from weft.server.state.files import NewFile
 
 UPLOADS = frozenset({"/v1/files"})
@@ -142,4 +142,4 @@ class _Parts:
 
 
 def _invalid(reason: str) -> ApiError:
-    return ApiError(400, f"{reason}; {_HINT}", param="file", code="invalid_upload")
+    return refusal(f"{reason}; {_HINT}", "file", "invalid_upload")
