@@ -299,7 +299,7 @@ MUTATIONS = (
     Mutation(
         "cancelled request stays in the queue",
         f"{SEQUENCE_TABLE}.remove",
-        "self.queue.remove(sequence)",
+        "self.queue_of(sequence).remove(sequence)",
         "pass",
     ),
     Mutation(
