@@ -3,16 +3,20 @@ interrupted, refused for a while, or cut off by a restart."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from agent_script import FILE, FINAL, WORD
-from command_line_agents import AGENTS, Agent, aider
+from command_line_agents import AGENTS, Agent, aider, codex
 from scripted_server import ScriptedServer, wait_for
 
 from conftest import LIMITED, PER_MINUTE, Place, end_of, interrupt
 
 PLAIN = [agent for agent in AGENTS if agent.name in ("Claude Code", "Codex", "opencode")]
+
+
+QUESTION = "Name the capital of France."
 
 
 def named(agents: Any) -> Any:
@@ -82,3 +86,39 @@ def test_aider_edits_a_file_by_a_streamed_answer(served: ScriptedServer, place: 
     assert (place.work / FILE).read_text() == f"hello {WORD}\n", str(run)
     (entry,) = served.requests(since)
     assert entry["status"] == 200 and entry["stream"]
+
+
+@named([agent for agent in AGENTS if agent.prepare_talk])
+def test_the_default_model_streams_an_answer(real: ScriptedServer, place: Place, agent: Agent) -> None:
+    since = len(real.requests())
+    assert agent.prepare_talk is not None
+    command, environment = agent.prepare_talk(place, real.url, "none")
+    run = place.run([*command, QUESTION], environment)
+    assert run.code == 0 and run.out.strip(), str(run)
+    entries = of_model(real, agent, since)
+    assert entries and all(entry["stream"] and entry["completion_tokens"] for entry in entries), entries
+
+
+def test_the_default_model_answers_aider(real: ScriptedServer, place: Place) -> None:
+    since = len(real.requests())
+    command, environment = aider(place, real.url, "none")
+    run = place.run([*command, f"/ask {QUESTION}"], environment)
+    (entry,) = real.requests(since)
+    assert run.code == 0 and entry["stream"] and entry["completion_tokens"], str(run)
+
+
+def test_codex_gets_a_structured_answer_after_a_call(served: ScriptedServer, place: Place) -> None:
+    """Not from the default model: it never stops calling the tools that Codex sends with the schema."""
+    properties = {"name": {"type": "string"}, "age": {"type": "integer"}}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    place.write("schema.json", json.dumps(schema))
+    answer = place.home / "answer.json"
+    command, environment = codex(place, served.url, "agent-key")
+    command += ["--output-schema", place.home / "schema.json", "--output-last-message", answer]
+    run = place.run([*command, "Codex, describe the person"], environment)
+    assert run.code == 0 and json.loads(answer.read_text()) == {"name": "Ada", "age": 36}, str(run)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +57,6 @@ def npm_script() -> Path:
 def programs(npm_script: Path) -> dict[str, list[object]]:
     script = HERE / "sdk" / "sdk.py"
     return {"npm": [NODE, npm_script], "python": [PYTHON, script], "clients": [sys.executable, script]}
-
-
-@pytest.fixture(scope="session")
-def real(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
-    """The default model itself."""
-    server = ScriptedServer(tmp_path_factory.mktemp("real"), default_model_path, {"rules": []}, backend="cpu")
-    server.start()
-    yield server
-    server.stop()
 
 
 def outcome(run: Any) -> Any:
