@@ -92,9 +92,11 @@ class ScriptedServer:
         self._process.kill()
         self._process.wait(60)
 
-    def requests(self, since: int = 0) -> list[dict[str, Any]]:
-        """The log entries of the requests that have ended, without the first `since`."""
-        return self._entries("request")[since:]
+    def requests(self, since: int = 0, route: str = "", at_least: int = 0) -> list[dict[str, Any]]:
+        """The log entries of the requests that have ended, without the first `since`; only those of `route`, if it is
+        given. None if there are not `at_least` so many: the log is written a moment after an answer."""
+        entries = [entry for entry in self._entries("request")[since:] if route in ("", entry["route"])]
+        return entries if len(entries) >= at_least else []
 
     def num_running(self) -> int:
         """The requests that the engine computes now."""
