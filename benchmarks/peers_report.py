@@ -150,8 +150,8 @@ def _print(
 def _print_pairs(
     report: Report, title: str, names: tuple[str, str], counts: int, form: str, word: str, scale: float = 1.0
 ) -> None:
-    """Prints a table with two figures per cell. The last rows compare weft's figure names[`counts`] with that of the
-    best peer."""
+    """Prints a table with two figures per cell, of the given `names`. The last rows compare weft with the best peer by
+    one of them: names[counts]."""
     if not report.work:
         return
 

@@ -159,7 +159,8 @@ def decoding_scheduler(running: int, waiting: int, steps: int) -> ContinuousBatc
     new_id = numbered_ids()
     params = SamplingParams(max_tokens=context)
     for index in range(running):
-        # Lengths cover every remainder, so that the same number of sequences fills a block in every step.
+        # The prompt lengths modulo the block size are evenly spread. So in each step the same number of sequences needs
+        # a new block.
         length = source.randrange(64, longest_prompt - BLOCK_SIZE, BLOCK_SIZE) + index % BLOCK_SIZE
         prompt = tuple(source.choices(range(info.vocabulary_size), k=length))
         scheduler.add(Sequence(InferenceRequest(prompt, params, request_id=new_id()), seed=0))

@@ -106,7 +106,7 @@ inline int64_t tiles_of(Span span) { return span.empty() ? 0 : (span.end + key_t
 struct TierTiles {
   Span span;       // positions that any row sees
   bool is_stored, of_values;
-  bool is_copied;    // copied to scratch memory; those of the store are converted to floats
+  bool is_copied;    // true: the tiles are in scratch memory. Tiles of the store are converted to floats there.
   int64_t stride;    // store only: elements from one value to the next
   int64_t lines;     // cache lines of a tile
   const void* tiles[segment_tiles];

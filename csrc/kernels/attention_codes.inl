@@ -142,7 +142,7 @@ __attribute__((noinline)) void sum_code_tiles(const int16_t* codes, const float*
   }
 }
 
-// Sums all features with the function above.
+// Sums the values of all features: calls the function above for each group of features.
 template <int Rows>
 inline void sum_codes(const int16_t* codes, const float* factors, const void* const* tiles, int64_t first, int64_t end, int64_t units,
                       const float* starts, Prefetcher* prefetcher, int64_t lines, const Target* targets) {

@@ -161,7 +161,8 @@ float Candidates::nucleus_floor(const ScannedRow& row, double top_p) {
   const float factor = static_cast<float>(std::min(factor_, static_cast<double>(FLT_MAX)));
   const double total = kernels().sum_weights_roughly(row.scores, row.count, row.scan.best, factor, near);
   const double least = top_p * total * (1.0 - rough_share), most = top_p * total * (1.0 + rough_share);
-  // All tokens further than this below the best score have together less than the weight that top-p removes.
+  // A distance below the best score. The tokens further away have less weight in total than top-p removes, so none of
+  // them is kept.
   double distance = -std::log((1.0 - top_p) * total * (1.0 - rough_share) / static_cast<double>(row.count));
   for (int i = num_near - 1; i >= 0; i--)
     if (near[i] * (1.0 - rough_share) > most) distance = std::min(distance, static_cast<double>(near_distances[i]));

@@ -195,7 +195,7 @@ void Program::execute_row(const Instruction& instruction, int64_t row) {
     case Instruction::Kind::rope_and_write: rope_and_write(instruction, row); break;
     case Instruction::Kind::add: kernels().add_scaled(output, input, instruction.scale, columns, output); break;
     case Instruction::Kind::scale_and_cap: kernels().scale_and_cap(output, columns, instruction.scale, instruction.cap); break;
-    // This function runs it only if all rows are selected (`is_by_row`), so output row = input row.
+    // Row by row only if all rows are selected (`is_by_row`): then output row = input row.
     case Instruction::Kind::select_rows: std::memcpy(output, input, static_cast<size_t>(columns) * sizeof(float)); break;
     default: break;
   }

@@ -181,7 +181,7 @@ class Program {
   // Rows in the form that products read.
   struct PreparedRows {
     Activations activations;
-    QuantisedRows quantised{};   // the rows in bytes, for quantised weights
+    QuantisedRows quantised{};   // the rows, quantised to bytes, for quantised weights
     Aligned<float> floats;       // the rows as floats, for other weights: [rows, columns]
     int64_t columns = 0;
     bool is_quantised = false;

@@ -15,8 +15,8 @@ namespace {
 // as multiplying it with four rows or more, and longer with more threads.
 inline int64_t rows_worth_a_block(int64_t threads) { return std::clamp<int64_t>(2 * threads, 4, 2 * panel_rows); }
 constexpr int64_t most_rows_per_block = 4 * panel_rows;
-// Row blocks of whole requests may be too large for the L2 cache: fewer waits gain more than the cache does. Measured
-// gain on two threads: 4 to 6% of a decode of 76 to 96 rows, 1 to 8% up to 144 rows.
+// Row blocks of whole requests may be too large for the L2 cache: the waits that they save take longer than the cache
+// misses that they cause. Measured gain on two threads: 4 to 6% of a decode of 76 to 96 rows, 1 to 8% up to 144 rows.
 constexpr int64_t most_rows_of_requests = 10 * panel_rows;
 
 // Row blocks per thread that the pipeline needs, so that no thread runs out of work (program_pipeline.cpp).
@@ -153,7 +153,8 @@ bool Program::partition_pipeline() {
   return true;
 }
 
-// The cost of a query run from the first layer to the selection of rows, in products.
+// The cost of a query run in all instructions before the selection of the sampled rows. The unit is one product of a
+// weight and a row, as above.
 int64_t Program::cost_of(const QueryRun& run) const {
   const int64_t bytes = shape_.kv_heads * cache_room(cache_.block_size, shape_.head_size) * static_cast<int64_t>(sizeof(uint16_t));
   const int64_t context = step_.positions[run.first] + run.count;

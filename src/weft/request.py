@@ -454,7 +454,7 @@ class GenerationResult:
     prefill_time: float
     """Time between admission and the next token, also after preemptions."""
     decode_time: float
-    """The rest of the time until the end."""
+    """Time from admission to the end, without `prefill_time` and without time in the queue."""
     time_to_first_token: float | None
     decode_steps: int
     """Tokens after the first."""

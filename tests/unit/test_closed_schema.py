@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from weft.server.api import closed_schema
 from weft.server.api.closed_schema import closed
 
 A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
@@ -79,6 +80,18 @@ def test_a_schema_with_combined_objects_stays_unchanged(schema: Any) -> None:
 )
 def test_malformed_schemas_are_not_refused_here(broken: Any) -> None:
     assert closed(broken) == broken or closed(broken) == {**broken, "additionalProperties": False}
+
+
+def test_a_schema_that_is_too_long_is_refused_before_it_is_walked_or_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def walk(schema: Any) -> None:
+        raise AssertionError("the length is checked first")
+
+    monkeypatch.setattr(closed_schema, "_check_depth", walk)
+    schema = {"type": "object", "properties": {f"property{n}": {"type": "string"} for n in range(60_000)}}
+    with pytest.raises(ValueError, match=r"has \d+ characters as JSON; allowed: at most \d+"):
+        closed(schema)
 
 
 def test_a_schema_that_is_too_deep_to_encode_is_refused() -> None:

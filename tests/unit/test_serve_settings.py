@@ -68,6 +68,7 @@ def test_every_setting_of_server_engine_scheduler_and_cache_has_a_key() -> None:
     names = {key.rpartition(".")[2] for key in KEYS}
     for part in (ServingEngineConfig, SchedulerConfig, KvCachePoolConfig):
         assert fields(part) - {"scheduler", "cache", "max_kept_results"} <= names
+    assert "max_kept_results" not in names, "a server keeps no results, so it would have no effect"
 
 
 def test_a_range_that_a_field_declares_is_checked_and_named(write: Write) -> None:

@@ -138,7 +138,7 @@ def main(
     try:
         for shape in models:
             if START in names:
-                # Before this process loads the model: the started processes need the memory of the GPU.
+                # This runs before this process loads the model, because the started processes need the GPU's memory.
                 for start in measure_starts(shape, device):
                     starts.append(start)
                     _print_start(start)

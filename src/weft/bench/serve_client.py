@@ -140,7 +140,7 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         now = perf_counter()
         exchange = self._exchange
-        if exchange is None:  # bytes without a request
+        if exchange is None:  # the server sent bytes, but no request is open
             self.abort()
             return
         exchange.feed(bytes(self._view[:nbytes]), now)

@@ -158,7 +158,9 @@ def _map(path: Path, layout: _Layout, checksum: Checksum, threads: int) -> dict[
         ):  # for example out of file descriptors or memory
             raise
         raise _Unusable(f"it cannot be read ({error.strerror})") from error
-    with suppress(AttributeError, OSError):  # some systems lack it, and some kernels reject it for files
+    with suppress(
+        AttributeError, OSError
+    ):  # some systems do not have MADV_HUGEPAGE, or only for memory without a file
         mapped.madvise(mmap.MADV_HUGEPAGE)
     mapped.madvise(mmap.MADV_WILLNEED)
     content = np.frombuffer(mapped, np.uint8)

@@ -40,7 +40,7 @@ class ModelConfig:
     pre_norms: bool = True
     """Norms of the inputs of attention and feed-forward."""
     post_norms: bool = False
-    """Norms of their outputs, before the residual add."""
+    """Norms of the outputs of attention and feed-forward, before the residual add."""
     qk_norm: Literal["head", "row"] | None = None
     """Queries and keys are normalised: each head separately, or all heads of a token together."""
     qkv_bias: bool = False

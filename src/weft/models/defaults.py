@@ -55,8 +55,8 @@ _GEMMA2: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
 }
 
-# By `model_type`. If a field has two keys (see `fields`), the default uses the second, so either key of a file replaces
-# it. Gemma's `hidden_activation` is an exception: its classes ignore `hidden_act`.
+# By `model_type`. Some fields have two keys (see `fields`). Their default has the second key, and a file may replace it
+# with either key. Gemma's `hidden_activation` is an exception: its classes ignore `hidden_act`.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": _LLAMA,
     "mistral": _MISTRAL,

@@ -233,7 +233,7 @@ def _alphabet(backend: tokenizers.Tokenizer) -> Literal["bytes", "pieces", "othe
 
 
 def _is_sentencepiece_step(part: dict[str, Any]) -> bool:
-    """Whether a step of the decoder only decodes byte tokens, or strips the leading space of a text."""
+    """True if this step of the decoder decodes byte tokens, joins the tokens, or strips the leading space of the text."""
     if part["type"] == "Strip":
         return part["content"] == " " and part["stop"] == 0
     return part["type"] in ("ByteFallback", "Fuse")

@@ -25,7 +25,7 @@ _ALIGNED = 4
 
 
 class MailboxStep(Protocol):
-    """The handle of a step that uses a slot."""
+    """The handle of a step, as its mailbox slot sees it."""
 
     def collect(self) -> None:
         """Waits for the step and reads its result from the slot."""

@@ -68,8 +68,8 @@ class Splits(NamedTuple):
     shared: bool = False
     """All requests are divided among `most` programs. A context of up to `smallest` positions is not split."""
     leeway: int = 3
-    """How much imbalance is allowed, in tiles. Contexts stay unsplit if then no program reads more than this many tiles
-    above the mean. Reading a request in two parts and joining them costs about as much as two or three tiles."""
+    """How much imbalance is allowed, in tiles. Contexts are not split if, without splits, no program reads more than this
+    many tiles above the mean. Reading a request in two parts and joining them costs about as much as two or three tiles."""
 
 
 class _Tiers(NamedTuple):

@@ -82,9 +82,9 @@ def decode_attention(
         counts = tl.where(each < requests, _work_of(contexts, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS), 0)
         all_tiles = tl.sum(counts, 0)
         longest = tl.max(counts, 0)
-        # Is the work even enough if each request has its own program, and `programs` of these run at the same time? At
-        # most `most_read` / `programs` tiles are then read one after another. If the work is even, these are
-        # `all_tiles` / `programs`.
+        # Decides whether each request gets its own program. Of these, `programs` run at the same time, so at most
+        # `most_read` / `programs` tiles are read one after another. With evenly divided work it would be
+        # `all_tiles` / `programs`. A small difference is accepted.
         most_read = tl.minimum(
             tl.cdiv(requests, programs) * longest * programs, all_tiles + longest * programs
         )

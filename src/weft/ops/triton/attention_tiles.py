@@ -52,7 +52,7 @@ def attend(
     score_cap,
     MASKED: tl.constexpr,  # False: every row sees all of begin to end
     TIERED: tl.constexpr,  # True: earlier blocks are in the store
-    WINDOW: tl.constexpr,  # 0: none
+    WINDOW: tl.constexpr,  # 0: no window
     CAPPED: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,  # power of two >= HEAD_SIZE

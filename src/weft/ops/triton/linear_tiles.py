@@ -51,7 +51,7 @@ def gemv_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile | 
     cores, which have more overhead. None: use `skinny_tile`.
 
     Each program loads 4 to 16 KiB of bfloat16 weights at a time. With a norm, more work is done per loaded value.
-    Programs with few rows hide that better.
+    Then programs with few rows are faster: more of them run at the same time.
     """
     if tokens > 1:
         return _few_tokens_tile(tokens, outputs, inputs, has_norm)
@@ -125,8 +125,8 @@ def skinny_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile 
 
 @cache
 def small_tile(tokens: int, inputs: int) -> Tile:
-    """A tile whose sizes of outputs and inputs do not depend on the number of tokens. So the sums of a token do not
-    depend on the number of tokens either: tokens are separate columns of an instruction."""
+    """A tile whose numbers of outputs and inputs are the same for any number of tokens. An instruction computes each token
+    in a column of its own. So the sums of a token do not depend on the number of tokens."""
     token_tile = max(16, min(128, power_of_two(tokens)))
     return _fitted(Tile(token_tile, 64, 64, 4, 4, early=False, norm_inside=False), inputs)
 

@@ -42,8 +42,8 @@ from weft.ops.triton.rope import RopeTables
 
 @dataclass
 class _Run:
-    """A running step. `buffers` are views of the slots with the rows of the step. `padded` are the same views with
-    padded row counts, for products."""
+    """A running step. `buffers` are the buffers of the program, cut to the rows of the step. `padded` are the same
+    buffers, cut to padded numbers of rows: matrix products use those."""
 
     batch: DeviceBatch
     cache: Tensor | TwoTierCache

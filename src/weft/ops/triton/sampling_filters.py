@@ -416,8 +416,8 @@ def shortlist_kernel(
                         TILE=TILE,
                     )
                     tl.store(ceiling_ptr, ceiling.to(tl.int32, bitcast=True))
-                    # If xtc is the only filter, nearly all tokens are kept, and `choose_kernel` samples. The list is
-                    # long enough if it has all tokens that xtc may remove.
+                    # If xtc is the only filter, nearly all tokens are kept, so `choose_kernel` samples and not this
+                    # kernel. The short list then only has to hold all tokens that xtc may remove.
                     is_settled = xtc_is_alone & (is_covered == 0) & (reach_relative <= limit)
             if is_whole:
                 tl.store(floors_ptr + entry, by_count.to(tl.int32, bitcast=True))

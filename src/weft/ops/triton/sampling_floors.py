@@ -106,7 +106,7 @@ def find_floor(
             else:
                 target = share * tl.where(known_total >= 0.0, known_total, total)
             is_enough = total >= target
-        # For each part: the sum of this part and all parts above it. In the matrix, column j has the parts from j on.
+        # from_each[j] is the sum of part j and all parts above it.
         from_each = tl.sum(tl.where(parts[:, None] >= parts[None, :], totals[:, None], 0.0), 0) + above
         # Passes add in different orders, so rounding errors can leave the sum of all parts below the target. Then the
         # lowest part that has tokens is chosen, which keeps all of them.

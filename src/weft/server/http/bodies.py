@@ -85,7 +85,9 @@ class BodyReader:
 def _parse(job: bytes) -> bytes:
     name, _, body = job.partition(b"\n")
     module, _, kind_name = name.decode().partition(" ")
-    kind: type[msgspec.Struct] = getattr(import_module(module), kind_name)  # the names come from the server
+    kind: type[msgspec.Struct] = getattr(
+        import_module(module), kind_name
+    )  # a client cannot choose these names
     try:
         api_request, unknown = schema.read(kind, body)
         # A cheap upper bound of the count first: each value follows a comma, or is the first of its list or object.

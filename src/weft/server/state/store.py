@@ -20,7 +20,7 @@ from weft.errors import WeftError
 from weft.server.state.schema import EXPIRING, MIGRATIONS
 
 if TYPE_CHECKING:
-    from sqlite3 import Connection
+    from sqlite3 import Connection, DatabaseError
 
 T = TypeVar("T")
 LogEvent = Callable[[str, str, str], object]
@@ -41,6 +41,10 @@ class StoreFullError(StoreError):
     """The disk is full, or a limit of the store is reached."""
 
 
+class _DamagedError(Exception):
+    """The check of the file at its start found damage."""
+
+
 class Store:
     """Owns the connection and its thread. Belongs to one event loop.
 
@@ -57,7 +61,7 @@ class Store:
         self._lock: IO[str] | None = None
         self._expire_at = 0.0
         self.is_primary = False
-        """Known after the first transaction."""
+        """Whether this server opened the store before any other. False until the first transaction."""
 
     async def run(self, work: Callable[[Connection], T]) -> T:
         """Runs `work` in the thread of the store, in one transaction. It is on disk when this method returns. An
@@ -112,8 +116,8 @@ class Store:
         _open_private(path).close()
         try:
             return self._connect(path)
-        except sqlite3.DatabaseError as error:
-            if not _is_damaged(error):
+        except (sqlite3.DatabaseError, _DamagedError) as error:
+            if isinstance(error, sqlite3.DatabaseError) and not _is_damaged(error):
                 raise
             self._set_aside(str(error))
             _open_private(path).close()
@@ -129,7 +133,7 @@ class Store:
             connection.execute("PRAGMA foreign_keys = ON")
             [check] = connection.execute("PRAGMA quick_check(1)").fetchone()
             if check != "ok":
-                raise sqlite3.DatabaseError(f"{_DAMAGED}: {check}")
+                raise _DamagedError(check)
             _migrate(connection)
         except BaseException:
             connection.close()
@@ -177,16 +181,13 @@ class Store:
             self._lock = None
 
 
-_DAMAGED = "malformed"
+def _is_damaged(error: DatabaseError) -> bool:
+    return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB"))
 
 
-def _is_damaged(error: Exception) -> bool:
-    message = str(error)
-    return _DAMAGED in message or "not a database" in message
-
-
-def _is_full(error: Exception) -> bool:
-    return "is full" in str(error) or "disk I/O error" in str(error)
+def _is_full(error: DatabaseError) -> bool:
+    """SQLite reports a write that failed, by a limit on the size of files for example, as an I/O error."""
+    return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_FULL", "SQLITE_IOERR_WRITE"))
 
 
 def _open_private(path: Path) -> IO[str]:

@@ -84,7 +84,8 @@ def main() -> None:
     path, vocabulary_size = sys.argv[1:]
     checkpoint = open_checkpoint(path)
     compiler = GrammarCompiler(partial(open_tokenizer, checkpoint), checkpoint.end_ids, int(vocabulary_size))
-    with suppress(InvalidRequestError):  # a request gets the same error when its grammar is compiled
+    # An error is ignored here: each request gets the same error when its own grammar is compiled.
+    with suppress(InvalidRequestError):
         compiler.compile(Grammar("regex", "a"))  # loads the vocabulary once, for all children
     trials = msgspec.msgpack.Decoder(Trial)
     serve_jobs(lambda job: _compile_in_child(compiler, trials.decode(job)))
