@@ -34,6 +34,24 @@ def scheduler(
     run(quick=quick, json=json)
 
 
+@app.command("idle-work")
+def idle_work(
+    backend: Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda or noop.")] = "cpu",
+    seconds: Annotated[float, typer.Option(help="Seconds of one round.")] = 20.0,
+    rounds: Annotated[int, typer.Option(help="Rounds with and without idle work.")] = 3,
+    clients: Annotated[int, typer.Option(help="Interactive clients, each with one request at a time.")] = 2,
+    lines: Annotated[int, typer.Option(help="Requests of idle work at once.")] = 16,
+    json: AsJson = False,
+) -> None:
+    """Compare interactive latency with and without a batch beside it.
+
+    Streamed requests over HTTP to a server in this process; first token and gaps, p50 and p99, and their ratio.
+    """
+    from benchmarks.idle_work import main as run
+
+    run(backend=backend, seconds=seconds, rounds=rounds, clients=clients, lines=lines, json=json)
+
+
 @app.command("batching")
 def batching(
     device: Annotated[

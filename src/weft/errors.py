@@ -21,6 +21,15 @@ class InvalidRequestError(WeftError, ValueError):
         self.code = code
 
 
+class PromptTooLongError(InvalidRequestError):
+    """A prompt has more tokens than the context allows: `num_tokens`, or at least that many, of `most`."""
+
+    def __init__(self, message: str, field: str, num_tokens: int, most: int) -> None:
+        super().__init__(message, field, "context_length_exceeded")
+        self.num_tokens = num_tokens
+        self.most = most
+
+
 def id_in_use(request_id: str) -> InvalidRequestError:
     """The error for a request whose id belongs to another request that has not ended."""
     message = f"request_id {request_id!r} belongs to a request that has not ended; send another id, or none"

@@ -107,7 +107,8 @@ class Slot:
 
     row: int
     state: str
-    """idle, prefilling, decoding, or preempted (its swap-in is in flight)."""
+    """idle, prefilling, decoding, paused (idle work beside interactive requests), or preempted (its swap-in is in
+    flight)."""
     request_id: RequestId | None
     context_used: int
     context_limit: int

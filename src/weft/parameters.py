@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from weft.errors import InvalidRequestError
 
@@ -62,7 +62,7 @@ def declared_in(kind: type) -> dict[str, Parameter]:
     return {each.name: each.metadata[_METADATA_KEY] for each in fields if _METADATA_KEY in each.metadata}
 
 
-def refuse(name: str, value: object, allowed: str) -> None:
+def refuse(name: str, value: object, allowed: str) -> NoReturn:
     try:
         shown = repr(value)
     except ValueError:  # Python cannot print integers of thousands of digits

@@ -41,6 +41,9 @@ class BackendInfo:
     """The fixed cost of a step, expressed as a number of rows. Most of it is reading the weights. It decides how many
     draft tokens a step checks. The scheduler starts with this value and learns the true one (`DecodeCosts`). 0: no
     draft tokens."""
+    extra_rows_are_cheap: bool = False
+    """Whether a step with few rows takes about as long as one with more. Then idle work may share steps with
+    interactive requests. If False, every row costs time, and idle work pauses."""
     store_blocks: int = 0
     """Quantised blocks of a two-tier cache. Their ids follow those of the full blocks. 0: the cache has one tier."""
     store_swap_blocks: int = 0

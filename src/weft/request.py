@@ -31,6 +31,8 @@ MAX_N = 128
 MAX_METADATA = 64
 MAX_NAME_LENGTH = 256
 """Maximum length of `session_id` and `cache_salt`. They are limited because the engine keeps them after the request."""
+MAX_PREDICTION = 1 << 16
+"""Maximum number of tokens of a prediction."""
 MAX_SECONDS = 1e9
 MAX_GRAMMAR_LENGTH = 1 << 18
 GRAMMAR_KINDS = ("json_schema", "regex", "choice", "lark")
@@ -112,8 +114,8 @@ def _text(name: str, value: object, max_length: int | None = None) -> None:
         value.encode()
     except (AssertionError, UnicodeEncodeError):
         refuse(name, value, "a string of Unicode text")
-    if max_length is not None and len(value) > max_length:  # type: ignore[arg-type]
-        refuse(name, f"{len(value)} characters", f"at most {max_length}")  # type: ignore[arg-type]
+    if max_length is not None and len(value) > max_length:
+        refuse(name, f"{len(value)} characters", f"at most {max_length}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,26 +314,25 @@ class InferenceRequest:
     """Requests with different salts never share cached prefixes."""
     adapter_id: str = ""
     """Must be empty: adapters are not supported yet."""
+    is_idle_work: bool = False
+    """Whether the request uses only the capacity that other requests, called interactive, leave (contract 15). Its
+    priority orders it among idle work only."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """For the caller: copied to the result, otherwise ignored."""
     request_id: RequestId = RequestId("")
     """The id of the request. "": the engine makes one when the request is submitted. It must not be the id of a request
     that has not ended, or whose last step is in flight."""
+    prediction: tuple[int, ...] = ()
+    """Token ids that the answer probably has, such as the text to edit. They become draft tokens where the answer
+    agrees with them. They never change the answer."""
 
     def __post_init__(self) -> None:
-        try:
-            prompt = tuple(self.prompt)
-            kinds = set(map(type, prompt))
-            if bool in kinds:
-                raise TypeError
-            # The fast path: prompts are long, and nearly always plain integers.
-            object.__setattr__(
-                self, "prompt", prompt if kinds == {int} else tuple(map(operator.index, prompt))
-            )
-        except TypeError:
-            refuse("prompt", self.prompt, "a list of token ids (whole numbers)")
+        for name in ("prompt", "prediction"):
+            object.__setattr__(self, name, _token_ids(name, getattr(self, name)))
         if not self.prompt:
             refuse("prompt", "empty", "at least 1 token")
+        if len(self.prediction) > MAX_PREDICTION:
+            refuse("prediction", f"{len(self.prediction)} tokens", f"at most {MAX_PREDICTION}")
         if not isinstance(self.priority, Priority):
             if type(self.priority) is not int or self.priority not in tuple(Priority):
                 refuse("priority", self.priority, ", ".join(f"{p.name} ({p.value})" for p in Priority))
@@ -339,6 +340,7 @@ class InferenceRequest:
         _text("cache_salt", self.cache_salt, MAX_NAME_LENGTH)
         if self.adapter_id != "":
             refuse("adapter_id", self.adapter_id, 'only "": weft has no adapters yet')
+        _instance("is_idle_work", self.is_idle_work, bool, "true or false")
         _instance("metadata", self.metadata, Mapping, "a mapping")
         if len(self.metadata) > MAX_METADATA:
             refuse("metadata", f"{len(self.metadata)} entries", f"at most {MAX_METADATA} entries")
@@ -383,6 +385,18 @@ class InferenceRequest:
         """Like `dataclasses.replace`, without validating again: prompts are long, and a request may have many
         answers."""
         return _replaced(self, **fields)
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    try:
+        ids = tuple(value)
+        kinds = set(map(type, ids))
+        if bool in kinds:
+            raise TypeError
+        # The fast path: prompts are long, and nearly always plain integers.
+        return ids if kinds <= {int} else tuple(map(operator.index, ids))
+    except TypeError:
+        refuse(name, value, "a list of token ids (whole numbers)")
 
 
 _Frozen = TypeVar("_Frozen", SamplingParams, InferenceRequest)
@@ -475,6 +489,12 @@ class GenerationResult:
     """The metadata of the request."""
     failure: FailureKind | None = None
     """Why the request did not complete; `error` has the words. None if it completed."""
+    stop_string: str | None = None
+    """The stop string that ended the answer."""
+    accepted_prediction_count: int = 0
+    """Draft tokens from the prediction of the request that were accepted."""
+    rejected_prediction_count: int = 0
+    """Draft tokens from the prediction that steps checked and rejected."""
 
     @property
     def choices(self) -> tuple[GenerationResult, ...]:

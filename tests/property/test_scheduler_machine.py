@@ -122,6 +122,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail_blocks=st.sampled_from([0, 0, 1, 2]),
         seed=st.none() | st.integers(0, 999),
         costs=st.sampled_from([(1e-4, 1e-4), (1e-2, 1e-4), (1e-4, 1e-2)]),
+        extra_rows_are_cheap=st.booleans(),
     )
     def start(
         self,
@@ -132,6 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail_blocks: int,
         seed: int | None,
         costs: tuple[float, float],
+        extra_rows_are_cheap: bool,
     ) -> None:
         self.config = config
         self.faults = ScriptedFaults()
@@ -144,6 +146,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             faults=self.faults,
             recompute_seconds_per_token=costs[0],
             swap_seconds_per_block=costs[1],
+            extra_rows_are_cheap=extra_rows_are_cheap,
         )
         cache = KvCachePoolConfig(num_blocks, block_size, swap_blocks)
         if tail_blocks:
@@ -179,6 +182,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "s"]),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
         longest=st.none() | st.integers(2, 40),
+        is_idle_work=st.sampled_from([False, False, True]),
     )
     def add(
         self,
@@ -194,6 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str,
         prompt_logprobs: int | None,
         longest: int | None,
+        is_idle_work: bool,
     ) -> None:
         # Prompts of one family share a prefix, so that there are prefix hits.
         prompt = [(family * 11 + position * 3) % VOCABULARY for position in range(length)]
@@ -212,12 +217,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             ttft_target=ttft,
             cache_salt=salt,
             max_sequence_length=longest,
+            is_idle_work=is_idle_work,
             request_id=RequestId(str(self.next_id)),
         )
         sequence = Sequence(request, seed=self.next_id % 3)
         self.next_id += 1
         limit = min(self.max_length, longest or self.max_length)
-        waiting = len(self.scheduler.queue)
+        waiting = len(self.scheduler.idle_queue if is_idle_work else self.scheduler.queue)
         try:
             self.scheduler.add(sequence)
         except InvalidRequestError:
@@ -366,9 +372,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             sequence = self.known[request_id].sequence
             assert sequence.state is RequestState.RUNNING, "a request in the plan is not running"
             assert start + count <= sequence.limit - 1, "more positions are computed than can be used"
+        if not self.scheduler.is_retrying:
+            self.check_idle_work(plan)
         assert set(plan.preempted).isdisjoint(plan.request_ids), "a preempted request is still in the plan"
         swapped = [task.request_id for task in (*plan.swap_out, *plan.swap_in)]
         assert set(swapped).isdisjoint(plan.request_ids)
+
+    def check_idle_work(self, plan: IterationPlan) -> None:
+        planned = [self.known[request_id].sequence for request_id in plan.request_ids]
+        interactive = [s for s in self.scheduler.sequences.values() if not s.is_idle_work]
+        if all(s.is_finishing and s not in planned for s in interactive):
+            assert not self.scheduler.paused, "a sequence is paused although no interactive request has work"
+        elif any(s.is_idle_work for s in planned):
+            assert self.info.extra_rows_are_cheap, "a step has idle work and interactive requests"
+            assert not self.scheduler.queue, "a step has idle work, and an interactive request waits"
+            assert not any(self.known[task.request_id].sequence in interactive for task in plan.prefill_tasks)
 
     def check_result(self, known: Known, result: GenerationResult) -> None:
         tokens, expected = list(result.tokens), known.expected
@@ -436,7 +454,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             0,
         )
         assert (stats.store_blocks_used, stats.store_swap_blocks_used) == (0, 0)
-        assert len(self.scheduler.queue) == 0 and self.scheduler.queue.waiting_tokens == 0
+        for queue in (self.scheduler.queue, self.scheduler.idle_queue):
+            assert len(queue) == 0 and queue.waiting_tokens == 0
 
 
 SchedulerMachine.TestCase.settings = settings(

@@ -17,10 +17,39 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from anthropic_types import EventStream
 from in_process import InProcess, Reply, in_process
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+_CALL = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}}
+_RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "x"}]}
+_TURNS = [
+    *CHAT["messages"],
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "a", "signature": "b"}, _CALL]},
+    {"role": "user", "content": [_RESULT, {"type": "text", "text": "y", "cache_control": {}}]},
+    {"role": "system", "content": "z"},
+]
+_ANTHROPIC_TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
+OLLAMA: dict[str, Any] = {"options": {"num_predict": 3, "top_k": 4, "stop": ["a"], "seed": 3, "num_ctx": 60}}
+RESPONSE: dict[str, Any] = {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "x"},
+        {"type": "custom_tool_call", "call_id": "d", "name": "g", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "d", "output": [{"type": "input_text", "text": "x"}]},
+    ],
+    "tools": [
+        {"type": "function", "name": "f", "parameters": {"type": "object"}},
+        {"type": "custom", "name": "g", "format": {"type": "text"}},
+        {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "h"}]},
+    ],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+    "include": ["reasoning.encrypted_content"],
+    "max_output_tokens": 3,
+}
 VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "n": 2}),
@@ -33,6 +62,47 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
         "/v1/chat/completions",
         {**CHAT, "logit_bias": {"5": -1}, "priority": "high", "response_format": {"type": "text"}},
     ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {"role": "developer", "content": [{"type": "text", "text": "a"}]},
+                *CHAT["messages"],
+            ],
+            "max_completion_tokens": 3,
+            "reasoning_effort": "low",
+            "prediction": {"type": "content", "content": [{"type": "text", "text": "a"}]},
+            "prompt_cache_key": "k",
+            "verbosity": "low",
+            "modalities": ["text"],
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                *CHAT["messages"],
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "refusal": None,
+                    "tool_calls": [
+                        {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "1", "content": "a"},
+            ],
+            "max_tokens": 3,
+            "tools": [TOOL],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "auto",
+                    "tools": [{"type": "function", "function": {"name": "f"}}],
+                },
+            },
+        },
+    ),
     ("/v1/completions", {"prompt": "Hello", "max_tokens": 3}),
     ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 3, "logprobs": 2, "echo": True}),
     ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2, "n": 2, "stream": True, "stop": "x"}),
@@ -40,6 +110,24 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
         "/v1/completions",
         {"prompt": "x", "max_tokens": 2, "deadline": 5, "cache_salt": "s", "session_id": "t"},
     ),
+    ("/v1/messages", {**CHAT, "stop_sequences": ["a"], "thinking": {"type": "enabled"}, "stream": True}),
+    ("/v1/messages", {**CHAT, "system": [{"type": "text", "text": "a"}], "output_config": {"effort": "low"}}),
+    (
+        "/v1/messages",
+        {**CHAT, "messages": _TURNS, "tools": [_ANTHROPIC_TOOL], "tool_choice": {"type": "none"}},
+    ),
+    ("/v1/messages/count_tokens", {"messages": _TURNS, "metadata": {"user_id": "u"}}),
+    ("/api/chat", {**OLLAMA, "messages": CHAT["messages"]}),
+    ("/api/chat", {**OLLAMA, "messages": CHAT["messages"], "stream": False, "tools": [TOOL], "think": False}),
+    ("/api/chat", {"messages": [], "keep_alive": 0}),
+    ("/api/generate", {**OLLAMA, "prompt": "Hello", "system": "x", "context": [1, 2, 3]}),
+    ("/api/generate", {**OLLAMA, "prompt": "Hello", "raw": True, "stream": False, "logprobs": True}),
+    ("/api/show", {"model": "test-model"}),
+    ("/api/pull", {"model": "test-model"}),
+    ("/v1/responses", {"input": "Hello", "max_output_tokens": 3}),
+    ("/v1/responses", {**RESPONSE, "stream": True, "top_logprobs": 2, "reasoning": {"effort": "low"}}),
+    ("/v1/responses", {**RESPONSE, "truncation": "auto", "metadata": {"a": "b"}, "store": False}),
+    ("/v1/responses/input_tokens", {"input": "Hello", "instructions": "x", "text": {"verbosity": "low"}}),
     ("/tokenize", {"prompt": "Hello"}),
     ("/tokenize", {"messages": CHAT["messages"]}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
@@ -49,6 +137,7 @@ FIELDS = tuple({name for _, body in VALID for name in body} | {
     *("xtc_probability", "xtc_threshold"),
     *("presence_penalty", "stop_token_ids", "ignore_eos", "ttft_target", "metadata", "suffix", "best_of"),
     *("documents", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "user"),
+    *("num_predict", "num_ctx", "images", "keep_alive", "template", "suffix", "format", "top_logprobs"),
     *("max_completion_tokens", "parallel_tool_calls", "guided_json", "grammar", "json_schema", "chat_template"),
 })  # fmt: skip
 NASTY: tuple[Any, ...] = (
@@ -194,7 +283,7 @@ def _broken_bytes(chance: random.Random, content: bytes) -> bytes:
     )
 
 
-def problem_of(reply: Reply) -> str | None:
+def problem_of(reply: Reply, path: str) -> str | None:
     """The problem of a response; None if there is none."""
     if reply.status == 0:
         return "no response"
@@ -204,13 +293,37 @@ def problem_of(reply: Reply) -> str | None:
         return "no x-request-id"
     if reply.headers.get(b"content-type", b"").startswith(b"text/event-stream"):
         return _problem_of_stream(reply.body)
+    if reply.headers.get(b"content-type", b"").startswith(b"application/x-ndjson"):
+        return _problem_of_lines(reply.body)
     content = json.loads(reply.body)
     if reply.status == 200:
-        return "an error with status 200" if "error" in content else None
+        return "an error with status 200" if content.get("error") else None
+    if path.startswith("/api/"):
+        return None if _is_ollama_error(content) else f"not an error of Ollama's API: {content!r:.300}"
     return _problem_of_error(content)
 
 
+def _is_ollama_error(content: Any) -> bool:
+    return set(content) == {"error"} and isinstance(content["error"], str) and content["error"] != ""
+
+
+def _problem_of_lines(body: bytes) -> str | None:
+    *lines, last = [json.loads(line) for line in body.splitlines()]
+    is_over = last.get("done") or last.get("status") == "success"
+    if any("error" in line or line.get("done") for line in lines) or not (is_over or _is_ollama_error(last)):
+        return f"not a stream of lines: {body[:200]!r}"
+    return None
+
+
 def _problem_of_stream(body: bytes) -> str | None:
+    if body.startswith(b"event: "):
+        if body.startswith(b"event: response."):
+            return f"in a stream: {body[-500:]!r}" if b"internal server error" in body else None
+        try:
+            failed = EventStream(body).error
+        except (AssertionError, ValueError) as problem:
+            return f"{problem!r} in {body[:400]!r}"
+        return f"in a stream: {failed}" if failed and failed["type"] == "api_error" else None
     *events, last, end = body.split(b"\n\n")
     if end or not all(event.startswith(b"data: {") for event in events):
         return f"not an event stream: {body[:200]!r}"
@@ -223,6 +336,8 @@ def _problem_of_stream(body: bytes) -> str | None:
 
 
 def _problem_of_error(content: Any) -> str | None:
+    if set(content) == {"type", "error", "request_id"} and set(content["error"]) == {"type", "message"}:
+        return None if content["error"]["message"] and content["request_id"] else "an error without a message"
     if set(content) != {"error"} or set(content["error"]) != {"message", "type", "param", "code"}:
         return f"not an error of the API: {content!r:.300}"
     return None if content["error"]["message"] else "an error without a message"
@@ -241,7 +356,7 @@ async def fuzz(server: InProcess, seed: int, count: int, at_once: int = 16) -> t
             leaves_after = chance.choice((0.0, 0.001, 0.01)) if chance.random() < 0.03 else None
             try:
                 reply = await asyncio.wait_for(server.send(path, body, leaves_after), 60)
-                problem = None if leaves_after is not None else problem_of(reply)
+                problem = None if leaves_after is not None else problem_of(reply, path)
                 statuses[reply.status] += 1
             except Exception as error:
                 problem = repr(error)

@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
 from server_process import MODEL
 
+from weft.config import SchedulerConfig, ServingEngineConfig
 from weft.engine.ipc.client import EngineClient
 from weft.loading.checkpoint import open_checkpoint
 from weft.server.api.formats import FORMATS, Formats
@@ -42,8 +44,12 @@ class InProcess:
         method: str = "POST",
         key: str | None = None,
         more_headers: Mapping[bytes, bytes] = MappingProxyType({}),
+        query: str = "",
     ) -> Reply:
-        """Sends a request and returns the response. The client disconnects after `leaves_after` seconds."""
+        """Sends a request and returns the response. The client disconnects after `leaves_after` seconds. `path` may have
+        a query."""
+        path, _, in_path = path.partition("?")
+        query = in_path or query
         messages = [{"type": "http.request", "body": body, "more_body": False}]
         sent: list[Any] = []
 
@@ -61,10 +67,10 @@ class InProcess:
             "method": method,
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
         }
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-        headers += more_headers.items()
+        headers = [*(one for one in headers if one[0] not in more_headers), *more_headers.items()]
         if key is not None:
             headers.append((b"authorization", b"Bearer " + key.encode()))
         await self._asgi({**scope, "root_path": "", "headers": headers}, receive, send)  # type: ignore[arg-type]
@@ -76,15 +82,36 @@ class InProcess:
 async def in_process(
     model_path: Path, *, max_context: int = 64, formats: Formats = FORMATS, **settings: Any
 ) -> AsyncIterator[InProcess]:
+    """`settings` may also have `seconds_per_step` of the backend, and fields of the `scheduler`."""
+    with TemporaryDirectory() as folder:
+        async with _in_process(
+            model_path, max_context, formats, {"state_path": folder, **settings}
+        ) as server:
+            yield server
+
+
+@asynccontextmanager
+async def _in_process(
+    model_path: Path, max_context: int, formats: Formats, settings: dict[str, Any]
+) -> AsyncIterator[InProcess]:
     checkpoint = open_checkpoint(model_path)
-    text = open_model_text(checkpoint)
+    text = open_model_text(checkpoint, settings.get("chat_template"))
+    options: dict[str, float] = {"vocabulary_size": 49152, "max_context": max_context}
+    if "seconds_per_step" in settings:
+        options["seconds_per_step"] = settings.pop("seconds_per_step")
+    if "scheduler" in settings:
+        settings["engine"] = ServingEngineConfig(SchedulerConfig(**settings.pop("scheduler")))
     chosen = ServerSettings(str(model_path), (MODEL,), **settings)
-    engine = EngineClient("noop", {"vocabulary_size": 49152, "max_context": max_context}, chosen.engine)
+    engine = EngineClient("noop", options, chosen.engine)
     await engine.start()
     server = ServerApp(chosen, text, checkpoint.generation, engine, ServerLog("off"), formats)
+    application = InProcess(server)
+    batches = asyncio.create_task(server.run_batches())
     try:
-        yield InProcess(server)
+        yield application
     finally:
+        batches.cancel()
+        await asyncio.wait([batches])
         await server.close()
         await engine.stop()
         text.close()

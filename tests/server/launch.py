@@ -17,7 +17,7 @@ from weft.server.settings import ServerSettings
 
 
 def announce(started: Started) -> None:
-    print(json.dumps({"port": started.port}), flush=True)
+    print(json.dumps({"port": started.port, "ollama_port": started.ollama_port}), flush=True)
 
 
 def end_with_parent() -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -36,6 +37,7 @@ class Server:
     process: subprocess.Popen[str]
     port: int
     client: httpx.Client
+    ollama_port: int | None = None
 
     @property
     def url(self) -> str:
@@ -110,7 +112,9 @@ def running_server(model_path: Path, **settings: Any) -> Iterator[Server]:
     headers, stderr = settings.pop("headers", {}), settings.pop("stderr", None)
     more_environment = settings.pop("environment", {})
     path = os.pathsep.join([*settings.pop("python_path", []), str(SOURCE)])
+    state = tempfile.TemporaryDirectory(prefix="weft-state-")
     given = {
+        "state_path": state.name,
         "model": str(model_path),
         "names": [MODEL, "alias"],
         "port": 0,
@@ -130,13 +134,15 @@ def running_server(model_path: Path, **settings: Any) -> Iterator[Server]:
     )
     assert process.stdout is not None and process.stdin is not None
     try:
-        port = json.loads(process.stdout.readline())["port"]
+        ports = json.loads(process.stdout.readline())
+        port = ports["port"]
         url = f"http://127.0.0.1:{port}"
         with httpx.Client(base_url=url, timeout=60, headers=headers) as client:
-            yield Server(process, port, client)
+            yield Server(process, port, client, ports["ollama_port"])
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             process.stdin.close()  # launch.py then sends itself a second signal
         process.wait(60)
         process.stdout.close()
+        state.cleanup()

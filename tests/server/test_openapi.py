@@ -23,10 +23,20 @@ from weft.server.api import response_shapes as shapes
 from weft.server.api.chat import ChatRequest
 from weft.server.api.completion import CompletionFormat, CompletionRequest
 from weft.server.api.field_docs import FIELDS, Field
+from weft.server.api.messages import MessagesRequest
+from weft.server.api.ollama import OllamaOptions
+from weft.server.api.ollama_chat import OllamaChatRequest
+from weft.server.api.ollama_generate import OllamaGenerateRequest
+from weft.server.api.ollama_models import DeleteRequest, PullRequest, ShowRequest
 from weft.server.api.openapi import OPERATIONS
+from weft.server.api.responses import ResponsesRequest
 from weft.server.api.schema import DetokenizeRequest, StreamOptions, TokenizeRequest
 
-KINDS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
+KINDS = (
+    *(ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest),
+    *(TokenizeRequest, DetokenizeRequest, StreamOptions),
+    *(OllamaChatRequest, OllamaGenerateRequest, OllamaOptions, ShowRequest, PullRequest, DeleteRequest),
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +62,7 @@ def test_every_route_is_in_the_document(default_model_path: Path, document: dict
             return {
                 (method.lower(), re.sub(r":\w+}", "}", route.path))
                 for route in starlette.routes
+                if route.include_in_schema
                 for method in route.methods - {"HEAD"}
             }
 
@@ -128,10 +139,15 @@ def test_the_response_to_every_example_has_the_documented_type(
         msgspec.convert(response.json(), operation.answer)
         return
     assert operation.event is not None
-    *events, last = response.text.strip().split("\n\n")
-    assert last == "data: [DONE]" and events
+    if operation.event_media_type == "application/x-ndjson":
+        events = response.text.splitlines()
+    else:
+        events = re.findall(r"^data: (.*)$", response.text, re.MULTILINE)
+        if events[-1] == "[DONE]":
+            events.pop()
+    assert events
     for event in events:
-        msgspec.convert(json.loads(event.removeprefix("data: ")), operation.event)
+        msgspec.convert(json.loads(event), operation.event)
 
 
 PAGES = [

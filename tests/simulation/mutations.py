@@ -29,11 +29,13 @@ SEQUENCE_TABLE = "weft.scheduling.sequence_table:SequenceTable"
 PLANNER = "weft.scheduling.planner:Planner"
 STEP_SIZE = "weft.scheduling.prompt_order:StepSize"
 PREFIX = "weft.scheduling.cache.prefix:PrefixSharing"
+IDLE = "weft.scheduling.idle_work:IdlePlanner"
 SCHEDULER = "weft.scheduling.scheduler:ContinuousBatchScheduler"
 KV_CACHE = "weft.scheduling.cache.manager:KvCacheManager"
 POOL = "weft.scheduling.cache.block_pool:BlockPool"
 SWAPS = "weft.scheduling.cache.swap:SwapSlots"
 SPECULATION = "weft.scheduling.draft_tokens:Speculation"
+PROPOSER = "weft.scheduling.draft_tokens:DraftProposer"
 NOOP = "weft.backends.noop:NoopBackend"
 
 MUTATIONS = (
@@ -227,8 +229,8 @@ MUTATIONS = (
     Mutation(
         "prompts have negative time if decodes exceed the time target",
         f"{STEP_SIZE}.begin_prompts",
-        "max(0.0, self._spare_seconds(builder.decodes))",
-        "self._spare_seconds(builder.decodes)",
+        "max(0.0, self.spare_seconds(builder.decodes))",
+        "self.spare_seconds(builder.decodes)",
     ),
     Mutation("skipped requests are lost", f"{PLANNER}._plan_prompts", "queue.put_back(item)", "pass"),
     Mutation(
@@ -300,6 +302,83 @@ MUTATIONS = (
     ),
     Mutation(
         "failure of a step ends all its requests", f"{SCHEDULER}.fail", "if failed.is_retry:", "if True:"
+    ),
+    # -- idle work
+    Mutation(
+        "idle work runs beside interactive requests",
+        f"{SEQUENCE_TABLE}.pause_idle",
+        "s.is_idle_work and not s.is_finishing",
+        "False",
+    ),
+    Mutation(
+        "idle work stays paused without interactive requests",
+        f"{SEQUENCE_TABLE}.resume_idle",
+        "if self.paused:",
+        "if False:",
+    ),
+    Mutation(
+        "interactive requests wait in the queue of idle work",
+        f"{SEQUENCE_TABLE}.queue_of",
+        "return self.idle_queue if sequence.is_idle_work else self.queue",
+        "return self.idle_queue",
+    ),
+    Mutation(
+        "interactive requests wait after the last idle one has ended",
+        f"{SEQUENCE_TABLE}.remove",
+        "self.active_queue = self.queue",
+        "pass",
+    ),
+    Mutation(
+        "interactive requests wait for blocks of a paused sequence",
+        f"{SEQUENCE_TABLE}.pause_idle",
+        "self.prefixes.withdraw(sequence)",
+        "pass",
+    ),
+    Mutation(
+        "paused sequences keep blocks that interactive requests need",
+        f"{IDLE}.victims",
+        "not kv_cache.available.covers(blocks)",
+        "False",
+    ),
+    Mutation(
+        "paused sequences keep rows that interactive requests need",
+        f"{IDLE}.victims",
+        "not has_rows",
+        "False",
+    ),
+    Mutation(
+        "an older idle sequence of low priority is kept, and a newer one of high priority preempted",
+        f"{IDLE}.victims",
+        "(s.priority, -s.order)",
+        "(-s.priority, -s.order)",
+        first_seed=2000,
+    ),
+    Mutation(
+        "idle work shares steps where every row costs time",
+        f"{IDLE}.__init__",
+        "info.extra_rows_are_cheap",
+        "True",
+    ),
+    Mutation(
+        "idle work is added to a step with interactive prompts",
+        f"{IDLE}._is_decode_step",
+        "not builder.prefills",
+        "True",
+        first_seed=780,
+    ),
+    Mutation("idle decodes exceed the time target", f"{IDLE}.fill", "if seconds < 0:", "if False:"),
+    Mutation(
+        "idle prompts exceed the time target",
+        f"{STEP_SIZE}._affordable",
+        "not builder.prefills and builder.reserved is None",
+        "not builder.prefills",
+    ),
+    Mutation(
+        "idle work takes the last row",
+        f"{PLANNER}._make_room",
+        "kv_cache.free_rows > 1",
+        "kv_cache.free_rows > 0",
+        first_seed=1720,
     ),
     # -- grammars
     Mutation(
@@ -435,6 +514,24 @@ MUTATIONS = (
         f"{SPECULATION}.attach_proposer",
         "grammar is None",
         "grammar is not Ellipsis",
+    ),
+    Mutation(
+        "draft tokens come from the wrong place of the prediction",
+        f"{PROPOSER}._find",
+        "after_match = True, index, index",
+        "after_match = True, index, index - 1",
+    ),
+    Mutation(
+        "a match in the text is read from the prediction",
+        f"{PROPOSER}._find",
+        "self._is_predicted = False",
+        "self._is_predicted = bool(self._prediction)",
+    ),
+    Mutation(
+        "all draft tokens count as predicted",
+        f"{PROPOSER}.count_checked",
+        "if self._is_predicted:",
+        "if True:",
     ),
     Mutation(
         "step is planned while one with draft tokens is in flight",

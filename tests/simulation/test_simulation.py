@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from weft.backends.noop import NoopBackend, generate_alone
 from weft.clock import VirtualClock
 from weft.config import KvCacheKind, KvCachePoolConfig, ServingEngineConfig
-from weft.engine.replay import replay
+from weft.engine.replay import describe, replay
 from weft.engine.serving import ServingEngine
-from weft.request import InferenceRequest, RequestId, SamplingParams
+from weft.plan import IterationPlan
+from weft.request import InferenceRequest, Priority, RequestId, SamplingParams
 from weft.simulation.check import check
 from weft.simulation.run import Outcome, Simulation
-from weft.simulation.scenario import draw
+from weft.simulation.scenario import Scenario, draw
 
 
 def test_5000_scenarios_violate_no_invariant_and_cover_every_feature() -> None:
@@ -31,6 +33,7 @@ REGRESSION_SEEDS = [
     2316,
     3107,
     5848,
+    7604,
     8222,
     9273,
     14186,
@@ -56,6 +59,35 @@ def test_the_same_seed_gives_the_same_run() -> None:
     first, second = Simulation(draw(11)), Simulation(draw(11))
     assert first.run() == second.run()
     assert _tokens(first) == _tokens(second)
+
+
+def test_idle_work_alone_gets_the_plans_of_ordinary_requests() -> None:
+    for seed in range(150):
+        plans = [_plans_of_equal_requests(draw(seed), is_idle_work) for is_idle_work in (False, True)]
+        assert plans[0] == plans[1], f"scenario {seed}"
+
+
+def _plans_of_equal_requests(scenario: Scenario, is_idle_work: bool) -> list[dict[str, Any] | None]:
+    """The plans of a scenario whose requests all have the same priority, and are all idle work or none."""
+    arrivals = [
+        dataclasses.replace(
+            arrival,
+            request=dataclasses.replace(arrival.request, priority=Priority.LOW, is_idle_work=is_idle_work),
+        )
+        for arrival in scenario.arrivals
+    ]
+    engine = dataclasses.replace(scenario.engine, request_timeout=None)
+    simulation = Simulation(dataclasses.replace(scenario, engine=engine, arrivals=tuple(arrivals)))
+    schedule, plans = simulation.engine.scheduler.schedule, []
+
+    def recorded() -> IterationPlan | None:
+        plan = schedule()
+        plans.append(None if plan is None else describe(plan))
+        return plan
+
+    simulation.engine.scheduler.schedule = recorded
+    simulation.run()
+    return plans
 
 
 def _tokens(simulation: Simulation) -> dict[RequestId, list[int]]:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from weft.cli import lines as lines_module
 from weft.cli.batch_file import Output, open_output
-from weft.cli.lines import Line, LineDefaults, make_job, read_line, read_lines
+from weft.cli.lines import Line, LineDefaults, make_job, read_line
 from weft.cli.result_json import answer, error_answer
 from weft.errors import InvalidRequestError, WeftError
+from weft.json_lines import read_lines
 from weft.llm import PromptJob
 from weft.request import (
     FinishReason,
@@ -224,9 +224,8 @@ def test_the_sampled_token_is_among_the_top_logprobs_of_a_completion() -> None:
     assert choice["logprobs"]["top_logprobs"] == [{"a": -0.1, "b": -2.5, "c": -3.0}]
 
 
-def test_a_line_that_is_too_long_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 10)
-    first, second, third = read_lines(io.BytesIO(b"a" * 10_000 + b"\n" + b"short\n" + b"last"))
+def test_a_line_that_is_too_long_is_skipped() -> None:
+    first, second, third = read_lines(io.BytesIO(b"a" * 10_000 + b"\n" + b"short\n" + b"last"), 10)
     assert isinstance(first, InvalidRequestError)
     assert (second, third) == (b"short\n", b"last")
 

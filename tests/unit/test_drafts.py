@@ -63,11 +63,19 @@ class Script:
         self.plans: list[IterationPlan] = []
 
     def add(
-        self, prompt: tuple[int, ...], answer: tuple[int, ...], rate: float = 0.95, **params: Any
+        self,
+        prompt: tuple[int, ...],
+        answer: tuple[int, ...],
+        rate: float = 0.95,
+        prediction: tuple[int, ...] = (),
+        **params: Any,
     ) -> Sequence:
         request_id = RequestId(str(len(self.texts)))
         fields = {"max_tokens": len(answer), "logprobs": 0, **params}
-        sequence = Sequence(InferenceRequest(prompt, SamplingParams(**fields), request_id=request_id), seed=1)
+        request = InferenceRequest(
+            prompt, SamplingParams(**fields), request_id=request_id, prediction=prediction
+        )
+        sequence = Sequence(request, seed=1)
         self.texts[request_id] = prompt + answer
         self.scheduler.add(sequence)
         if sequence.draft_proposer is not None:

@@ -135,14 +135,17 @@ RULES = (
     Rule(("weft.text",), "text knows the vocabulary and model files", weft=(*VOCABULARY, "weft.loading")),
     Rule(
         ("weft.server",),
-        "server knows engine.client, text, the folder of weft, and the model files that the text side is opened from",
+        "server knows engine.client, text, the folder of weft, the model files that the text side is opened from, and the "
+        "downloads that clients of Ollama's API ask for",
         weft=(
             *VOCABULARY,
             "weft.engine.ipc.client",
             "weft.engine.ipc.launch",
             "weft.engine.ipc.remote_answer",
+            "weft.json_lines",
             "weft.loading.cache",
             "weft.loading.checkpoint",
+            "weft.loading.pull",
             "weft.text",
         ),
     ),
@@ -154,6 +157,7 @@ OTHER_ROOMS = (
     "weft._kernels",
     "weft.bench",
     "weft.cli",
+    "weft.json_lines",
     "weft.local_answers",
     "weft.llm",
     "weft.ops",

@@ -92,6 +92,8 @@ def test_calls_are_parsed_in_every_known_format_and_variant(
         (HERMES, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
         (HERMES, '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>'),
         (HERMES, '<tool_call>{"name": "f"'),
+        (HERMES, '<tool_call>{"name": "f", "name": "g", "arguments": {}}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "f", "type": κ, "arguments": {}}</tool_call>'),
         (HERMES, "ends with half a marker <tool_c"),
         (HERMES, CALL),
         (LLAMA3, '{"answer": 42}'),
@@ -159,6 +161,11 @@ def test_a_truncated_call_keeps_its_partial_arguments() -> None:
 def test_text_after_malformed_arguments_is_content() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": ]}}</tool_call> so'
     assert read(HERMES, text) == ("]}}</tool_call> so", [("f", '{"a": ')])
+
+
+def test_second_arguments_are_content() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {}, "arguments": {"b": 1}}</tool_call>'
+    assert read(HERMES, text) == (', "arguments": {"b": 1}}</tool_call>', [("f", "{}")])
 
 
 def test_a_call_is_found_after_text_that_only_looks_like_a_call() -> None:

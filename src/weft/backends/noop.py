@@ -197,6 +197,7 @@ class NoopBackend:
         eager_blocks: int | None = None,
         grammars_may_overlap: bool = False,
         fixed_cost_rows: float = 0.0,
+        extra_rows_are_cheap: bool = False,
         seconds_per_step: float = 0.0,
     ) -> None:
         self._vocabulary_size = vocabulary_size
@@ -208,6 +209,7 @@ class NoopBackend:
         self._eager_blocks = eager_blocks
         self._grammars_may_overlap = grammars_may_overlap
         self._fixed_cost_rows = fixed_cost_rows
+        self._extra_rows_are_cheap = extra_rows_are_cheap
         self._seconds_per_step = seconds_per_step
         self._rows: dict[int, _Row] = {}
         self._waiting_steps: deque[_Step] = deque()
@@ -254,6 +256,7 @@ class NoopBackend:
             eager_blocks=self._eager_blocks,
             grammars_may_overlap=self._grammars_may_overlap,
             fixed_cost_rows=self._fixed_cost_rows,
+            extra_rows_are_cheap=self._extra_rows_are_cheap,
         )
         return self.info
 

@@ -17,9 +17,10 @@ from typing import IO, TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from weft.cli.lines import Form, Key, Line, LineDefaults, make_job, read_line, read_lines
+from weft.cli.lines import MAX_LINE_BYTES, Form, Key, Line, LineDefaults, make_job, read_line
 from weft.cli.result_json import answer, error_answer, error_of
 from weft.errors import InvalidRequestError, WeftError
+from weft.json_lines import read_lines
 from weft.request import GenerationResult
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def _keep_answers(path: Path) -> frozenset[Key]:
     try:
         with path.open("rb") as old, kept.open("wb") as new:
             shutil.copymode(path, kept)
-            for number, raw in enumerate(read_lines(old), start=1):
+            for number, raw in enumerate(read_lines(old, MAX_LINE_BYTES), start=1):
                 content = _parse(raw)
                 key = None if content is None else _key_of_answer(content)
                 if content is None and isinstance(raw, bytes) and not raw.endswith(b"\n"):
@@ -193,7 +194,7 @@ class BatchRun:
         """Yields the jobs of all valid lines. Writes the errors of invalid ones."""
         form: Form = "plain"
         lines_of: dict[Key, int] = {}
-        for index, raw in enumerate(read_lines(source)):
+        for index, raw in enumerate(read_lines(source, MAX_LINE_BYTES)):
             if isinstance(raw, bytes) and not raw.strip():
                 continue
             self.num_read += 1

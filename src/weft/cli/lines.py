@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from weft.cli.start import command_params
 from weft.errors import InvalidRequestError
@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from weft.llm import LLM, PromptJob
 
 MAX_LINE_BYTES = 64 << 20
-"""Limit for one line. The text of any context is shorter. Only one line is in memory at a time, so the limit bounds the
-memory."""
+"""Limit for one line. The text of any context is shorter."""
 
 _URLS: dict[str, Form] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 _PARAMETERS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
 # Fields of the OpenAI API that are ignored: --model sets the model, and the others do not change the answer.
 _IGNORED = frozenset(
-    ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+    (
+        *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "prediction", "verbosity"),
+    )
 )
 # Fields of the OpenAI API that are accepted only with these values.
 _ONLY_VALUES: dict[str, tuple[object, ...]] = {
@@ -78,17 +80,6 @@ class LineDefaults:
     def messages(self, text: str) -> list[dict[str, str]]:
         opening = [{"role": "system", "content": self.system}] if self.system else []
         return [*opening, {"role": "user", "content": text}]
-
-
-def read_lines(file: IO[bytes]) -> Iterator[bytes | InvalidRequestError]:
-    """Yields the lines of a file one at a time. A line that is too long is skipped and gives an error."""
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        if len(line) <= MAX_LINE_BYTES:
-            yield line
-            continue
-        while line and not line.endswith(b"\n"):
-            line = file.readline(MAX_LINE_BYTES)
-        yield InvalidRequestError(f"the line is longer than {MAX_LINE_BYTES} bytes; split it")
 
 
 def read_line(raw: bytes, index: int, previous: Form) -> tuple[Line, dict[str, Any] | InvalidRequestError]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from weft import __version__
+from weft.cli.batch import batch_app
 from weft.cli.bench import AsJson, bench_app
 from weft.cli.entry import run
 from weft.server.settings import FLAGS, flag_type
@@ -21,6 +22,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich would keep the line breaks of the source in the help text
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(batch_app, name="batch")
 
 Model = Annotated[
     str,
@@ -300,13 +302,11 @@ def serve(
     ] = False,
     **flags: Any,
 ) -> None:
-    """Serve the OpenAI API over HTTP.
+    """Serve the OpenAI API and Ollama's over HTTP.
 
     MODEL is 'default', 'hf:owner/name', or the path of a GGUF file or of a folder with safetensors. Try it at /docs.
 
-    Flags override variables (WEFT_SERVE_...); these override --config.
-
-    SIGTERM and Ctrl-C let active requests end; a second signal does not.
+    Flags override variables (WEFT_SERVE_...); these override --config. SIGTERM and Ctrl-C let active requests end; a second signal does not.
     """
     from weft.cli.serve_command import serve_command
 

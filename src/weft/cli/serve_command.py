@@ -111,6 +111,10 @@ def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> Non
     address = f"http://{host}:{started.port}"
     url = f"{address}/v1"
     message = f"Serving the OpenAI API at {url}"
+    of_ollama: dict[str, Any] = {}
+    if started.ollama_port is not None:
+        of_ollama = {"ollama_url": f"http://{host}:{started.ollama_port}"}
+        message += f", and Ollama's API at {of_ollama['ollama_url']}"
     kernels = _kernels(settings, info.device)
     if log.format == "text":
         message = "\n".join(
@@ -136,6 +140,7 @@ def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> Non
         version=__version__,
         model=settings.names[0],
         url=url,
+        **of_ollama,
         weight_bytes=weights,
         kv_cache_bytes=kv_cache,
         kv_cache_tokens=tokens,
@@ -157,7 +162,7 @@ def _kernels(settings: ServerSettings, device: str) -> str:
 
 
 def _warnings(settings: ServerSettings, started: Started) -> list[str]:
-    from weft.server.http.guard import is_loopback
+    from weft.server.http.loopback import is_loopback
 
     warnings = []
     if not started.has_chat_template:

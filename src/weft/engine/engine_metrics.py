@@ -42,12 +42,13 @@ class EngineMetrics:
     def metrics(self, now: float) -> ServingMetrics:
         scheduler = self._scheduler
         uptime = max(now - self._started_at, 1e-9)
-        preempted = scheduler.queue.num_preempted
+        queues = (scheduler.queue, scheduler.idle_queue)
+        preempted = sum(queue.num_preempted for queue in queues)
         cache = scheduler.kv_cache.stats()
         return ServingMetrics(
             uptime=uptime,
-            requests_pending=len(scheduler.queue) - preempted,
-            requests_running=len(scheduler.running),
+            requests_pending=sum(map(len, queues)) - preempted,
+            requests_running=len(scheduler.running) + len(scheduler.paused),
             requests_preempted=preempted + len(scheduler.resuming),
             requests_completed=self.ended[RequestState.COMPLETED],
             requests_failed=self.ended[RequestState.FAILED],

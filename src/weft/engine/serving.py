@@ -270,8 +270,10 @@ class ServingEngine:
         return sequence
 
     def _with_defaults(self, request: InferenceRequest) -> InferenceRequest:
-        """Adds an id to a request without one, and the engine's `request_timeout` to one without a deadline."""
-        deadline = self.config.request_timeout if request.deadline is None else request.deadline
+        """Adds an id to a request without one, and the engine's `request_timeout` to one without a deadline. Idle
+        work has no timeout of its own: it waits until others leave capacity."""
+        default = None if request.is_idle_work else self.config.request_timeout
+        deadline = default if request.deadline is None else request.deadline
         if request.request_id and deadline == request.deadline:
             return request
         return request.replaced(request_id=request.request_id or self.new_id(), deadline=deadline)

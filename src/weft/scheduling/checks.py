@@ -12,11 +12,12 @@ def check_request(
 ) -> None:
     """Raises InvalidRequestError. `max_length` limits prompt and generated tokens together."""
     prompt, params = request.prompt, request.params
-    for token in (min(prompt), max(prompt)):
-        if not 0 <= token < vocabulary_size:
-            raise InvalidRequestError(
-                f"prompt holds token id {token}; allowed: 0 to {vocabulary_size - 1}", field="prompt"
-            )
+    for name, tokens in (("prompt", prompt), ("prediction", request.prediction)):
+        for token in (min(tokens), max(tokens)) if tokens else ():
+            if not 0 <= token < vocabulary_size:
+                raise InvalidRequestError(
+                    f"{name} holds token id {token}; allowed: 0 to {vocabulary_size - 1}", field=name
+                )
     unknown = [token for token in params.logit_bias if token >= vocabulary_size]
     if unknown:
         raise InvalidRequestError(

@@ -1,15 +1,17 @@
-"""Prompt-lookup speculation: proposes draft tokens from a sequence's own text, and decides how many a step checks.
+"""Speculation without a second model: proposes draft tokens, and decides how many a step checks.
 
 A step reads all weights whatever it computes, so a few more rows cost little while few sequences run. Text repeats
-itself: edited code, quotes of the question, lists, loops. The proposer finds the last earlier occurrence of
-the final tokens, and proposes the tokens that followed it. The model samples after each draft token; the first
-mismatch discards the rest. Answers are the same token for token, in fewer steps.
+itself: edited code, quotes of the question, lists, loops. The proposer looks for the final tokens of a sequence in its
+own text, and in the prediction of its request if there is one. It proposes the tokens that followed there. The model
+samples after each draft token; the first mismatch discards the rest. Answers are the same token for token, in fewer
+steps.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Collection
+from collections.abc import Sequence as Listing
 from copy import copy
 from itertools import takewhile
 
@@ -24,10 +26,12 @@ MATCH_LENGTHS = (2, 4, 8)
 """How many of the last tokens must occur earlier. The longest match is used."""
 
 SEARCH_WINDOW = 2048
-"""How many of the last tokens are searched for a match. While there is no match, each new token starts a search. It
-takes 1 to 6 us, or more if many token ids have bytes in common."""
+"""How many of the last tokens, and how many of the next tokens of a prediction, are searched for a match. While there is
+no match, each new token starts a search. It takes 1 to 6 us, or more if many token ids have bytes in common."""
 
 INITIAL_ACCEPTANCE = 0.5
+PREDICTED_ACCEPTANCE = 0.8
+"""The first estimate for a request with a prediction."""
 LEARNING_RATE = 0.1
 
 _TOKEN_BYTES = array("i").itemsize
@@ -35,19 +39,45 @@ _TOKEN_BYTES = array("i").itemsize
 
 class DraftProposer:
     """Proposes draft tokens for one sequence. While there is a match, every new token updates the acceptance rate, even
-    if no step checked a draft token at its position."""
+    if no step checked a draft token at its position.
 
-    __slots__ = ("_bytes", "_next", "_tokens", "acceptance_rate")
+    A match is a position in the sequence's own text or in its prediction. The answer is first expected to begin like
+    the prediction. After a mismatch the longer match of the two is used, and the prediction if both are as long.
+    """
 
-    def __init__(self, tokens: list[int]) -> None:
+    __slots__ = (
+        "_anchor",
+        "_bytes",
+        "_first",
+        "_is_predicted",
+        "_next",
+        "_predicted_bytes",
+        "_prediction",
+        "_tokens",
+        "acceptance_rate",
+        "num_predicted_accepted",
+        "num_predicted_rejected",
+    )
+
+    def __init__(self, tokens: list[int], prediction: tuple[int, ...] = ()) -> None:
         """`tokens` is the sequence's own list. The sequence appends to it and then calls `update`."""
         self._tokens = tokens
         # The same tokens as bytes: `rfind` is far faster than a loop over the list.
         self._bytes = bytearray(array("i", tokens).tobytes())
-        self._next = self._find()
+        self._prediction = prediction
+        self._predicted_bytes = array("i", prediction).tobytes()
+        self._anchor = 0
+        """Index in the prediction up to which the answer has followed it. The search begins here."""
+        self._first = 0
+        """Index at which the current match began."""
+        self._is_predicted = bool(prediction)
+        """Whether `_next` is an index in the prediction."""
+        self._next = 0 if prediction else self._find()
         """Index of the token that is proposed next. -1: there is no match."""
-        self.acceptance_rate = INITIAL_ACCEPTANCE
+        self.acceptance_rate = PREDICTED_ACCEPTANCE if prediction else INITIAL_ACCEPTANCE
         """Estimated probability that the next draft token is accepted."""
+        self.num_predicted_accepted = self.num_predicted_rejected = 0
+        """Draft tokens from the prediction that steps have checked."""
 
     def sibling(self, tokens: list[int]) -> DraftProposer:
         """A copy for another sequence with equal `tokens`."""
@@ -62,28 +92,58 @@ class DraftProposer:
     def update(self) -> None:
         """Reads the tokens that the sequence has appended since the last call."""
         tokens, source = self._tokens, self._next
+        text: Listing[int] = self._prediction if self._is_predicted else tokens
         known = len(self._bytes) // _TOKEN_BYTES
         new = tokens[known:]
         self._bytes += array("i", new).tobytes()
         for token in new:
             if source >= 0:
-                is_right = tokens[source] == token
+                is_right = text[source] == token
                 self.acceptance_rate += LEARNING_RATE * (is_right - self.acceptance_rate)
-                source = source + 1 if is_right else -1
+                if is_right and source + 1 < len(text):
+                    source += 1
+                else:
+                    self._end_match(source)
+                    source = -1
         self._next = source if source >= 0 else self._find()
 
     def propose(self, count: int, stop_ids: Collection[int] = ()) -> tuple[int, ...]:
         """Up to `count` draft tokens. They end before the first stop token, since nothing is generated after it."""
         if self._next < 0 or count <= 0:
             return ()
-        found = self._tokens[self._next : self._next + count]
-        # A match that reaches the end of the sequence is a loop: repeat it.
-        looped = (found * (count // len(found) + 1))[:count]
-        return tuple(takewhile(lambda token: token not in stop_ids, looped))
+        if self._is_predicted:
+            proposed: Listing[int] = self._prediction[self._next : self._next + count]
+        else:
+            found = self._tokens[self._next : self._next + count]
+            # A match that reaches the end of the sequence is a loop: repeat it.
+            proposed = (found * (count // len(found) + 1))[:count]
+        return tuple(takewhile(lambda token: token not in stop_ids, proposed))
+
+    def count_checked(self, num_drafts: int, num_accepted: int) -> None:
+        """Counts the draft tokens of a step, if they were from the prediction. Called before `update`."""
+        if self._is_predicted:
+            self.num_predicted_accepted += num_accepted
+            self.num_predicted_rejected += num_drafts - num_accepted
+
+    def _end_match(self, end: int) -> None:
+        """A short match may be an accident. Only a long one moves the place from which the prediction is searched."""
+        if self._is_predicted and end - self._first >= MATCH_LENGTHS[-1]:
+            self._anchor = end
 
     def _find(self) -> int:
-        """The index after the last earlier occurrence of the final tokens, or -1."""
-        text, after_match = self._bytes, -1
+        """The index after an occurrence of the final tokens, or -1: the last one in the text, or the next one in the
+        prediction."""
+        length, after_match = self._find_in_text()
+        self._is_predicted = False
+        if self._prediction:
+            predicted_length, index = self._find_in_prediction()
+            if predicted_length >= length and 0 <= index < len(self._prediction):
+                self._is_predicted, self._first, after_match = True, index, index
+        return after_match
+
+    def _find_in_text(self) -> tuple[int, int]:
+        """The length of the longest match, and the index after it."""
+        text, best = self._bytes, (0, -1)
         lowest = max(0, len(text) - SEARCH_WINDOW * _TOKEN_BYTES)
         for length in MATCH_LENGTHS:
             size = length * _TOKEN_BYTES
@@ -94,8 +154,24 @@ class DraftProposer:
                 found = text.rfind(last, lowest, end)
             if found < 0:
                 break
-            after_match = (found + size) // _TOKEN_BYTES
-        return after_match
+            best = length, (found + size) // _TOKEN_BYTES
+        return best
+
+    def _find_in_prediction(self) -> tuple[int, int]:
+        """The length of the longest match, and the index after it."""
+        text, best = self._predicted_bytes, (0, -1)
+        start = self._anchor * _TOKEN_BYTES
+        end = start + SEARCH_WINDOW * _TOKEN_BYTES
+        for length in MATCH_LENGTHS:
+            size = length * _TOKEN_BYTES
+            last = self._bytes[-size:]
+            found = text.find(last, start, end) if size <= len(self._bytes) else -1
+            while found % _TOKEN_BYTES and found >= 0:  # not aligned to a token
+                found = text.find(last, found + 1, end)
+            if found < 0:
+                break
+            best = length, (found + size) // _TOKEN_BYTES
+        return best
 
 
 class Speculation:
@@ -125,7 +201,7 @@ class Speculation:
     def attach_proposer(self, sequence: Sequence) -> None:
         """Gives the sequence a proposer, unless it has a grammar: a grammar mask is known for one token at a time."""
         if self._max_draft_tokens and sequence.request.params.grammar is None:
-            sequence.draft_proposer = DraftProposer(sequence.tokens)
+            sequence.draft_proposer = DraftProposer(sequence.tokens, sequence.request.prediction)
 
     def learn(self, plan: IterationPlan, seconds: float | None, now: float, has_next: bool) -> None:
         """Learns from a step that ended `now`. `has_next`: the next step was planned before that."""

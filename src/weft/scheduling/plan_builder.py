@@ -6,7 +6,7 @@ from weft.plan import IterationPlan, RowStart, SwapTask
 from weft.request import RequestId, RequestState
 from weft.scheduling.budget import TokenBudget
 from weft.scheduling.cache.allocation import Move
-from weft.scheduling.cache.block_pool import BlockHash
+from weft.scheduling.cache.block_pool import BlockCounts, BlockHash
 from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.sequence import Sequence
 
@@ -22,6 +22,7 @@ class PlanBuilder:
         "preempted",
         "prefills",
         "registered",
+        "reserved",
         "step",
         "swap_in",
         "swap_out",
@@ -42,6 +43,8 @@ class PlanBuilder:
         """Sequences with blocks that move to the store in this step."""
         self.registered: list[tuple[int, BlockHash]] = []
         """Blocks that this step fills and that prefix lookups can find from now on."""
+        self.reserved: BlockCounts | None = None
+        """While idle work is added beside interactive sequences: the blocks that it leaves for them."""
         self.swap_out: list[SwapTask] = []
         self.swap_in: list[SwapTask] = []
         self.preempted: list[RequestId] = []

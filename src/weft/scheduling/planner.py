@@ -7,9 +7,10 @@ from operator import itemgetter
 from weft.clock import Clock
 from weft.config import SchedulerConfig
 from weft.plan import BackendInfo
-from weft.request import RequestState
+from weft.request import Priority, RequestState
 from weft.scheduling.cache.block_pool import BlockCounts
 from weft.scheduling.draft_tokens import Speculation
+from weft.scheduling.idle_work import IdlePlanner
 from weft.scheduling.plan_builder import PlanBuilder
 from weft.scheduling.policy import AdmissionPolicy, SortKey, StepCostModel
 from weft.scheduling.preemption import choose_victims, is_below, work_lost
@@ -22,6 +23,8 @@ MAX_SKIPPED = 16
 independent of the queue."""
 
 ONE_BLOCK = BlockCounts(1)
+
+_BELOW_ALL = -len(Priority) - 1
 
 _Prompts = list[tuple[SortKey, Sequence]]
 
@@ -46,11 +49,14 @@ class Planner:
         self._size = StepSize(config, info, cost_model)
         self._order = PromptOrder(policy, self._size)
         self.speculation = Speculation(config, info)
+        self._idle = IdlePlanner(config, info, sequence_table, self._size, cost_model)
         self._last_prefill_step = -1
         self._batch_is_open = True
 
     def plan(self, builder: PlanBuilder) -> None:
         """Plans over all running and waiting sequences. Repeats if preemptions left the step empty."""
+        if self._sequences.num_idle:
+            self._divide(builder)
         while True:
             num_victims = len(builder.preempted)
             if self._config.prefer_pure_decode:
@@ -62,16 +68,41 @@ class Planner:
         if self.speculation.may_have_drafts(builder):
             room = self._size.room_for_drafts(builder.decodes, builder.budget.tokens)
             self.speculation.add_draft_tokens(builder, self._sequences.kv_cache, room)
+        if self._sequences.num_idle:
+            self._fill(builder)
 
     def plan_only(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
         """Plans a step over `sequences` alone."""
         self._plan_mixed(builder, sequences, may_admit=False)
 
+    # ------------------------------------------------------------------ idle work
+
+    def _divide(self, builder: PlanBuilder) -> None:
+        """Decides whether the plan is made from interactive sequences or from idle ones. Preempts idle ones if
+        interactive ones need their memory."""
+        now = self._clock()
+        if not self._sequences.has_interactive_work:
+            self._sequences.resume_idle(now)
+            return
+        self._sequences.pause_idle()
+        for victim in self._idle.victims():
+            self._preempt(builder, victim)
+
+    def _fill(self, builder: PlanBuilder) -> None:
+        """Adds idle work to a step with interactive sequences."""
+        if self._sequences.active_queue is self._sequences.idle_queue:
+            return  # the whole step is idle work
+        sequences, may_admit = self._idle.fill(builder)
+        if sequences or may_admit:
+            self._sequences.active_queue = self._sequences.idle_queue
+            self._plan_mixed(builder, sequences, may_admit)
+            self._sequences.pause_idle()
+
     # ------------------------------------------------------------------ the shape of a step
 
     def _plan_mixed(self, builder: PlanBuilder, sequences: list[Sequence], may_admit: bool) -> None:
         """Adds decodes first, then prompts: those in progress and new ones."""
-        may_admit = may_admit and bool(self._sequences.queue) and self._admission_is_open()
+        may_admit = may_admit and bool(self._sequences.active_queue) and self._admission_is_open()
         places = builder.budget.sequences
         is_full = len(sequences) >= places
         if may_admit and is_full and (self._sequences.kv_cache.free_rows or self._first_may_preempt()):
@@ -97,7 +128,7 @@ class Planner:
         """Plans a step with prompts only, or with decodes only. After a step of prompts, every running sequence decodes
         before the next step of prompts."""
         decodes, prefills, _ = self._split(self._sequences.running, len(self._sequences.running))
-        may_admit = bool(self._sequences.queue) and self._admission_is_open()
+        may_admit = bool(self._sequences.active_queue) and self._admission_is_open()
         all_decoded = all(
             s.last_step > self._last_prefill_step and self._is_on_time(builder.step, s) for s in decodes
         )
@@ -112,11 +143,11 @@ class Planner:
     def _plan_prompts(self, builder: PlanBuilder, prefills: list[Sequence], may_admit: bool) -> None:
         """Adds prompts, in progress and waiting, in the order of `PromptOrder`, until a budget or memory is used up."""
         self._size.begin_prompts(builder)
-        queue = self._sequences.queue
+        queue = self._sequences.active_queue
         in_progress = [(self._prefill_sort_key(sequence), sequence) for sequence in prefills]
         in_progress.sort(key=itemgetter(0), reverse=True)
         skipped: list[object] = []
-        skipped_priority = -1
+        skipped_priority = _BELOW_ALL
         while builder.budget.for_prefill:
             may_admit = may_admit and len(skipped) < MAX_SKIPPED
             first = self._first_to_admit(skipped_priority) if may_admit else None
@@ -249,7 +280,7 @@ class Planner:
     def should_wait_for_tokens(self) -> bool:
         """Whether the next step should wait for the tokens of the step in flight, so that it can have draft tokens.
         False if prompts come next, or if the step has no room for draft tokens."""
-        queue, running = self._sequences.queue, self._sequences.running
+        queue, running = self._sequences.active_queue, self._sequences.running
         if queue and self._sequences.kv_cache.free_rows:
             return False
         return self.speculation.should_wait_for_tokens(running) and bool(
@@ -279,7 +310,10 @@ class Planner:
         # A smaller chunk is better than a preemption. So the planner preempts only if there is no block for even one
         # position.
         kv_cache = self._sequences.kv_cache
-        room = kv_cache.affordable(len(allocation.blocks), allocation.stored, start, kv_cache.available)
+        available = kv_cache.available if builder.reserved is None else kv_cache.available - builder.reserved
+        room = kv_cache.affordable(len(allocation.blocks), allocation.stored, start, available)
+        if not room and builder.reserved is not None:
+            return None
         count = min(count, room or block_size - start % block_size)
         if self._grow(builder, sequence, self._needed(sequence, count)):
             self._add_prefill(builder, sequence, count)
@@ -310,6 +344,8 @@ class Planner:
         self._size.take_chunk(builder, start, count)
         builder.prefills.append((sequence, start, count, samples))
         builder.registered += self._sequences.prefixes.register(sequence, start, end)
+        if not sequence.is_idle_work and sequence.allocation is not None:
+            self._sequences.kv_cache.pool.note_interactive(sequence.allocation.blocks)
 
     # ------------------------------------------------------------------ admission
 
@@ -322,12 +358,12 @@ class Planner:
             self._batch_is_open = True
         elif any(s.target > s.prompt_length for s in self._sequences.running):
             self._batch_is_open = False
-        first = self._sequences.queue.peek()
+        first = self._sequences.active_queue.peek()
         return self._batch_is_open or (first is not None and first.state is RequestState.PREEMPTED)
 
     def _first_may_preempt(self) -> bool:
         """Whether the first waiting sequence may preempt a running one."""
-        first = self._sequences.queue.peek()
+        first = self._sequences.active_queue.peek()
         if first is None or not self._policy.preempts:
             return False
         return any(s.priority < first.priority for s in self._sequences.running)
@@ -335,7 +371,7 @@ class Planner:
     def _first_to_admit(self, skipped_priority: int) -> Sequence | None:
         """The first waiting sequence, if it may be admitted. It must outrank every sequence that was skipped before
         it."""
-        first = self._sequences.queue.peek()
+        first = self._sequences.active_queue.peek()
         if first is None or first.priority <= skipped_priority:
             return None
         return first if self._batch_is_open or first.state is not RequestState.PENDING else None
@@ -352,7 +388,7 @@ class Planner:
         # prompt that has started can be overtaken. So `first` starts with one block.
         delays_others = self._config.chunked_prefill and any(
             self._prefill_sort_key(sequence) < next_key
-            for sequence in self._sequences.queue.near_front(MAX_SKIPPED)
+            for sequence in self._sequences.active_queue.near_front(MAX_SKIPPED)
         )
         return self._info.block_size if delays_others else 0
 
@@ -404,7 +440,7 @@ class Planner:
             return False
         if needed.store:
             builder.moving.append(sequence)
-        self._sequences.queue.remove(sequence)
+        self._sequences.active_queue.remove(sequence)
         sequence.allocation = allocation
         sequence.scheduled = start
         if sequence.cached_tokens is None:
@@ -425,7 +461,7 @@ class Planner:
         task = self._sequences.kv_cache.swap_in(allocation, after_step=builder.step - 1)
         if task is None:
             return False
-        self._sequences.queue.remove(sequence)
+        self._sequences.active_queue.remove(sequence)
         builder.swap_in.append(task)
         sequence.swap_id = task.swap_id
         self._sequences.resuming[task.swap_id] = sequence
@@ -441,6 +477,9 @@ class Planner:
         """
         kv_cache = self._sequences.kv_cache
         available, has_row = kv_cache.available, kv_cache.free_rows > 0
+        if builder.reserved is not None:
+            # Idle work beside interactive sequences leaves a row and blocks for them.
+            available, has_row = available - builder.reserved, kv_cache.free_rows > 1
         is_alone = not (self._sequences.running or self._sequences.resuming)
         if has_row and (is_alone or (available - self._still_needed()).covers(needed_soon)):
             return available.covers(needed)
@@ -461,7 +500,7 @@ class Planner:
             return True
         # The victim's row is still in a step in flight, so this sequence must wait. It is promoted: otherwise the
         # victim could be admitted before it.
-        self._sequences.queue.promote(sequence)
+        self._sequences.active_queue.promote(sequence)
         return False
 
     def _still_needed(self) -> BlockCounts:

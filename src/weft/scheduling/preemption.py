@@ -76,9 +76,13 @@ def prefers_swap(
     sequence: Sequence, mode: PreemptionMode, kv_cache: KvCacheManager, info: BackendInfo
 ) -> bool:
     """Whether to swap this victim out. False means recompute, also if the swap slots do not suffice."""
-    if mode is PreemptionMode.RECOMPUTE or sequence.allocation is None or sequence.scheduled == 0:
-        return False
-    if not kv_cache.can_swap_out(sequence.allocation):
+    can_swap = sequence.allocation is not None and kv_cache.can_swap_out(sequence.allocation)
+    return can_swap and is_swap_cheaper(sequence, mode, info)
+
+
+def is_swap_cheaper(sequence: Sequence, mode: PreemptionMode, info: BackendInfo) -> bool:
+    """Whether a swap costs less than a recompute, if there are swap slots."""
+    if mode is PreemptionMode.RECOMPUTE or sequence.scheduled == 0:
         return False
     return mode is PreemptionMode.SWAP or swap_seconds(sequence, info) < recompute_seconds(sequence, info)
 

@@ -41,7 +41,7 @@ class StepSize:
             return
         budget = builder.budget
         if self._cost_model.is_ready:
-            budget.prefill_seconds = max(0.0, self._spare_seconds(builder.decodes))
+            budget.prefill_seconds = max(0.0, self.spare_seconds(builder.decodes))
         else:
             # Varies the size: from steps of equal size the cost model learns nothing about the effect of size.
             affordable = self._block_size * (1 + 2 * (builder.step % 3))
@@ -67,7 +67,7 @@ class StepSize:
         """Predicted seconds for `count` tokens of a prompt from `start` on, in steps without other entries."""
         per_step = min(self._config.max_chunk_tokens, self._config.max_prefill_tokens)
         if self._is_adaptive:
-            affordable = self._cost_model.affordable_tokens(start, self._spare_seconds([]))
+            affordable = self._cost_model.affordable_tokens(start, self.spare_seconds([]))
             per_step = min(per_step, max(affordable, self._block_size))
         steps = count / per_step if self._config.chunked_prefill else 1.0
         return self._cost_model.base_seconds * steps + self._cost_model.chunk_seconds(start, count)
@@ -76,7 +76,7 @@ class StepSize:
         """How many of `room` draft tokens fit into a step with these decodes."""
         if self._is_adaptive and self._cost_model.is_ready:
             longest = max((s.scheduled for s in decodes), default=0)
-            room = min(room, self._cost_model.affordable_tokens(longest, self._spare_seconds(decodes)))
+            room = min(room, self._cost_model.affordable_tokens(longest, self.spare_seconds(decodes)))
         return max(0, room)
 
     def _affordable(self, builder: PlanBuilder, start: int, remaining: int) -> int:
@@ -85,14 +85,14 @@ class StepSize:
         if not self._is_timed(builder):
             return builder.budget.for_prefill
         tokens = self._cost_model.affordable_tokens(start, builder.budget.prefill_seconds)
-        if not builder.prefills:
+        if not builder.prefills and builder.reserved is None:
             return max(tokens, self._block_size)
         return tokens if tokens >= min(remaining, self._block_size) else 0
 
     def _is_timed(self, builder: PlanBuilder) -> bool:
         return builder.budget.prefill_seconds < NO_LIMIT
 
-    def _spare_seconds(self, decodes: list[Sequence]) -> float:
+    def spare_seconds(self, decodes: list[Sequence]) -> float:
         """Seconds of the time target that the decodes leave. Negative if they alone take longer."""
         context = sum([s.scheduled for s in decodes])
         target = SHARE_OF_TARGET * self._config.target_inter_token_latency

@@ -88,8 +88,17 @@ class ContinuousBatchScheduler:
         return self._sequence_table.queue
 
     @property
+    def idle_queue(self) -> RequestQueue:
+        return self._sequence_table.idle_queue
+
+    @property
     def running(self) -> list[Sequence]:
         return self._sequence_table.running
+
+    @property
+    def paused(self) -> list[Sequence]:
+        """Idle sequences that hold memory, while interactive ones have work."""
+        return self._sequence_table.paused
 
     @property
     def sequences(self) -> dict[RequestId, Sequence]:
@@ -160,7 +169,9 @@ class ContinuousBatchScheduler:
             # A request that was cancelled holds its memory until its last step ends.
             if request_id in self.sequences or self.kv_cache.holds(request_id):
                 raise id_in_use(request_id)
-        self.queue.check_room(sum(s.prompt_length for s in sequences), len(sequences))
+        table = self._sequence_table
+        queue = table.queue_of(sequences[0])
+        queue.check_room(sum(s.prompt_length for s in sequences), len(sequences))
         now = self._clock()
         for sequence in sequences:
             sequence.order = self._next_order
@@ -170,7 +181,8 @@ class ContinuousBatchScheduler:
                 sequence.deadline_at = now + sequence.request.deadline
                 self._deadlines.add(sequence)
             self.sequences[sequence.request_id] = sequence
-            self.queue.push(sequence)
+            table.num_idle += sequence.is_idle_work
+            queue.push(sequence)
             self.stats.prompt_tokens += sequence.prompt_length
 
     def cancel(self, request_id: RequestId, reason: str | None = None) -> bool:
@@ -262,8 +274,9 @@ class ContinuousBatchScheduler:
         is_retry = self._plan_retry(builder)
         if not is_retry:
             self._planner.plan(builder)
-        self.stats.preemptions_by_swap += len(builder.swap_out)
-        self.stats.preemptions_by_recompute += len(builder.preempted) - len(builder.swap_out)
+        if builder.preempted:
+            self.stats.preemptions_by_swap += len(builder.swap_out)
+            self.stats.preemptions_by_recompute += len(builder.preempted) - len(builder.swap_out)
         if builder.is_empty and (self._in_flight or not sequence_table.resuming):
             # NOTE: although there is no plan, a sequence may have shared new blocks. The next plan sends them to the
             # backend.
@@ -271,7 +284,7 @@ class ContinuousBatchScheduler:
             return None
         self._unsent_tables = []
         plan, sequences = builder.freeze(sequence_table.kv_cache)
-        if len(sequences) < len(sequence_table.running):
+        if len(sequences) < len(sequence_table.running) + len(sequence_table.paused):
             sequence_table.rotate(builder.step)
         self._next_step += 1
         self._in_flight.append(PendingPlan(plan, sequences, builder.registered, is_retry))
@@ -354,6 +367,8 @@ class ContinuousBatchScheduler:
             tokens = result.tokens[sampled : sampled + 1 + len(drafts)]
             num_accepted = sum(takewhile(bool, map(eq, drafts, tokens)))
             gap = (now - sequence.last_token_at) / (1 + num_accepted)
+            assert sequence.draft_proposer is not None
+            sequence.draft_proposer.count_checked(len(drafts), num_accepted)
             index = 0
             for index, token in enumerate(tokens[: 1 + num_accepted]):
                 self._commit(sequence, plan.step, start + index + 1)

@@ -12,6 +12,7 @@ from weft.request import (
     FinishReason,
     GenerationResult,
     InferenceRequest,
+    Priority,
     RequestState,
     TokenLogprobs,
 )
@@ -66,6 +67,7 @@ class Sequence:
         "finish_reason",
         "first_token_at",
         "has_announced",
+        "is_idle_work",
         "is_prepared",
         "last_step",
         "last_token_at",
@@ -99,7 +101,9 @@ class Sequence:
         self.request = request
         self.request_id = request.request_id
         self.seed = seed
-        self.priority = int(request.priority)
+        self.is_idle_work = request.is_idle_work
+        self.priority = int(request.priority) - (len(Priority) if request.is_idle_work else 0)
+        """Base priority. That of idle work is negative: below all others."""
         self.tokens = list(request.prompt)
         self.prompt_length = len(self.tokens)
         self.min_length = self.prompt_length + request.params.min_tokens
@@ -196,9 +200,10 @@ class Sequence:
     def result(self) -> GenerationResult:
         assert self.finish_reason is not None
         waiting, prefill, decode = self.phase_times
+        generated, proposer = tuple(self.generated), self.draft_proposer
         return GenerationResult(
             request_id=self.request_id,
-            tokens=tuple(self.generated),
+            tokens=generated,
             text="",
             state=self.state,
             finish_reason=self.finish_reason,
@@ -215,6 +220,11 @@ class Sequence:
             logprobs=tuple(self.logprobs) if self.request.params.logprobs is not None else None,
             prompt_logprobs=self._all_prompt_logprobs(),
             metadata=self.request.metadata,
+            # A stop string in the text may have removed accepted tokens.
+            accepted_prediction_count=0
+            if proposer is None
+            else min(proposer.num_predicted_accepted, len(generated)),
+            rejected_prediction_count=0 if proposer is None else proposer.num_predicted_rejected,
         )
 
     def _all_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:

@@ -12,7 +12,7 @@ from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.cache.prefix import PrefixSharing
 from weft.scheduling.cache.sessions import Sessions
 from weft.scheduling.policy import AdmissionPolicy
-from weft.scheduling.preemption import prefers_swap
+from weft.scheduling.preemption import is_swap_cheaper, prefers_swap
 from weft.scheduling.queue import RequestQueue
 from weft.scheduling.sequence import NEVER, Phase, Sequence
 
@@ -43,10 +43,19 @@ class SequenceTable:
             info.tail_blocks,
         )
         self.queue = RequestQueue(config, policy)
+        """Waiting interactive sequences."""
+        self.idle_queue = RequestQueue(config, policy)
+        self.active_queue = self.queue
+        """The queue that the current plan admits from."""
         self.sequences: dict[RequestId, Sequence] = {}
         """All sequences that have not ended."""
+        self.num_idle = 0
+        """How many of them are idle work."""
         self.running: list[Sequence] = []
         """Running sequences in rotation order: least recently scheduled first."""
+        self.paused: list[Sequence] = []
+        """Running idle sequences that are not in `running`, because interactive ones have work. They hold a row and
+        blocks."""
         self.resuming: dict[int, Sequence] = {}
         """Swap-ins in flight, by swap id. The sequence holds a row and blocks, and runs once the copy is finished."""
         self.applied_step = -1
@@ -73,6 +82,40 @@ class SequenceTable:
     def is_in_flight(self, sequence: Sequence) -> bool:
         return sequence.last_step > self.applied_step
 
+    def queue_of(self, sequence: Sequence) -> RequestQueue:
+        return self.idle_queue if sequence.is_idle_work else self.queue
+
+    @property
+    def has_interactive_work(self) -> bool:
+        """Whether an interactive sequence has positions left to plan."""
+        if len(self.sequences) == self.num_idle:
+            return False
+        return (
+            bool(self.queue)
+            or any(not s.is_idle_work for s in self.resuming.values())
+            or any(not s.is_idle_work and not s.is_finishing for s in self.running)
+        )
+
+    def pause_idle(self) -> None:
+        """Moves idle sequences from `running` to `paused`. Those whose last token is being sampled remain: they will
+        free their memory."""
+        self.active_queue = self.queue
+        idle = [s for s in self.running if s.is_idle_work and not s.is_finishing]
+        if idle:
+            self.running = [s for s in self.running if not s.is_idle_work or s.is_finishing]
+            self.paused += idle
+        for sequence in self.paused:
+            self.prefixes.withdraw(sequence)  # other sequences must not wait for blocks of a paused one
+
+    def resume_idle(self, now: float) -> None:
+        """Moves the paused sequences back to `running`, least recently scheduled first."""
+        self.active_queue = self.idle_queue
+        if self.paused:
+            for sequence in self.paused:
+                sequence.last_token_at = now  # a pause is no latency between tokens
+            self.running = [*sorted(self.paused, key=lambda s: s.last_step), *self.running]
+            self.paused = []
+
     def add_running(self, sequence: Sequence, step: int, phase: Phase, now: float) -> None:
         """Sets a sequence running from `step` on. It already holds a row and KV blocks."""
         sequence.state = RequestState.RUNNING
@@ -92,10 +135,12 @@ class SequenceTable:
         will be recomputed."""
         allocation = sequence.allocation
         assert allocation is not None
-        self.running.remove(sequence)
+        self._leave_running(sequence)
         self.prefixes.withdraw(sequence)
         self.kv_cache.truncate(allocation, -(-sequence.scheduled // self._info.block_size))
         swap = None
+        if not sequence.is_idle_work and self.idle_queue.num_preempted:
+            self._make_swap_room(sequence)
         if prefers_swap(sequence, self._config.preemption, self.kv_cache, self._info):
             # NOTE: the sequence may be in a step in flight. The copy runs after it.
             swap = self.kv_cache.swap_out(allocation, after_step=step - 1)
@@ -115,7 +160,7 @@ class SequenceTable:
         sequence.state = RequestState.PREEMPTED
         sequence.preemptions += 1
         sequence.enter(Phase.WAITING, now)
-        self.queue.push(sequence)
+        self.queue_of(sequence).push(sequence)
         return task
 
     def reset_progress(self, sequence: Sequence) -> None:
@@ -127,14 +172,18 @@ class SequenceTable:
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence that ended, from any list, and frees its memory."""
         if sequence.queue_item is not None:
-            self.queue.remove(sequence)
+            self.queue_of(sequence).remove(sequence)
         elif sequence.state is RequestState.RUNNING:
-            self.running.remove(sequence)
+            self._leave_running(sequence)
         else:
             assert sequence.swap_id is not None
             del self.resuming[sequence.swap_id]
         self.prefixes.withdraw(sequence)
         del self.sequences[sequence.request_id]
+        if sequence.is_idle_work:
+            self.num_idle -= 1
+            if not self.num_idle:
+                self.active_queue = self.queue
         if sequence.allocation is not None:
             if sequence.allocation.row is not None and self.is_in_flight(sequence):
                 self._draining.append(sequence)
@@ -182,7 +231,7 @@ class SequenceTable:
 
     def _drop_swapped(self, swap_id: int) -> None:
         """Discards a failed swap-out: its sequence, if it still waits, will be recomputed."""
-        for sequence in self.queue:
+        for sequence in (*self.queue, *self.idle_queue):
             if sequence.swap_id == swap_id and sequence.allocation is not None:
                 self.kv_cache.free(sequence.allocation)
                 self.reset_progress(sequence)
@@ -216,6 +265,21 @@ class SequenceTable:
                 if sequence.allocation.row is None and not sequence.allocation.is_swapped:
                     self.reset_progress(sequence)
 
+    def _leave_running(self, sequence: Sequence) -> None:
+        (self.paused if sequence in self.paused else self.running).remove(sequence)
+
+    def _make_swap_room(self, victim: Sequence) -> None:
+        """Discards swapped copies of idle sequences, newest first, until the victim can be swapped out."""
+        assert victim.allocation is not None
+        if not is_swap_cheaper(victim, self._config.preemption, self._info):
+            return
+        for idle in sorted(self.idle_queue, key=lambda s: -s.order):
+            if self.kv_cache.can_swap_out(victim.allocation):
+                break
+            if idle.allocation is not None:
+                self.kv_cache.free(idle.allocation)
+                self.reset_progress(idle)
+
     def _release(self, sequence: Sequence) -> None:
         assert sequence.allocation is not None
         row = self.kv_cache.free(sequence.allocation)
@@ -227,19 +291,28 @@ class SequenceTable:
         """Raises AssertionError if blocks, rows, swap slots or sequences are inconsistent."""
         self.kv_cache.check_integrity([row for _, row in self._held_rows])
         self.queue.check_integrity()
-        self.prefixes.check_integrity(self.running)
+        self.idle_queue.check_integrity()
+        self.prefixes.check_integrity([*self.running, *self.paused])
         self.sessions.check_integrity()
-        waiting = {s.request_id for s in self.queue}
-        running = {s.request_id for s in self.running}
+        assert not any(s.is_idle_work for s in self.queue), "idle work is in the interactive queue"
+        assert all(s.is_idle_work for s in (*self.idle_queue, *self.paused)), (
+            "an interactive request is paused"
+        )
+        assert self.num_idle == sum(s.is_idle_work for s in self.sequences.values()), (
+            "idle work is counted wrongly"
+        )
+        held = [*self.running, *self.paused]
+        waiting = {s.request_id for s in (*self.queue, *self.idle_queue)}
+        running = {s.request_id for s in held}
         resuming = {s.request_id for s in self.resuming.values()}
-        assert len(running) == len(self.running), "a sequence is twice in `running`"
+        assert len(running) == len(held), "a sequence is twice in `running` or `paused`"
         assert len(waiting) + len(running) + len(resuming) == len(self.sequences), (
             "a request is in two places"
         )
         assert waiting | running | resuming == self.sequences.keys(), "a request was lost"
-        for sequence in self.running:
+        for sequence in held:
             assert sequence.allocation is not None
-            held = len(sequence.allocation.blocks) * self._info.block_size
-            assert sequence.computed <= sequence.scheduled <= held, (
+            room = len(sequence.allocation.blocks) * self._info.block_size
+            assert sequence.computed <= sequence.scheduled <= room, (
                 "more tokens are scheduled than the blocks can hold"
             )

@@ -122,18 +122,21 @@ class ScheduledBatch:
 
 def slots(scheduler: ContinuousBatchScheduler, now: float) -> tuple[Slot, ...]:
     """All rows, in order, each with its request, if any."""
-    holders = (*scheduler.running, *scheduler.resuming)
+    holders = (*scheduler.running, *scheduler.paused, *scheduler.resuming)
     by_row = {s.allocation.row: s for s in holders if s.allocation is not None}
-    return tuple(_slot(row, by_row.get(row), now) for row in range(scheduler.kv_cache.num_rows))
+    paused = {s.allocation.row for s in scheduler.paused if s.allocation is not None}
+    return tuple(
+        _slot(row, by_row.get(row), now, row in paused) for row in range(scheduler.kv_cache.num_rows)
+    )
 
 
-def _slot(row: int, sequence: Sequence | None, now: float) -> Slot:
+def _slot(row: int, sequence: Sequence | None, now: float, is_paused: bool) -> Slot:
     if sequence is None:
         return Slot(row, "idle", None, 0, 0, None)
     speed = None
     if sequence.first_token_at is not None and now > sequence.first_token_at:
         speed = sequence.decode_steps / (now - sequence.first_token_at)
-    state = sequence.seq_state.value
+    state = "paused" if is_paused else sequence.seq_state.value
     return Slot(row, state, sequence.request_id, sequence.computed, sequence.limit, speed)
 
 

@@ -31,21 +31,32 @@ from weft.server.api.formats import FORMATS, ROUTES, Formats
 from weft.server.api.model_names import is_model_name
 from weft.server.api.preparing import Prepared, Preparer
 from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
-from weft.server.errors import ApiError, as_api_error, json_response, renamed_fields
+from weft.server.api.services import Caller
+from weft.server.batches.runner import BatchRunner
+from weft.server.errors import (
+    ApiError,
+    as_api_error,
+    json_response,
+    renamed_fields,
+    warning_header,
+)
 from weft.server.http.access_log import AccessLog
 from weft.server.http.bodies import BodyReader, read_body
 from weft.server.http.byte_budget import RequestBytes
-from weft.server.http.guard import ANSWER, BODY, KEY, Guard
-from weft.server.internal import InternalReply, InternalRequest, send_internal
+from weft.server.http.guard import Guard
+from weft.server.http.scope import ANSWER, BODY, KEY
+from weft.server.internal import INTERNAL, InternalReply, InternalRequest, send_internal
 from weft.server.logs import ServerLog, current_record
 from weft.server.loop_lag import watch_lag
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
 from weft.server.settings import ServerSettings
+from weft.server.state.files import FileStore
 from weft.server.state.store import Store
 from weft.server.stream.choices import Choices
 from weft.server.stream.events import Disconnected, EventStream, unless_disconnected
 from weft.server.stream.loop_turns import LoopTurns
 from weft.server.stream.whole_answer import WholeAnswer, min_response_bytes
+from weft.server.tasks import Tasks
 from weft.text.model_text import ModelText
 
 _HEADERS_SECONDS = 0.25
@@ -54,8 +65,10 @@ time, the response has an error status. A later refusal is sent as an event."""
 _BYTES_PER_TOKEN = 4
 """Estimated bytes per token in the body of `/tokenize`. The number of tokens to reserve from the rate limit, before the
 text is tokenised, is calculated from it."""
+_ITSELF = " server"
+"""The client of requests that the server sends to itself. No key has this name."""
 _EXPOSED = (
-    *("x-request-id", "retry-after", "warning"),
+    *("x-request-id", "request-id", "retry-after", "warning"),
     *(
         f"x-ratelimit-{value}-{unit}"
         for value in ("limit", "remaining", "reset")
@@ -80,7 +93,7 @@ class ServerApp:
         formats: Formats = FORMATS,
     ) -> None:
         self.settings = settings
-        self._formats = formats
+        self.formats = formats
         self.text = text
         self.engine = engine
         self.is_draining = False
@@ -97,17 +110,28 @@ class ServerApp:
         self._active_requests = ActiveRequests(settings, engine, self._metrics, time.monotonic)
         folder = Path(settings.state_path).expanduser() if settings.state_path else home_directory() / "state"
         self.store = Store(folder, log.event)
+        self.tasks = Tasks(settings.max_requests)
+        self.files = FileStore(self.store, settings.max_stored_bytes)
+        self._batches = BatchRunner(self, self._metrics, log.event, lambda: self.is_draining)
 
     async def wait_until_idle(self, seconds: float) -> bool:
-        """Returns whether all active requests ended within `seconds`."""
+        """Returns whether all requests of clients ended within `seconds`. Lines of batches run again after a restart."""
         return await self._active_requests.wait_until_idle(seconds)
 
     async def watch_loop(self) -> None:
         """Measures the lag of the event loop until it is cancelled."""
         await watch_lag(self._metrics.loop_lag.observe, lambda: len(self._active_requests) > 0)
 
+    async def run_batches(self) -> None:
+        """Runs batches until it is cancelled."""
+        await self._batches.run()
+
+    def wake_batches(self) -> None:
+        self._batches.wake()
+
     async def close(self) -> None:
-        """Ends the worker processes, and closes the store."""
+        """Ends the tasks and the worker processes, and closes the store."""
+        await self.tasks.close()
         await self._bodies.close()
         await self._preparer.close()
         await self.store.close()
@@ -115,15 +139,13 @@ class ServerApp:
     def asgi(self) -> ASGIApp:
         post, get = ["POST"], ["GET"]
         routes = [
-            *(Route(path, partial(self._generate, one), methods=post) for path, one in self._formats.items()),
+            *(Route(path, partial(self._generate, one), methods=post) for path, one in self.formats.items()),
             *(
                 Route(one.counting.path, partial(self._count_tokens, one), methods=post)
-                for one in self._formats.values()
+                for one in self.formats.values()
                 if one.counting is not None
             ),
             *(route for make in ROUTES for route in make(self)),
-            Route("/v1/models", self._models, methods=get),
-            Route("/v1/models/{name:path}", self._model, methods=get),
             Route("/tokenize", self._tokenize, methods=post),
             Route("/detokenize", self._detokenize, methods=post),
             Route("/tokenizer_info", self._tokenizer_info, methods=get),
@@ -159,7 +181,7 @@ class ServerApp:
             ]
         app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
         self._asgi = AccessLog(
-            Guard(app, self.settings, self._formats), self._log, self.engine.new_id, self._metrics.failed
+            Guard(app, self.settings, self.formats), self._log, self.engine.new_id, self._metrics.failed
         )
         return self._asgi
 
@@ -170,14 +192,19 @@ class ServerApp:
 
     async def _generate(self, answer_format: AnswerFormat[Any], request: Request) -> Response:
         key: ApiKey | None = request.scope[KEY]
+        internal: InternalRequest | None = request.scope.get(INTERNAL)
+        is_idle_work = internal is not None and internal.is_idle_work
         self._check_open()
-        self._active_requests.check_capacity(key)
+        if not is_idle_work:
+            self._active_requests.check_capacity(key)
         body = await read_body(request)
         size = len(body)
         answer_bytes: RequestBytes = request.scope[ANSWER]
         choices = Choices(self.engine, self.text.tokenizer, answer_bytes)
         record = current_record()
-        active = self._active_requests.begin(key, choices, record.id, record.given_id)
+        active = self._active_requests.begin(
+            key, choices, record.id, record.given_id, is_idle_work=is_idle_work
+        )
         outcome: Outcome = ApiError.internal_error()  # unless the code below sets another
         is_owned_by_response = False
         try:
@@ -186,18 +213,27 @@ class ServerApp:
             api_request, unknown = await unless_disconnected(
                 request.receive, self._bodies.read(answer_format.request_type, body, client_id)
             )
-            headers = (
-                {"Warning": f'299 weft "unknown fields ignored: {", ".join(unknown)}"'} if unknown else {}
-            )
+            unknown = [*unknown, *answer_format.ignored(api_request)]
             with renamed_fields(answer_format.field_names(api_request)):
+                if (content := answer_format.answer_at_once(api_request, self._name)) is not None:
+                    self.check_model(api_request.model)
+                    outcome = []
+                    return json_response(content, headers=warning_header(unknown))
                 self._active_requests.set_deadline(active, api_request.deadline)
-                beginning = self._begin(answer_format, api_request, size, active, answer_bytes, client_id)
-                prepared = await unless_disconnected(request.receive, beginning)
+                caller = Caller(self, key, active.id, INTERNAL in request.scope)
+                beginning = self._begin(
+                    answer_format, api_request, size, active, answer_bytes, caller, client_id
+                )
+                prepared, at_once = await unless_disconnected(request.receive, beginning)
+                headers = warning_header(unknown) | active.headers
+                if at_once is not None:
+                    outcome = []
+                    return Response(at_once, 200, headers, media_type="application/json")
+                finish = partial(prepared.writer.finish, caller)
                 record.is_streamed = prepared.is_streamed
                 # Frees the body: only its tokens are needed from here on.
                 del body, api_request
                 request.scope[BODY].release()
-                headers |= active.headers
                 if prepared.is_streamed:
                     stream = EventStream(
                         choices,
@@ -207,13 +243,14 @@ class ServerApp:
                         began=active.began,
                         silence_seconds=self.settings.silence_seconds,
                         headers=headers,
+                        finish=finish,
                         on_end=lambda outcome: self._end(outcome, prepared, active),
                     )
                     is_owned_by_response = True
                     return stream
                 whole_answer = WholeAnswer(prepared.writer, answer_bytes)
                 results = await unless_disconnected(
-                    request.receive, whole_answer.collect(choices, self._loop_turns)
+                    request.receive, whole_answer.collect(choices, self._loop_turns, finish)
                 )
             self._end(results, prepared, active)
             is_owned_by_response = True
@@ -238,18 +275,29 @@ class ServerApp:
         size: int,
         active: ActiveRequest,
         answer_bytes: RequestBytes,
+        caller: Caller,
         client_id: str,
-    ) -> Prepared:
+    ) -> tuple[Prepared, bytes | None]:
         """Prepares the request and submits it. If `FairGate` holds it back, it is submitted later. Raises if the engine
-        refuses it."""
+        refuses it. Also returns the whole answer, if there is nothing to generate."""
         self.check_model(api_request.model)
         async with active.until_deadline():
+            api_request = await answer_format.load(api_request, caller)
             prepared = await self._preparer.prepare(
-                answer_format, api_request, size, active.id, active.key, client_id
+                answer_format,
+                api_request,
+                size,
+                active.id,
+                active.key,
+                client_id,
+                is_idle_work=active.is_idle_work,
             )
             if not prepared.is_streamed:
                 length = self.engine.max_sequence_length
                 answer_bytes.check(min_response_bytes(prepared.requests, prepared.writer, length))
+            at_once = await prepared.writer.start(caller)
+            if at_once is not None:
+                return prepared, at_once
             await self._active_requests.submit(
                 active, prepared.requests, prepared.answer_form, is_streamed=prepared.is_streamed
             )
@@ -259,7 +307,7 @@ class ServerApp:
             except TimeoutError:
                 pass
             active.choices.check()
-        return prepared
+        return prepared, None
 
     def _end(self, outcome: Outcome, prepared: Prepared, active: ActiveRequest) -> None:
         """Ends an active request. Records its outcome in the metrics and in its log record."""
@@ -271,9 +319,10 @@ class ServerApp:
             self._metrics.failed(outcome.status)
         elif outcome:
             record.results, record.num_choices_per_prompt = outcome, prepared.requests[0].params.n
-            self._metrics.answered(outcome, len(prepared.requests), time.monotonic() - active.began)
+            seconds = None if active.is_idle_work else time.monotonic() - active.began
+            self._metrics.answered(outcome, len(prepared.requests), seconds)
             first = outcome[0].time_to_first_token
-            if not prepared.is_streamed and first is not None:
+            if not prepared.is_streamed and not active.is_idle_work and first is not None:
                 self._metrics.first_token(first)
 
     def _check_open(self) -> None:
@@ -292,7 +341,7 @@ class ServerApp:
         """Seconds after which a client that is refused now should retry."""
         if self.engine.state is not EngineState.READY:
             return self.engine.seconds_until_ready
-        seconds = self._active_requests.completion_rate.seconds_for(len(self._active_requests))
+        seconds = self._active_requests.seconds_until_free
         # A server that drains has usually been replaced by another one after the drain time.
         return max(seconds, self.settings.drain_seconds) if self.is_draining else seconds
 
@@ -330,6 +379,8 @@ class ServerApp:
         async def work(api_request: Any, size: int, active: ActiveRequest) -> Any:
             self._active_requests.reserve(active, size // _BYTES_PER_TOKEN or 1)
             with renamed_fields(answer_format.field_names(api_request)):
+                caller = Caller(self, active.key, active.id)
+                api_request = await answer_format.load(api_request, caller)
                 count = await self._preparer.count(answer_format, api_request, size, _client_id(request))
             active.text_tokens = count
             return counting.answer(count)
@@ -376,22 +427,6 @@ class ServerApp:
         known = {name: names.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         return json_response({**known, "vocab_size": self.text.tokenizer.vocabulary_size})
 
-    async def _models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._described()]})
-
-    async def _model(self, request: Request) -> Response:
-        self.check_model(request.path_params["name"])
-        return json_response(self._described())
-
-    def _described(self) -> dict[str, Any]:
-        return {
-            "id": self._name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "weft",
-            "max_model_len": self.engine.max_sequence_length,
-        }
-
     async def _health(self, request: Request) -> Response:
         is_live = self.engine.state is EngineState.READY
         return json_response({"status": "ok" if is_live else "engine is down"}, 200 if is_live else 503)
@@ -427,7 +462,7 @@ class ServerApp:
         from weft.server.api import openapi
 
         return msgspec.json.encode(
-            openapi.document(self._routes, self._formats, needs_key=bool(self.settings.api_keys))
+            openapi.document(self._routes, self.formats, needs_key=bool(self.settings.api_keys))
         )
 
     async def _openapi(self, request: Request) -> Response:
@@ -448,6 +483,8 @@ class ServerApp:
 def _client_id(request: Request) -> str:
     """Identifies the client for fair sharing of text work: the name of its key, or its address if there are no keys."""
     key: ApiKey | None = request.scope[KEY]
+    if INTERNAL in request.scope:
+        return _ITSELF
     if key is not None:
         return key.name
     return request.client.host if request.client is not None else ""

@@ -3,7 +3,7 @@ both differently."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,13 @@ from starlette.types import Scope
 
 from weft.engine.ipc.client import EngineDiedError, EngineStalledError
 from weft.engine.ipc.remote_answer import SlowReaderError
-from weft.errors import EngineStoppedError, InvalidRequestError, QueueFullError, WeftError
+from weft.errors import (
+    EngineStoppedError,
+    InvalidRequestError,
+    PromptTooLongError,
+    QueueFullError,
+    WeftError,
+)
 from weft.server.admission.completion_rate import retry_after
 from weft.server.logs import current_record
 from weft.server.state.store import StoreError, StoreFullError
@@ -50,6 +56,8 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
         self.retry_after = retry_after
         """Seconds after which a retry can succeed. If it is None, the app predicts a value for 429 and 503."""
+        self.prompt_lengths: tuple[int, int] | None = None
+        """For a prompt that is too long: its tokens and the most that are allowed. Some formats have their own words."""
 
     @classmethod
     def internal_error(cls) -> ApiError:
@@ -81,11 +89,19 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 
 
+def warning_header(unknown: Sequence[str]) -> dict[str, str]:
+    """The header that names the parts of a body that were ignored."""
+    return {"Warning": f'299 weft "unknown fields ignored: {", ".join(unknown)}"'} if unknown else {}
+
+
 def as_api_error(error: WeftError) -> ApiError:
     """Converts an expected error of weft to an error with an HTTP status and code."""
     message = str(error)
     if isinstance(error, InvalidRequestError):
-        return ApiError(400, message, param=error.field or None, code=error.code or None)
+        refusal = ApiError(400, message, param=error.field or None, code=error.code or None)
+        if isinstance(error, PromptTooLongError):
+            refusal.prompt_lengths = error.num_tokens, error.most
+        return refusal
     if isinstance(error, QueueFullError):
         return ApiError(429, message, code="queue_full")
     if isinstance(error, EngineStoppedError):

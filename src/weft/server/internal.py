@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
+from weft.request import RequestId
 from weft.server.admission.keys import ApiKey
 
 INTERNAL = "weft.internal"
@@ -30,6 +31,8 @@ class InternalRequest:
     """Who makes an internal request, and how it runs."""
 
     key: ApiKey | None
+    request_id: RequestId | None = None
+    """Its id. None: a new one."""
     is_idle_work: bool = False
     """It uses only the capacity that the requests of clients leave."""
 
@@ -37,11 +40,11 @@ class InternalRequest:
 async def send_internal(app: ASGIApp, path: str, body: bytes, request: InternalRequest) -> InternalReply:
     """Sends a POST and returns the whole response. If the caller is cancelled, the request is cancelled."""
     parts = [{"type": "http.request", "body": body, "more_body": False}]
-    never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
     sent: list[Message] = []
 
     async def receive() -> Message:
-        return parts.pop() if parts else await never
+        # A new future each time: a caller of `receive` that is cancelled cancels what it waits for.
+        return parts.pop() if parts else await asyncio.get_running_loop().create_future()
 
     async def send(message: Message) -> None:
         sent.append(message)

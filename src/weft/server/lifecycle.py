@@ -11,12 +11,14 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from weft.engine.ipc.client import EngineClient
@@ -26,6 +28,7 @@ from weft.loading.checkpoint import open_checkpoint
 from weft.plan import BackendInfo
 from weft.server.app import ServerApp
 from weft.server.http.protocol import TimedProtocol
+from weft.server.http.scope import OLLAMA_PORT
 from weft.server.logs import LibraryHandler, ServerLog
 from weft.server.settings import ServerSettings
 from weft.text.model_text import ModelText, open_model_text
@@ -51,6 +54,7 @@ class Started:
     info: BackendInfo
     max_context: int
     has_chat_template: bool
+    ollama_port: int | None = None
 
 
 def serve(
@@ -100,6 +104,16 @@ def _tune_garbage_collection() -> None:
     gc.set_threshold(1_000, 1, 1_500)
 
 
+def _through_ollama_port(app: ASGIApp) -> ASGIApp:
+    """Marks the requests that came in through the second port."""
+
+    async def marked(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[OLLAMA_PORT] = True
+        await app(scope, receive, send)
+
+    return marked
+
+
 class _ServerRun:
     def __init__(
         self,
@@ -113,7 +127,8 @@ class _ServerRun:
         self._log = log
         self._stop = asyncio.Event()
         self._state = ServerState()
-        self._new_protocol: Callable[[], TimedProtocol]
+        self._configs: list[uvicorn.Config]
+        """For connections through the main port, and through `ollama_port`."""
         self._engine = EngineClient(
             settings.backend,
             settings.backend_options,
@@ -131,7 +146,8 @@ class _ServerRun:
         text: ModelText | None = None
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
-            server = await self._bind()  # first, so that a port in use is reported before the model is loaded
+            # First, so that a port in use is reported before the model is loaded.
+            servers = await self._bind()
             starting = asyncio.ensure_future(self._engine.start())
             await asyncio.sleep(0)  # starts the engine process, in parallel with the work below
             text, generation_defaults = self._open_text()
@@ -140,11 +156,13 @@ class _ServerRun:
                 return
             starting.result()
             app = ServerApp(self._settings, text, generation_defaults, self._engine, self._log)
-            watching = asyncio.create_task(app.watch_loop())
+            tasks = [asyncio.create_task(app.watch_loop())]
             try:
-                await self._listen(server, app)
+                await self._listen(servers, app, tasks)
             finally:
-                watching.cancel()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)  # batches save results that have arrived
                 await app.close()
         finally:
             stopping.cancel()
@@ -163,54 +181,47 @@ class _ServerRun:
         text = open_model_text(checkpoint, self._settings.chat_template, self._settings.tool_format)
         return text, checkpoint.generation
 
-    async def _bind(self) -> asyncio.Server:
-        """Binds the address without accepting connections."""
+    async def _bind(self) -> list[asyncio.Server]:
+        """Binds the addresses without accepting connections: the main one, and that for Ollama's clients if it is set."""
         settings = self._settings
-        try:
-            return await asyncio.get_running_loop().create_server(
-                lambda: self._new_protocol(),
-                settings.host,
-                settings.port,
-                # asyncio uses this as the number of accepts per iteration too. `_listen` sets the kernel's backlog.
-                backlog=_ACCEPTS_PER_ITERATION,
-                start_serving=False,
-            )
-        except OSError as error:
-            raise WeftError(
-                f"cannot listen on {settings.host}, port {settings.port}: {error.strerror or error}; "
-                "choose another address with --host and --port"
-            ) from error
+        ports = [(settings.port, "--port", False)]
+        if settings.ollama_port is not None:
+            ports.append((settings.ollama_port, "--ollama-port", True))
+        servers: list[asyncio.Server] = []
+        for port, flag, is_ollama in ports:
+            try:
+                server = await asyncio.get_running_loop().create_server(
+                    partial(self._protocol, is_ollama),
+                    settings.host,
+                    port,
+                    # asyncio uses this as the number of accepts per iteration too. `_listen` sets the kernel's backlog.
+                    backlog=_ACCEPTS_PER_ITERATION,
+                    start_serving=False,
+                )
+            except OSError as error:
+                raise WeftError(
+                    f"cannot listen on {settings.host}, port {port}: {error.strerror or error}; "
+                    f"choose another address with --host and {flag}"
+                ) from error
+            servers.append(server)
+        return servers
 
-    async def _listen(self, server: asyncio.Server, app: ServerApp) -> None:
+    async def _listen(
+        self, servers: Sequence[asyncio.Server], app: ServerApp, tasks: list[asyncio.Task[None]]
+    ) -> None:
+        """Serves until a signal arrives. Adds tasks that run while the server does to `tasks`."""
         settings = self._settings
-        config = uvicorn.Config(
-            app.asgi(),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            date_header=False,
-            h11_max_incomplete_event_size=settings.max_header_bytes,
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        )
-        config.load()
-        self._new_protocol = lambda: TimedProtocol(
-            config,
-            self._state,
-            header_seconds=settings.header_seconds,
-            body_seconds=settings.body_seconds,
-            stalled_reader_seconds=settings.stalled_reader_seconds,
-        )
+        asgi = app.asgi()
+        self._configs = [self._config(asgi), self._config(_through_ollama_port(asgi))]
         _tune_garbage_collection()
-        await server.start_serving()
-        for listening in server.sockets:
-            with socket.fromfd(listening.fileno(), listening.family, listening.type) as same:
-                same.listen(_BACKLOG)
+        for server in servers:
+            await server.start_serving()
+            for listening in server.sockets:
+                with socket.fromfd(listening.fileno(), listening.family, listening.type) as same:
+                    same.listen(_BACKLOG)
         info = self._engine.info
         assert info is not None
-        port = server.sockets[0].getsockname()[1]
+        port, *others = [server.sockets[0].getsockname()[1] for server in servers]
         self._on_start(
             Started(
                 settings.host,
@@ -218,8 +229,10 @@ class _ServerRun:
                 info,
                 self._engine.max_sequence_length,
                 has_chat_template=app.text.chat_template is not None,
+                ollama_port=others[0] if others else None,
             )
         )
+        tasks.append(asyncio.create_task(app.run_batches()))
         await self._stop.wait()
         # New requests now get a 503 with Retry-After. A refused connection would not tell the client when to retry.
         app.is_draining = True
@@ -230,9 +243,36 @@ class _ServerRun:
             self._log.event("cancelling", "Some requests did not end in time; they are cancelled.", "warning")
             await self._engine.stop()
             await app.wait_until_idle(_FLUSH_SECONDS)
-        server.close()
+        for server in servers:
+            server.close()
         await self._close_connections()
         self._log.event("stopped", "Stopped.")
+
+    def _config(self, asgi: ASGIApp) -> uvicorn.Config:
+        config = uvicorn.Config(
+            asgi,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            h11_max_incomplete_event_size=self._settings.max_header_bytes,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        )
+        config.load()
+        return config
+
+    def _protocol(self, is_ollama: bool) -> TimedProtocol:
+        """The protocol of a new connection."""
+        return TimedProtocol(
+            self._configs[is_ollama],
+            self._state,
+            header_seconds=self._settings.header_seconds,
+            body_seconds=self._settings.body_seconds,
+            stalled_reader_seconds=self._settings.stalled_reader_seconds,
+        )
 
     async def _close_connections(self) -> None:
         """Closes each connection after its pending bytes are sent, or after `_FLUSH_SECONDS`."""

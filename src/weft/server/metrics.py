@@ -147,6 +147,14 @@ class ServerMetrics:
             [*labels, "status"],
             registry=registry,
         )
+        self.batches_running = gauge("batches_running", "Batches that run: at most one for each API key.")
+        self.batch_lines_running = gauge("batch_lines_running", "Lines of batches that are requests now.")
+        self._batch_lines = Counter(
+            "weft:batch_lines",
+            "Lines of batches that have a result, by outcome: completed, failed.",
+            [*labels, "outcome"],
+            registry=registry,
+        )
         self._used: dict[str, tuple[int, int]] = {}
         """Requests and tokens by key name. Only configured keys get an entry, so a client cannot add entries."""
         self._labels = labels
@@ -158,24 +166,33 @@ class ServerMetrics:
         """Records an event with `num_tokens` tokens, `seconds` after the previous event of its stream."""
         self._between.observe(seconds / num_tokens)
 
-    def answered(self, results: Sequence[GenerationResult], prompts: int, seconds: float) -> None:
-        """Records a completed request; `prompts` is its number of prompts."""
+    def answered(self, results: Sequence[GenerationResult], prompts: int, seconds: float | None) -> None:
+        """Records a completed request; `prompts` is its number of prompts. `seconds` is None for idle work: it pauses, so
+        its times say nothing about those of clients."""
         per_prompt = len(results) // prompts
         for index, result in enumerate(results):
             if index % per_prompt == 0:
                 self._prompt_tokens.inc(result.prompt_token_count)
                 self._cached_tokens.inc(result.cached_token_count)
             self._success.labels(**self._labels, finished_reason=result.finish_reason.in_openai).inc()
+            if seconds is None:
+                continue
             self._queue.observe(result.waiting_time)
             self._prefill.observe(result.prefill_time)
             self._decode.observe(result.decode_time)
             if result.completion_token_count > 1:
                 self._per_token.observe(result.decode_time / (result.completion_token_count - 1))
-        self._latency.observe(seconds)
+        if seconds is not None:
+            self._latency.observe(seconds)
 
     def generated(self, num_tokens: int) -> None:
         """Records the generated tokens of a request that ended, whether they were sent to the client or not."""
         self._generated_tokens.inc(num_tokens)
+
+    def batch_lines(self, completed: int, failed: int) -> None:
+        """Records results of lines that were saved."""
+        for outcome, count in (("completed", completed), ("failed", failed)):
+            self._batch_lines.labels(**self._labels, outcome=outcome).inc(count)
 
     def failed(self, status: int) -> None:
         self._failed.labels(**self._labels, status=str(status)).inc()

@@ -51,6 +51,13 @@ class ServerSettings:
     """The address to listen on. "0.0.0.0" accepts other machines: set API keys then."""
     port: Annotated[int, Range(0, 65535), Flag("--port", "N", "Default: 8000; 0: any.")] = 8000
     """0: any free port."""
+    ollama_port: Annotated[
+        int | None,
+        Range(0, 65535),
+        Flag("--ollama-port", "N", "Also listen here, for Ollama's clients: 11434."),
+    ] = None
+    """A second port on the same address, where clients of Ollama look: 11434. It serves the same routes. 0: any free
+    port. Not set: none."""
     api_keys: Annotated[
         tuple[ApiKey, ...], Flag("--api-key", "KEY", "Require this key; may be repeated.", repeats=True)
     ] = ()
@@ -128,6 +135,8 @@ class ServerSettings:
     """Limit for active requests, waiting ones included."""
     state_path: str | None = None
     """The folder of stored responses, files and batches. Not set: WEFT_HOME/state, or .cache/weft/state."""
+    max_file_bytes: AtLeastOne = 1 << 30
+    """Largest file that can be uploaded."""
     response_days: Annotated[float, Range(0, 10_000)] = 30.0
     """A stored response is deleted after this many days."""
     max_stored_bytes: AtLeastOne = 4 << 30

@@ -61,7 +61,7 @@ class PlanChecker:
         if not self._scheduler.config.dynamic_batching:
             self._check_batch_is_closed(plan)
         self._preempted_before = plan.preempted
-        residents = (*self._scheduler.running, *self._scheduler.resuming)
+        residents = (*self._scheduler.running, *self._scheduler.paused, *self._scheduler.resuming)
         self._resident = {sequence.request_id for sequence in residents}
         self._last_ran.update(dict.fromkeys(plan.request_ids, plan.step))
         self.preemptions += len(plan.preempted)
@@ -98,6 +98,10 @@ class PlanChecker:
                 f"{name} has draft tokens up to position {end}, and ends at {sequence.limit}",
             )
             require(sequence.request.params.grammar is None, f"{name} has draft tokens and a grammar")
+            require(
+                _continues_a_match(sequence, task.drafts),
+                f"{name} has draft tokens that follow neither its own text nor its prediction",
+            )
 
     def _check_rotation(self, plan: IterationPlan) -> None:
         """At most 2 x ceil(running / sequences per step) steps are between two tokens of a running sequence."""
@@ -128,13 +132,13 @@ class PlanChecker:
         scheduler = self._scheduler
         require(not set(plan.preempted) & set(plan.request_ids), "a preempted request is still in the plan")
         victims = [scheduler.sequences[rid] for rid in plan.preempted if rid in scheduler.sequences]
-        spared = [s for s in scheduler.running if self._could_be_preempted(s, plan)]
+        residents = (*scheduler.running, *scheduler.paused)
+        spared = [s for s in residents if self._could_be_preempted(s, plan)]
         lowest = min((s.priority for s in spared), default=Priority.CRITICAL)
         for victim in victims:
-            name = Priority(victim.priority).name
             require(
                 victim.priority <= lowest,
-                f"request {victim.request_id} ({name}) was preempted, a {Priority(lowest).name} one was not",
+                f"request {victim.request_id} of priority {victim.priority} was preempted, one of {lowest} was not",
             )
         by_memory_alone = scheduler.config.policy in (PriorityPolicy.FCFS, PriorityPolicy.SHORTEST_JOB_FIRST)
         if (
@@ -142,6 +146,7 @@ class PlanChecker:
             and not scheduler.config.prefix_caching
             and not scheduler.info.store_blocks
             and victims
+            and not victims[-1].is_idle_work
             and victims[-1].allocation is not None
         ):
             # The last victim held its computed tokens and the block of its next position. Its spare blocks were
@@ -234,6 +239,23 @@ def _full_table(sequence: Sequence) -> list[int]:
     return [allocation.leaving.get(index, block) for index, block in enumerate(allocation.blocks)]
 
 
+def _continues_a_match(sequence: Sequence, drafts: Listing[int]) -> bool:
+    """Whether the last two tokens, and then the draft tokens, occur in the text that the draft tokens repeat, or in the
+    prediction. The answer may also have begun like the prediction."""
+    tokens, prediction, count = sequence.tokens, sequence.request.prediction, len(drafts)
+    for index in range(len(prediction) - count + 1):
+        follows = index >= 2 and list(prediction[index - 2 : index]) == tokens[-2:]
+        if prediction[index : index + count] == tuple(drafts) and (
+            follows or list(prediction[:index]) == sequence.generated
+        ):
+            return True
+    text = [*tokens, *drafts]
+    return any(
+        text[index - 2 : index] == tokens[-2:] and text[index : index + count] == list(drafts)
+        for index in range(2, len(tokens))
+    )
+
+
 class OutputChecker:
     """Collects the outputs of one request, and checks that each is reported once, in order, with one final output."""
 
@@ -278,6 +300,12 @@ def check_result(
     else:
         require(tokens == alone[: len(tokens)], f"request {rid} got {tokens}, alone it gets {alone}")
     _check_logprobs(checker, result, scheduler)
+    accepted, rejected = result.accepted_prediction_count, result.rejected_prediction_count
+    require(accepted <= len(tokens), f"request {rid} has more accepted draft tokens than tokens")
+    require(
+        bool(sequence.request.prediction) or not (accepted or rejected),
+        f"request {rid} has draft tokens from a prediction, and none was sent",
+    )
     require(
         min(result.waiting_time, result.prefill_time, result.decode_time) >= 0,
         "the time of a phase is negative",

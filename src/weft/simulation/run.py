@@ -14,6 +14,7 @@ from weft.errors import InvalidRequestError, QueueFullError
 from weft.plan import IterationPlan, StepResult
 from weft.request import RequestId, RequestState, TokenOutput, numbered_ids
 from weft.scheduling.sequence import Sequence
+from weft.simulation.idle_invariants import IdleChecker
 from weft.simulation.invariants import OutputChecker, PlanChecker, check_empty, check_result
 from weft.simulation.require import require
 from weft.simulation.scenario import Arrival, DrawnFaults, Scenario
@@ -39,8 +40,13 @@ class Outcome:
     tokens_cached: int = 0
     tokens_drafted: int = 0
     drafts_accepted: int = 0
+    predictions_accepted: int = 0
+    predictions_rejected: int = 0
     migrations: int = 0
     migrations_shared: int = 0
+    plans_beside_paused: int = 0
+    plans_with_idle_work_added: int = 0
+    plans_compared: int = 0
 
     def add(self, other: Outcome) -> None:
         for name in Outcome.__slots__:
@@ -98,6 +104,7 @@ class Simulation:
             eager_blocks=scenario.eager_blocks,
             grammars_may_overlap=scenario.grammars_may_overlap,
             fixed_cost_rows=scenario.fixed_cost_rows,
+            extra_rows_are_cheap=scenario.extra_rows_are_cheap,
         )
         config = scenario.engine
         if log_path is not None:
@@ -111,6 +118,8 @@ class Simulation:
             max_failed_steps=None,  # many random faults in a row do not mean that the backend is broken
         )
         self.backend.plan_checker = PlanChecker(self.engine.scheduler)
+        self._idle_checker = IdleChecker(self.engine.scheduler)
+        self.engine.scheduler.schedule = self._idle_checker.schedule  # type: ignore[method-assign]
         self.output_checkers: dict[RequestId, OutputChecker] = {}
         self.sequences: dict[RequestId, Sequence] = {}
         self._callback_failed: set[RequestId] = set()
@@ -197,6 +206,8 @@ class Simulation:
             outcome.cancelled += result.state is RequestState.CANCELLED
             outcome.failed += result.state is RequestState.FAILED
             outcome.tokens += len(result.tokens)
+            outcome.predictions_accepted += result.accepted_prediction_count
+            outcome.predictions_rejected += result.rejected_prediction_count
         stats = scheduler.stats
         outcome.steps += stats.steps
         outcome.preemptions_by_recompute += stats.preemptions_by_recompute
@@ -206,6 +217,8 @@ class Simulation:
         outcome.tokens_cached += stats.prompt_tokens_cached
         outcome.tokens_drafted += stats.tokens_drafted
         outcome.drafts_accepted += stats.drafts_accepted
+        for name in ("plans_beside_paused", "plans_with_idle_work_added", "plans_compared"):
+            setattr(outcome, name, getattr(self._idle_checker, name))
         two_tier = scheduler.kv_cache.two_tier()
         if two_tier is not None:
             outcome.migrations += two_tier.migrations

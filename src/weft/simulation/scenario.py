@@ -44,6 +44,7 @@ class Scenario:
     eager_blocks: int | None
     grammars_may_overlap: bool
     fixed_cost_rows: float
+    extra_rows_are_cheap: bool
     fault_rates: tuple[float, float, float, float]
     """Probabilities: per submit, per step, per request and step, per swap."""
     max_step_seconds: float
@@ -52,7 +53,9 @@ class Scenario:
 
 def draw(seed: int) -> Scenario:
     """Draws a small scenario with scarce resources: tiny blocks, tiny pools, few rows."""
-    return _draw_drafts(random.Random(f"drafts {seed}"), _draw_plain(seed))
+    scenario = _draw_drafts(random.Random(f"drafts {seed}"), _draw_plain(seed))
+    scenario = _draw_predictions(random.Random(f"predictions {seed}"), scenario)
+    return _draw_idle_work(random.Random(f"idle {seed}"), scenario)
 
 
 def _draw_plain(seed: int) -> Scenario:
@@ -88,6 +91,7 @@ def _draw_plain(seed: int) -> Scenario:
         eager_blocks=later.choice((None, 0, num_blocks // 4)),
         grammars_may_overlap=latest.random() < 0.1,
         fixed_cost_rows=0.0,
+        extra_rows_are_cheap=False,
         fault_rates=_draw_fault_rates(rng),
         max_step_seconds=rng.choice((0.01, 0.1)),
         arrivals=_draw_grammars(
@@ -239,6 +243,51 @@ def _with_few_tokens(arrival: Arrival, vocabulary_size: int) -> Arrival:
     request = arrival.request
     prompt = tuple(token % vocabulary_size for token in request.prompt)
     return dataclasses.replace(arrival, request=dataclasses.replace(request, prompt=prompt))
+
+
+def _draw_predictions(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Returns the same scenario. If it has draft tokens, half of its requests get a prediction."""
+    if not scenario.fixed_cost_rows:
+        return scenario
+    arrivals = []
+    for arrival in scenario.arrivals:
+        if rng.random() < 0.5:
+            length = rng.choice((1, 4, 20, 60))
+            prediction = tuple(rng.randrange(scenario.vocabulary_size) for _ in range(length))
+            arrival = dataclasses.replace(
+                arrival, request=dataclasses.replace(arrival.request, prediction=prediction)
+            )
+        arrivals.append(arrival)
+    return dataclasses.replace(scenario, arrivals=tuple(arrivals))
+
+
+def _draw_idle_work(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Returns the same scenario, or one where some or all requests are idle work. In half of these, idle work may share
+    steps with interactive requests."""
+    if rng.random() < 0.75:
+        return scenario
+    share, shares_steps = rng.choice((0.3, 0.6, 0.6, 1.0)), rng.random() < 0.5
+    engine = scenario.engine
+    if shares_steps:
+        scheduler = dataclasses.replace(
+            engine.scheduler,
+            policy=PriorityPolicy.ADAPTIVE,
+            target_inter_token_latency=rng.choice((0.05, 0.2, 1.0)),
+            prefer_pure_decode=engine.scheduler.prefer_pure_decode and rng.random() < 0.2,
+            chunked_prefill=engine.scheduler.chunked_prefill or rng.random() < 0.8,
+        )
+        engine = dataclasses.replace(engine, scheduler=scheduler)
+    return dataclasses.replace(
+        scenario,
+        engine=engine,
+        extra_rows_are_cheap=shares_steps,
+        arrivals=tuple(
+            dataclasses.replace(
+                arrival, request=dataclasses.replace(arrival.request, is_idle_work=rng.random() < share)
+            )
+            for arrival in scenario.arrivals
+        ),
+    )
 
 
 class DrawnFaults:

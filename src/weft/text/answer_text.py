@@ -104,5 +104,6 @@ class AnswerText:
             logprobs=None if result.logprobs is None else result.logprobs[: self.num_tokens],
             state=RequestState.COMPLETED,
             finish_reason=FinishReason.STOP,
+            stop_string=None if self._stop is None else self._stop.found,
             error=None,
         )

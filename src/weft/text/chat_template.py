@@ -31,6 +31,16 @@ _PROBE = "probe"
 # function. The probe has both forms.
 _PROBE_FUNCTION = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object", "properties": {}}}
 _PROBE_TOOL = {"type": "function", "function": _PROBE_FUNCTION, **_PROBE_FUNCTION}
+_LEVELS = {
+    "none": ("none", "no_think", "low"),
+    "minimal": ("minimal", "no_think", "low"),
+    "low": ("low",),
+    "medium": ("medium", "high"),
+    "high": ("high",),
+    "xhigh": ("xhigh", "max", "high"),
+    "max": ("max", "high"),
+}
+"""Effort (`conversation.EFFORTS`) -> the levels that come closest to it, best first."""
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 
 
@@ -92,6 +102,11 @@ class ChatTemplate:
         # The template itself writes the BOS token, if the model needs one.
         return self._tokenizer.encode(text, allow_control=True, add_bos=False, mark=mark)
 
+    @property
+    def source(self) -> str:
+        """The template for chats without tools, if there are several."""
+        return self._sources.get("default") or next(iter(self._sources.values()))
+
     @cached_property
     def uses_tools(self) -> bool:
         """Whether the template puts tools into the prompt. Found by a probe, without and with a system message."""
@@ -116,16 +131,65 @@ class ChatTemplate:
     @cached_property
     def supports_system_messages(self) -> bool:
         """Whether the template puts a system message into the prompt."""
-        name = "default" if "default" in self._sources else "tool_use"
-        chat = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "hello"}]
-        parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in chat]
-        rendered = self._probe(name, parts if self._content_forms[name] == "parts" else chat)
+        rendered = self._probe_chat(("system", _PROBE), ("user", "hello"))
         return rendered is not None and _PROBE in rendered
 
     @cached_property
     def reasoning(self) -> ReasoningMarkers | None:
         """The markers around the model's reasoning. None if its template has none."""
         return detect_markers(self._sources.values())
+
+    @cached_property
+    def supports_developer_messages(self) -> bool:
+        """Whether the template knows the role developer. Others drop such a message, refuse it, or write a role that the
+        model has never seen."""
+        rendered = self._probe_chat(("developer", _PROBE), ("user", "hello"))
+        return self._quotes("developer") and rendered is not None and _PROBE in rendered
+
+    def effort_options(self, effort: str) -> dict[str, Any]:
+        """The options of the template for a reasoning effort: its switch for thoughts and its level, if it has them.
+
+        The lowest two efforts turn thoughts off. Where only levels exist, they mean the lowest level.
+        """
+        thinks = effort not in ("none", "minimal")
+        options: dict[str, Any] = {} if self._thinking_switch is None else {self._thinking_switch: thinks}
+        if self._has_effort_levels and (thinks or not options):
+            options["reasoning_effort"] = self._levels[effort]
+        return options
+
+    @cached_property
+    def _thinking_switch(self) -> str | None:
+        """The option that turns thoughts on and off, found by probes."""
+        for name in ("enable_thinking", "thinking"):
+            if self._changes_prompt({name: True}, {name: False}):
+                return name
+        return None
+
+    @cached_property
+    def _levels(self) -> dict[str, str]:
+        """Effort -> level. Templates refuse levels that they do not know, or write any word into the prompt."""
+
+        def fits(level: str) -> bool:
+            is_known = level in ("low", "medium", "high") or self._quotes(level)
+            return is_known and self._probe_chat(("user", _PROBE), reasoning_effort=level) is not None
+
+        return {effort: next(filter(fits, levels), levels[-1]) for effort, levels in _LEVELS.items()}
+
+    @cached_property
+    def _has_effort_levels(self) -> bool:
+        switch = {} if self._thinking_switch is None else {self._thinking_switch: True}
+        return self._changes_prompt(
+            *({**switch, "reasoning_effort": level} for level in ("low", "high", "max"))
+        )
+
+    def _changes_prompt(self, *options: dict[str, Any]) -> bool:
+        """Whether some of these options give different prompts. An option that the template refuses does not count."""
+        rendered = {self._probe_chat(("user", _PROBE), **one) for one in options}
+        return len(rendered - {None}) > 1
+
+    def _quotes(self, word: str) -> bool:
+        """Whether the template compares or writes this word."""
+        return any(f"'{word}'" in source or f'"{word}"' in source for source in self._sources.values())
 
     def close(self) -> None:
         """Ends the template's process. Rendering starts it again."""
@@ -220,10 +284,20 @@ class ChatTemplate:
             return "either" if text == parts else "text"
         return "parts" if _PROBE in parts else "text"
 
-    def _probe(self, name: str, messages: list[dict[str, Any]], tools: Any = None) -> str | None:
+    def _probe_chat(self, *messages: tuple[str, str], **options: Any) -> str | None:
+        """Renders messages (role, text) without tools."""
+        name = "default" if "default" in self._sources else "tool_use"
+        form = self._content_forms[name]
+        chat = [{"role": role, "content": text} for role, text in messages]
+        parts = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in chat]
+        return self._probe(name, parts if form == "parts" else chat, **options)
+
+    def _probe(
+        self, name: str, messages: list[dict[str, Any]], tools: Any = None, **options: Any
+    ) -> str | None:
         """The rendered text; None if the template fails."""
         try:
-            return self._run(name, {"messages": messages, "tools": tools}, MARK, True)
+            return self._run(name, {**options, "messages": messages, "tools": tools}, MARK, True)
         except TemplateFailed:
             return None
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
 
 class Message(msgspec.Struct, frozen=True, tag=True):
     role: str
@@ -49,6 +51,40 @@ class Conversation(msgspec.Struct, frozen=True):
     """The answer continues the last message."""
     opens_answer: bool = True
     """The prompt ends with the beginning of an answer. Without effect if `continues_last`."""
+    reasoning_effort: str | None = None
+    """How much the model should think: one of `EFFORTS`, from none to much. None: as its template does by default."""
+
+
+def starts_of_rest(items: Sequence[Item]) -> list[int]:
+    """The items at which a conversation may begin after its oldest items were left out, oldest first. A thought, the
+    calls after it and their results stay together."""
+    first = _num_leading_instructions(items)
+    found = [first]
+    open_calls: set[str | None] = set()
+    for index in range(first, len(items)):
+        item = items[index]
+        may_begin = isinstance(item, Message | Thought) and not isinstance(items[index - 1], Thought)
+        if index > first and may_begin and not open_calls:
+            found.append(index)
+        if isinstance(item, ToolCall):
+            open_calls.add(item.id)
+        elif isinstance(item, ToolResult):
+            open_calls.discard(item.call_id)
+    return found
+
+
+def from_start(conversation: Conversation, start: int) -> Conversation:
+    """The conversation without the items before `start`. System messages at its beginning stay."""
+    items = conversation.items
+    first = _num_leading_instructions(items)
+    return msgspec.structs.replace(conversation, items=[*items[:first], *items[start:]])
+
+
+def _num_leading_instructions(items: Sequence[Item]) -> int:
+    for index, item in enumerate(items):
+        if not isinstance(item, Message) or item.role not in ("system", "developer"):
+            return index
+    return len(items)
 
 
 def template_messages(items: Sequence[Item]) -> list[dict[str, Any]]:

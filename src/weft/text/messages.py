@@ -99,6 +99,27 @@ def mentions_tools(messages: Any) -> bool:
     )
 
 
+def with_known_forms(messages: Any, *, keeps_developer: bool) -> Any:
+    """The same messages in forms that all templates know. They need not be valid.
+
+    An assistant message with calls or thoughts alone gets "" as its content: from null, some templates write "None", and
+    Qwen 3's fails. The role developer becomes system unless `keeps_developer`.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        return messages
+    return [_with_known_form(one, keeps_developer) if isinstance(one, Mapping) else one for one in messages]
+
+
+def _with_known_form(message: Message, keeps_developer: bool) -> Message:
+    role = message.get("role")
+    if role == "developer" and not keeps_developer:
+        return {**message, "role": "system"}
+    if role == "assistant" and message.get("content") is None:
+        reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+        return message if _needs_content(message, reasoning) else {**message, "content": ""}
+    return message
+
+
 def _message(message: Any, where: str, content_form: ContentForm, parse_arguments: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(
@@ -108,6 +129,13 @@ def _message(message: Any, where: str, content_form: ContentForm, parse_argument
             field="messages",
         )
     result = dict(message)
+    if result["role"] == "function" or result.get("function_call") is not None:
+        raise InvalidRequestError(
+            f"{where} has the form of the old function calls; send tool_calls, and results with the role tool",
+            field="messages",
+        )
+    if result.get("content") is None and isinstance(result.get("refusal"), str):
+        result["content"] = result["refusal"]
     reasoning = next((result[name] for name in _REASONING if result.get(name) is not None), None)
     if result.get("content") is None and _needs_content(result, reasoning):
         raise InvalidRequestError(
@@ -140,6 +168,8 @@ def _content(content: Any, where: str, form: ContentForm) -> Any:
             f"{where} is {_kind(content)}; send a string, or a list of text parts", field="messages"
         )
     texts = [_text_of_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
+    if form == "either" and len(texts) == 1:
+        return texts[0]  # a string and a list with one part must give the same prompt
     return "\n".join(texts) if form == "text" else _parts(texts)
 
 

@@ -15,11 +15,11 @@ from weft.loading.checkpoint import Checkpoint
 from weft.text.chat_template import ChatTemplate, start_templates
 from weft.text.folder_tokenizer import read_folder_tokenizer
 from weft.text.gguf_tokenizer import tokenizer_of
-from weft.text.messages import Message, mentions_tools
+from weft.text.messages import Message, mentions_tools, with_known_forms
 from weft.text.reasoning import ReasoningMarkers
 from weft.text.tokenizer import Tokenizer
 from weft.text.tool_formats import FORMATS, HERMES, ToolFormat
-from weft.text.tool_history import adapt_tool_history
+from weft.text.tool_history import adapt_tool_history, results_in_call_order, sorted_by_name
 from weft.text.tool_prompt import with_tools_as_text
 
 WEFT_TOOLS = "weft"
@@ -93,10 +93,20 @@ class ModelText:
         options: Mapping[str, Any] = MappingProxyType({}),
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        reasoning_effort: str | None = None,
     ) -> list[int]:
-        """Like `ChatTemplate.encode`, but tools work with every template."""
+        """Like `ChatTemplate.encode`, but tools, the role developer and `reasoning_effort` work with every template.
+
+        Tools are sorted by name: the same tools in another order give the same prompt, and so a prefix hit.
+        """
         template = self.require_chat_template()
+        if reasoning_effort is not None:
+            options = {**template.effort_options(reasoning_effort), **options}
+        messages = with_known_forms(messages, keeps_developer=template.supports_developer_messages)
+        tools = sorted_by_name(tools)
         has_history = mentions_tools(messages)
+        if has_history:
+            messages = results_in_call_order(messages)
         if (tools or has_history) and self.uses_weft_tool_prompt:
             messages = with_tools_as_text(
                 messages, tools, supports_system_messages=template.supports_system_messages

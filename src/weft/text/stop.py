@@ -18,6 +18,8 @@ class StopFinder:
         """For each stop string: the length of its prefix that the text ends with."""
         self._held = ""
         self.is_stopped = False
+        self.found: str | None = None
+        """The stop string that was found first."""
 
     def add(self, text: str, may_stop: bool = True) -> str:
         """Returns the text that is certainly not part of a stop string.
@@ -29,10 +31,11 @@ class StopFinder:
             return ""
         ends = [self._find_end(index, text, may_stop) for index in range(len(self._stops))]
         before, whole = len(self._held), self._held + text
-        starts = [before + end - len(stop) for stop, end in zip(self._stops, ends, strict=True) if end]
-        if starts:
+        found = [(before + end - len(stop), stop) for stop, end in zip(self._stops, ends, strict=True) if end]
+        if found:
+            start, self.found = min(found, key=lambda one: one[0])
             self.is_stopped, self._held = True, ""
-            return whole[: min(starts)]
+            return whole[:start]
         certain = len(whole) - max(self._matched, default=0)
         self._held = whole[certain:]
         return whole[:certain]

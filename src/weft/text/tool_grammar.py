@@ -32,6 +32,8 @@ class Tool:
     parameters: Mapping[str, Any]
     """A JSON schema."""
     is_strict: bool = False
+    arguments_grammar: str | None = None
+    """A Lark grammar of the arguments, as they are written in JSON. None: `parameters` describe them."""
 
 
 def forced_calls(
@@ -136,7 +138,11 @@ class _Writer:
         number = len(self._rules)
         tool_format = self._format
         # The whole schema is enforced only for a strict tool; for others, keywords that llguidance lacks are ignored.
-        self._rule(f"arguments_{number}", f"%json {_styled(tool.parameters, lenient=not tool.is_strict)}")
+        if tool.arguments_grammar is None:
+            arguments = f"%json {_styled(tool.parameters, lenient=not tool.is_strict)}"
+        else:
+            arguments = f"%lark {{\n{tool.arguments_grammar}\n}}"
+        self._rule(f"arguments_{number}", arguments)
         before = self._literal(before_name + tool.name + tool_format.before_arguments)
         return f"{before} arguments_{number} {self._literal(tool_format.after_arguments)}"
 

@@ -25,7 +25,7 @@ _LONGEST_HELD = 1 << 14
 _SPACE = re.compile(r"\s*")
 _STRING_END = re.compile(r'["\\]')
 _BRACKET_OR_STRING = re.compile(r'["{}\[\]]')
-_SCALAR = re.compile(r"[\w.+-]*")
+_SCALAR = re.compile(r"[\w.+-]*", re.ASCII)
 _NAME = re.compile(r"[a-zA-Z0-9_.-]*")
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -178,6 +178,8 @@ class ToolParser:
                     yield from self._value(self._emit_arguments)
                 else:
                     held = yield from self._held_arguments()
+            elif key == "name" or key in _ARGUMENTS:
+                raise _NotACall  # a second one: which is meant is unknown, and its text must not be lost
             else:
                 yield from self._value(self._hold)
             if held and name and not is_started:

@@ -168,6 +168,7 @@ class CudaBackend:
             swap_seconds_per_block=memory.block_bytes / _COPIED_BYTES_PER_SECOND,
             weight_bytes=self._decoder.weight_bytes,
             device=device.description,
+            extra_rows_are_cheap=True,
         )
 
     # --- steps --------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 BlockHash = bytes
@@ -56,7 +56,8 @@ class BlockPool:
     A block is in exactly one of three states:
 
         referenced   count above 0
-        evictable    count 0, content cached; in LRU order. Hot blocks, those of live sessions, are evicted last
+        evictable    count 0, content cached; in LRU order. Content of idle work is evicted first, hot blocks, those
+                     of live sessions, last
         free         count 0, no content
 
     `available` counts the free and the evictable blocks.
@@ -80,6 +81,9 @@ class BlockPool:
         self._cached: dict[BlockHash, int] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._evictable_hot: OrderedDict[int, None] = OrderedDict()
+        self._evictable_idle: OrderedDict[int, None] = OrderedDict()
+        self._idle_content: set[int] = set()
+        """Cached blocks that only idle work has used."""
         self._hot_counts: dict[BlockHash, int] = {}
         """Hash -> how many sessions keep it hot, whether its block is cached or not."""
         self._reused: set[int] = set()
@@ -92,7 +96,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        return len(self._free) + len(self._evictable) + len(self._evictable_hot)
+        return len(self._free) + len(self._evictable_idle) + len(self._evictable) + len(self._evictable_hot)
 
     @property
     def num_cached(self) -> int:
@@ -119,19 +123,22 @@ class BlockPool:
     def allocate(self, count: int) -> list[int] | None:
         """Allocates `count` blocks: free ones, then evictable ones, hot ones last. An untouched block may come after
         the evictable ones (see the class). None: there are not enough blocks."""
-        if count > self.available:
+        if count > len(self._free) and count > self.available:
             return None
         max_touched = max(self._eager_end, self._first_block + 2 * (self.num_referenced + count))
         taken = []
         for _ in range(count):
             free = self._free
             if free and (
-                free[-1] < self.first_untouched or self.first_untouched < max_touched or not self._evictable
+                free[-1] < self.first_untouched
+                or self.first_untouched < max_touched
+                or not (self._evictable_idle or self._evictable)
             ):
                 block = free.pop()
                 self.first_untouched = max(self.first_untouched, block + 1)
             else:
-                block, _ = (self._evictable or self._evictable_hot).popitem(last=False)
+                evictable = self._evictable_idle or self._evictable or self._evictable_hot
+                block, _ = evictable.popitem(last=False)
                 self._drop_hash(block)
             self._references[block] = 1
             taken.append(block)
@@ -192,6 +199,7 @@ class BlockPool:
         are not hot."""
         self._hot_counts[block_hash] = self._hot_counts.get(block_hash, 0) + 1
         if self._hot_counts[block_hash] == 1:
+            self._move(block_hash, self._evictable_idle, self._evictable_hot)
             self._move(block_hash, self._evictable, self._evictable_hot)
 
     def unmark_hot(self, block_hash: BlockHash) -> None:
@@ -200,8 +208,19 @@ class BlockPool:
         self._hot_counts[block_hash] -= 1
         if self._hot_counts[block_hash] == 0:
             del self._hot_counts[block_hash]
-            if self._move(block_hash, self._evictable_hot, self._evictable):
-                self._evictable.move_to_end(self._cached[block_hash], last=False)
+            block = self._cached.get(block_hash)
+            target = self._evictable_idle if block in self._idle_content else self._evictable
+            if block is not None and self._move(block_hash, self._evictable_hot, target):
+                target.move_to_end(block, last=False)
+
+    def note_idle_content(self, blocks: Iterable[int]) -> None:
+        """Records that idle work filled these cached blocks."""
+        self._idle_content.update(blocks)
+
+    def note_interactive(self, blocks: Iterable[int]) -> None:
+        """Records that an interactive request uses these blocks. They are referenced."""
+        if self._idle_content:
+            self._idle_content.difference_update(blocks)
 
     def register(self, block: int, block_hash: BlockHash) -> bool:
         """Adds a block to the cache. Returns False if the cache has another block with the same content."""
@@ -238,10 +257,11 @@ class BlockPool:
         assert len(free) == len(self._free), "a block is free twice"
         assert free.issuperset(range(self.first_untouched, self._end)), "an untouched block is in use"
         assert min(self._references, default=0) >= 0, "a reference count is negative"
-        evictable = self._evictable.keys() | self._evictable_hot.keys()
-        assert len(evictable) == len(self._evictable) + len(self._evictable_hot), (
-            "a block is in both eviction lists"
-        )
+        lists = (self._evictable_idle, self._evictable, self._evictable_hot)
+        evictable = set().union(*lists)
+        assert len(evictable) == sum(map(len, lists)), "a block is in two eviction lists"
+        assert self._idle_content <= hashed.keys(), "a block without content counts as content of idle work"
+        assert self._evictable_idle.keys() <= self._idle_content, "interactive content is evicted as idle"
         assert all((self._hashes[b] in self._hot_counts) == (b in self._evictable_hot) for b in evictable), (
             "a block is in the wrong eviction list"
         )
@@ -261,7 +281,9 @@ class BlockPool:
         assert evictable <= hashed.keys(), "an evictable block is not cached"
 
     def _eviction_order(self, block: int) -> OrderedDict[int, None]:
-        return self._evictable_hot if self._hashes[block] in self._hot_counts else self._evictable
+        if self._hashes[block] in self._hot_counts:
+            return self._evictable_hot
+        return self._evictable_idle if block in self._idle_content else self._evictable
 
     def _move(
         self, block_hash: BlockHash, origin: OrderedDict[int, None], target: OrderedDict[int, None]
@@ -286,4 +308,5 @@ class BlockPool:
         assert block_hash is not None
         del self._cached[block_hash]
         self._hashes[block] = None
+        self._idle_content.discard(block)
         self._reused.discard(block)

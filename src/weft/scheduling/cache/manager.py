@@ -124,6 +124,11 @@ class KvCacheManager:
     def free_rows(self) -> int:
         return len(self._free_rows)
 
+    @property
+    def draining_rows(self) -> int:
+        """Rows that become free when the steps in flight end."""
+        return len(self._draining_rows)
+
     def can_allocate(self, needed: BlockCounts) -> bool:
         return bool(self._free_rows) and self.available.covers(needed)
 

@@ -124,6 +124,8 @@ class PrefixSharing:
             is_moving = index in allocation.leaving
             if not is_moving and self._kv_cache.pool_of(blocks[index]).register(blocks[index], hashes[index]):
                 registered.append((blocks[index], hashes[index]))
+                if sequence.is_idle_work:
+                    self._kv_cache.pool_of(blocks[index]).note_idle_content((blocks[index],))
             if self._announced.get(hashes[index]) is sequence:
                 del self._announced[hashes[index]]
         if not sequence.has_announced:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,13 @@ limit of tool calls may end. The server finds their end only when it reads. So t
 tokens too many."""
 
 
+@dataclass
+class IdleAnswers:
+    """Counts the answers of idle work that are in the engine."""
+
+    num_answers: int = 0
+
+
 class ActiveRequest:
     """One request, from the end of its body to the end of its response. The caller of `ActiveRequests.begin` must also
     call `end`."""
@@ -51,6 +59,7 @@ class ActiveRequest:
         began: float,
         request_id: RequestId,
         given_id: str | None = None,
+        is_idle_work: bool = False,
     ) -> None:
         self.id = request_id
         self.given_id = given_id
@@ -59,6 +68,9 @@ class ActiveRequest:
         self.limits = limits
         self.choices = choices
         self.began = began
+        self.is_idle_work = is_idle_work
+        """It takes no place of a client: no limit of its key, no turn at the gate, no part of `max_requests`."""
+        self.idle_answers = IdleAnswers()
         self.requests: Sequence[InferenceRequest] = ()
         """Set when the request is prepared."""
         self.text_tokens = 0
@@ -87,7 +99,10 @@ class ActiveRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        return self.text_tokens + sum(len(request.prompt) for request in self.requests)
+        """Tokens that the client sent: prompts and predictions."""
+        return self.text_tokens + sum(
+            len(request.prompt) + len(request.prediction) for request in self.requests
+        )
 
     @property
     def headers(self) -> dict[str, str]:
@@ -130,6 +145,10 @@ class ActiveRequests:
         )
         engine.on_progress = self._gate.release_answers
         self._open: dict[str, ActiveRequest] = {}
+        self._num_of_clients = 0
+        """Active requests that are not idle work."""
+        self._idle_answers = IdleAnswers()
+        """Of all requests together."""
         self._idle = asyncio.Event()
         self._idle.set()
         metrics.open_requests.set_function(lambda: len(self._open))
@@ -138,8 +157,13 @@ class ActiveRequests:
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def seconds_until_free(self) -> float:
+        """Predicted seconds until a request of a client has ended."""
+        return self.completion_rate.seconds_for(self._num_of_clients)
+
     async def wait_until_idle(self, seconds: float) -> bool:
-        """Returns whether all requests ended within `seconds`."""
+        """Returns whether all requests of clients ended within `seconds`."""
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
@@ -149,35 +173,46 @@ class ActiveRequests:
     def check_capacity(self, key: ApiKey | None) -> None:
         """Raises a 429 if one more request of `key` does not fit. Called before a body is read."""
         max_requests = self._settings.max_requests
-        free = max_requests - len(self._open)
+        free = max_requests - self._num_of_clients
         num_own = self._limits[key.name].num_open if key else 0
         if free > 0 and (len(self._limits) < 2 or num_own < _MAX_OPEN_PER_FREE * free):
             return
         of_key = f", {num_own} of them with the key {key.name!r}" if key else ""
         raise ApiError(
             429,
-            f"the server has {len(self._open)} active requests{of_key}; allowed: {max_requests} "
+            f"the server has {self._num_of_clients} active requests{of_key}; allowed: {max_requests} "
             "for all keys together (max_requests); try again later",
             code="queue_full",
         )
 
     def begin(
-        self, key: ApiKey | None, choices: Choices, request_id: RequestId, given_id: str | None = None
+        self,
+        key: ApiKey | None,
+        choices: Choices,
+        request_id: RequestId,
+        given_id: str | None = None,
+        *,
+        is_idle_work: bool = False,
     ) -> ActiveRequest:
         """Adds a request. Raises a 429 if it does not fit, or if its key has reached a limit."""
-        self.check_capacity(key)  # again: other requests may have arrived while the body was read
-        limits = self._limits[key.name] if key else None
-        if limits is not None:
-            limits.take_request()
-            limits.num_open += 1
-        active = ActiveRequest(key, limits, choices, self._clock(), request_id, given_id)
+        limits = None
+        if not is_idle_work:
+            self.check_capacity(key)  # again: other requests may have arrived while the body was read
+            limits = self._limits[key.name] if key else None
+            if limits is not None:
+                limits.take_request()
+                limits.num_open += 1
+            self._num_of_clients += 1
+            self._idle.clear()
+        active = ActiveRequest(key, limits, choices, self._clock(), request_id, given_id, is_idle_work)
         self._open[active.id] = active
-        self._idle.clear()
         return active
 
     def set_deadline(self, active: ActiveRequest, seconds: float | None) -> None:
         """Ends the request `seconds` after its arrival, plus the grace, even if the engine does not respond."""
-        active.deadline = self._settings.engine.request_timeout if seconds is None else seconds
+        # Idle work waits until clients leave capacity, so it has no default timeout.
+        default = None if active.is_idle_work else self._settings.engine.request_timeout
+        active.deadline = default if seconds is None else seconds
         if active.deadline is not None:
             left = active.began + max(0.0, active.deadline) + _GRACE_SECONDS - self._clock()
             active.expiry = asyncio.get_running_loop().call_later(
@@ -208,7 +243,11 @@ class ActiveRequests:
             sum(request.params.n for request in requests),
             max(self._max_tokens(request, self._engine.max_sequence_length) for request in requests),
         )
-        active.ticket = ticket = self._gate.enter(active.key, job)
+        if active.is_idle_work:
+            self._add_idle_answers(active, job.num_answers)
+            ticket = None
+        else:
+            active.ticket = ticket = self._gate.enter(active.key, job)
         if ticket is not None:
             active.choices.on_answer_end = partial(self._gate.ended, ticket)
         is_cut = bool(first.params.stop) or (form is not None and form.max_calls is not None)
@@ -241,16 +280,22 @@ class ActiveRequests:
         used = None
         if not isinstance(outcome, ApiError) or (num_generated and outcome.is_client_fault):
             used = num_generated
-            if active.requests:  # text work alone ends too soon to predict the time of answers
+            # Text work alone ends too soon to predict the time of answers, and idle work may be paused.
+            if active.requests and not active.is_idle_work:
                 self.completion_rate.record_end()
         if active.ticket is not None:
             self._gate.leave(active.ticket, used)
-        if active.limits is not None and active.key is not None:
-            num_tokens = 0 if used is None else active.prompt_tokens + used
+        num_tokens = 0 if used is None else active.prompt_tokens + used
+        if active.limits is not None:
             active.limits.num_open -= 1
             active.limits.correct(active.reserved, num_tokens)
+        if active.key is not None:
             self._metrics.used(active.key.name, num_tokens)
-        if not self._open:
+        if active.is_idle_work:
+            self._remove_idle_answers(active.idle_answers, active.idle_answers.num_answers)
+            return
+        self._num_of_clients -= 1
+        if not self._num_of_clients:
             self._idle.set()
 
     def described(self) -> list[dict[str, Any]]:
@@ -313,10 +358,34 @@ class ActiveRequests:
                 code="deadline_exceeded",
             ) from None
 
+    def _add_idle_answers(self, active: ActiveRequest, count: int) -> None:
+        """Counts answers of idle work. Raises a 429 if the engine has more than one batch of them: they would fill its
+        queue. A single request always fits."""
+        max_answers = self._settings.engine.scheduler.max_running
+        num_answers = self._idle_answers.num_answers
+        if num_answers and num_answers + count > max_answers:
+            message = f"{num_answers} answers of batches are in the engine; allowed: {max_answers}"
+            raise ApiError(429, message, code="idle_work_full")
+        active.idle_answers.num_answers = count
+        self._idle_answers.num_answers += count
+        # Not a reference to the request, which refers to its choices: that would be a reference cycle.
+        active.choices.on_answer_end = partial(self._idle_answer_ended, active.idle_answers)
+
+    def _idle_answer_ended(self, own: IdleAnswers, num_tokens: int) -> None:
+        self._remove_idle_answers(own, min(1, own.num_answers))
+
+    def _remove_idle_answers(self, own: IdleAnswers, count: int) -> None:
+        own.num_answers -= count
+        self._idle_answers.num_answers -= count
+
     def _count_answers(self) -> tuple[int, int] | None:
-        if self._engine.state is EngineState.STARTING:
+        """Answers of clients in the engine, and how many of them have no token. Idle work gives way to them, so it does
+        not count."""
+        engine = self._engine
+        if engine.state is EngineState.STARTING:
             return None  # the gate releases no answers until the engine is ready
-        return self._engine.num_unfinished, self._engine.num_without_tokens
+        num_idle = self._idle_answers.num_answers
+        return max(0, engine.num_unfinished - num_idle), max(0, engine.num_without_tokens - num_idle)
 
     def _max_tokens(self, request: InferenceRequest, default: int) -> int:
         room = max(1, self._engine.max_sequence_length - len(request.prompt))

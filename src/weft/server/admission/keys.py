@@ -14,6 +14,8 @@ from typing import Any
 from weft.errors import InvalidRequestError
 from weft.request import MAX_NAME_LENGTH, Priority
 
+KEY = "weft.key"
+"""Scope entry with the `ApiKey` of a request; None if the server needs no key."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MAX_RATE = 10**12

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from weft.request import GenerationResult, Grammar, Priority, SamplingParams, TokenLogprobs
 from weft.server.api.field_docs import Field
@@ -22,8 +22,11 @@ from weft.text.answer_parts import AnswerParts
 from weft.text.conversation import Conversation
 from weft.text.tokenizer import Tokenizer
 
-Prompt = str | list[int]
-"""Text or token ids."""
+if TYPE_CHECKING:
+    from weft.server.api.services import Caller
+
+Prompt = str | list[int] | tuple[str | int, ...]
+"""Text, token ids, or texts with token ids between them. Texts in a tuple get no special tokens."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,9 @@ class ServedModel:
     tokenizer: Tokenizer
     generation_defaults: Mapping[str, Any]
     max_answers: int
+    has_chat_template: bool = True
+    can_think: bool = False
+    """Its chat template has markers around thoughts."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,21 @@ class ParsedRequest:
     """The grammar of the content. It is not checked and not in `params` yet."""
     tools: ToolUse = NO_TOOLS
     echoes_prompts: bool = False
+    earlier_tokens: Sequence[int] = ()
+    """Tokens before a conversation."""
+    max_context: int | None = None
+    """Limit for prompt and answer together, if it is below that of the server."""
     priority: Priority | int = Priority.NORMAL
     session_id: str | None = None
     ttft_target: float | None = None
     deadline: float | None = None
     cache_salt: str = ""
+    stored_bytes: int = 0
+    """The size of the part of the prompt that was not in the body."""
+    drops_oldest: bool = False
+    """A conversation that is longer than the context loses its oldest items."""
+    prediction: str = ""
+    """The text that the answers probably have. It becomes draft tokens."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +90,16 @@ class AnswerContext:
     num_choices_per_prompt: int = 1
     prompt_tokens: int = 0
     """Tokens of all prompts together."""
+    cacheable_tokens: int = 0
+    """Prompt tokens that the same request, sent again, can find in the prefix cache."""
+    has_session: bool = False
+    """The cached prefixes of the request are evicted last."""
     has_parts: bool = False
     """Answers may have thoughts or tool calls besides content."""
     echoes: Sequence[Echo] = ()
     """One entry per prompt if prompts are echoed, else empty."""
+    prompts: Sequence[Sequence[int]] = ()
+    """The tokens of each prompt."""
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -90,6 +112,15 @@ class AnswerWriter(ABC):
 
     def __init__(self, context: AnswerContext) -> None:
         self.context = context
+
+    async def start(self, caller: Caller) -> bytes | None:
+        """Work before the request is submitted. Bytes are the whole answer: nothing is generated."""
+        return None
+
+    async def finish(self, caller: Caller, choices: Choices) -> None:
+        """Work after the last piece and before the last bytes are sent, such as storing. An error fails the request.
+        Not called for a request that failed or was cancelled."""
+        return
 
     # ------------------------------------------------------------------ a stream
 
@@ -117,6 +148,11 @@ class AnswerWriter(ABC):
 
     # ------------------------------------------------------------------ one body
 
+    def collect(self, pieces: Sequence[Piece]) -> int | None:
+        """Keeps the pieces of a whole answer, and returns how many bytes that takes. None: the caller keeps them, and
+        passes them to `answer` and `logprobs`."""
+        return None
+
     @abstractmethod
     def answer(self, index: int, result: GenerationResult, answer: str | AnswerParts) -> tuple[bytes, bytes]:
         """The JSON of one answer, split where its logprobs are inserted."""
@@ -124,6 +160,10 @@ class AnswerWriter(ABC):
     def envelope(self, choices: Choices) -> tuple[bytes, bytes]:
         """The JSON before and after all answers. The caller writes the commas between answers."""
         return b"", b""
+
+    def keep(self, piece: Piece) -> int:
+        """Keeps what `answer` needs of a piece besides its text. Returns the number of bytes that it keeps."""
+        return 0
 
     async def before_answers(self, loop_turns: LoopTurns) -> None:
         """Work before the first answer of a body. Runs while the engine computes."""
@@ -210,6 +250,14 @@ class AnswerFormat(ABC, Generic[B]):
     counting: Counting | None = None
     """The route that only counts the tokens of a prompt, if the format has one."""
 
+    async def load(self, api_request: B, caller: Caller) -> B:
+        """Adds what a body refers to, such as stored items. Runs before `parse`."""
+        return api_request
+
+    def ignored(self, api_request: B) -> Sequence[str]:
+        """The parts of a body that have no effect, for the `Warning` header. Unknown fields are added by the caller."""
+        return ()
+
     @abstractmethod
     def parse(self, api_request: B, model: ServedModel) -> ParsedRequest:
         """Converts a body. Raises ApiError or InvalidRequestError. May run in a thread."""
@@ -217,6 +265,10 @@ class AnswerFormat(ABC, Generic[B]):
     @abstractmethod
     def writer(self, api_request: B, context: AnswerContext) -> AnswerWriter:
         """The writer of the answers. It must not keep a reference to the body, which may have megabytes."""
+
+    def answer_at_once(self, api_request: B, model: str) -> Any:
+        """The JSON of the answer to a request that needs no generation. None: generate. `model` is its name."""
+        return None
 
     def field_names(self, api_request: B) -> Mapping[str, str]:
         """For errors: from field names of `InferenceRequest` and `Chat` to those that the client sent."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from weft.request import MAX_LOGPROBS, MAX_TOKENS, GenerationResult, TokenLogprobs
+from weft.request import GenerationResult, TokenLogprobs
 from weft.server.api import structured
 from weft.server.api.answer_format import (
     GENERATING,
@@ -19,34 +18,18 @@ from weft.server.api.answer_format import (
     ParsedRequest,
     ServedModel,
 )
-from weft.server.api.field_docs import Field
+from weft.server.api.chat_request import CHAT_FIELDS, ChatRequest, check_words, predicted_text, sampling_of
 from weft.server.api.openai import EVENT_NOTE, OpenAIFormat, OpenAIWriter, includes_usage, parsed_request
 from weft.server.api.requests import sampling_params
 from weft.server.api.response_shapes import FinishReason, Shape, Timings, Usage
-from weft.server.api.schema import MAX_ENTRIES, GenerationRequest
-from weft.server.api.tool_use import tool_use
-from weft.server.errors import ApiError
-from weft.server.stream.choices import Choice, Piece
+from weft.server.api.tool_use import is_named, tool_use
+from weft.server.stream.choices import Choice, Choices, Piece
 from weft.text.answer_parts import AnswerParts, Content, ParsedCall, Reasoning, ToolCallStart
 from weft.text.answer_parts import Delta as AnswerDelta
 from weft.text.conversation import Conversation
 from weft.text.messages import items_of
 
 # ---------------------------------------------------------------------- the types of requests and responses
-
-
-class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    documents: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
 
 
 class FunctionCall(Shape):
@@ -176,23 +159,12 @@ class ChatFormat(OpenAIFormat[ChatRequest]):
         GENERATING,
         event_note=EVENT_NOTE,
     )
-    fields: Mapping[str, Field] = {
-        "max_completion_tokens": Field("The newer name of max_tokens.", 1, MAX_TOKENS),
-        "top_logprobs": Field(
-            "For each token, also return the logprobs of this many most likely tokens. Needs logprobs.",
-            0,
-            MAX_LOGPROBS,
-        ),
-        "tool_choice": Field("auto, none, required, or an object that names the function to call."),
-        "parallel_tool_calls": Field("Whether an answer may have several tool calls."),
-        "documents": Field(
-            f"Documents for chat templates that use them; at most {MAX_ENTRIES['documents']}."
-        ),
-    }
+    fields = CHAT_FIELDS
 
     def parse(self, api_request: ChatRequest, model: ServedModel) -> ParsedRequest:
-        params = sampling_params(api_request, model.generation_defaults, **_sampling(api_request))
+        params = sampling_params(api_request, model.generation_defaults, **sampling_of(api_request))
         grammar = structured.requested_grammar(api_request)
+        check_words(api_request)
         tools = tool_use(api_request.tools or [], api_request.tool_choice, api_request.parallel_tool_calls)
         conversation = Conversation(
             items_of(api_request.messages),
@@ -200,14 +172,17 @@ class ChatFormat(OpenAIFormat[ChatRequest]):
             api_request.chat_template_kwargs,
             continues_last=api_request.continue_final_message,
             opens_answer=api_request.add_generation_prompt,
+            reasoning_effort=api_request.reasoning_effort,
         )
-        return parsed_request(api_request, conversation, params, grammar, tools=tools)
+        prediction = predicted_text(api_request.prediction)
+        return parsed_request(api_request, conversation, params, grammar, tools=tools, prediction=prediction)
 
     def writer(self, api_request: ChatRequest, context: AnswerContext) -> AnswerWriter:
         return ChatWriter(
             context,
             include_usage=includes_usage(api_request),
-            is_named_call=isinstance(api_request.tool_choice, dict),
+            is_named_call=is_named(api_request.tool_choice),
+            has_prediction=api_request.prediction is not None,
         )
 
     def field_names(self, api_request: ChatRequest) -> Mapping[str, str]:
@@ -219,30 +194,6 @@ class ChatFormat(OpenAIFormat[ChatRequest]):
         return names
 
 
-def _sampling(api_request: ChatRequest) -> dict[str, Any]:
-    given: dict[str, Any] = {}
-    if api_request.max_completion_tokens is not None:
-        if api_request.max_tokens not in (None, api_request.max_completion_tokens):
-            raise ApiError(
-                400,
-                f"max_tokens is {api_request.max_tokens} and max_completion_tokens is "
-                f"{api_request.max_completion_tokens}; send one of them",
-                param="max_completion_tokens",
-                code="invalid_value",
-            )
-        given["max_tokens"] = api_request.max_completion_tokens
-    if api_request.logprobs:
-        given["logprobs"] = api_request.top_logprobs or 0
-    elif api_request.top_logprobs:
-        raise ApiError(
-            400,
-            "top_logprobs needs logprobs; send logprobs: true too",
-            param="top_logprobs",
-            code="invalid_value",
-        )
-    return given
-
-
 class ChatWriter(OpenAIWriter):
     id_prefix = "chatcmpl"
     answer_object = "chat.completion"
@@ -250,10 +201,16 @@ class ChatWriter(OpenAIWriter):
     smallest_entry = 50
 
     def __init__(
-        self, context: AnswerContext, *, include_usage: bool = False, is_named_call: bool = False
+        self,
+        context: AnswerContext,
+        *,
+        include_usage: bool = False,
+        is_named_call: bool = False,
+        has_prediction: bool = False,
     ) -> None:
         """`is_named_call`: tool_choice names a function. The finish reason is then "stop", as in the OpenAI API."""
         super().__init__(context, include_usage=include_usage)
+        self._has_prediction = has_prediction
         self._is_named_call = is_named_call
         self._token_bytes = context.tokenizer.token_bytes
 
@@ -289,6 +246,17 @@ class ChatWriter(OpenAIWriter):
         reason = super().finish_reason(result, has_calls)
         is_call = has_calls and not self._is_named_call
         return "tool_calls" if is_call and reason == "stop" else reason
+
+    def usage(self, choices: Choices) -> dict[str, Any]:
+        usage = super().usage(choices)
+        if self._has_prediction:
+            results = choices.results
+            usage["completion_tokens_details"] = {
+                **usage.get("completion_tokens_details", {}),
+                "accepted_prediction_tokens": sum(one.accepted_prediction_count for one in results),
+                "rejected_prediction_tokens": sum(one.rejected_prediction_count for one in results),
+            }
+        return usage
 
     def logprobs(
         self, index: int, tokens: Sequence[int], token_logprobs: Sequence[TokenLogprobs | None]

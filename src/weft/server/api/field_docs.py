@@ -135,7 +135,8 @@ FIELDS: Mapping[str, Field] = {
     "store": Field("Accepted, without effect: nothing is stored."),
     "service_tier": Field("Accepted, without effect."),
     "safety_identifier": Field("Accepted, without effect."),
-    "prompt_cache_key": Field("Accepted, without effect: cached prefixes are found automatically."),
+    "prompt_cache_retention": Field("Accepted, without effect."),
+    "prompt_cache_key": Field("Read as session_id, if that is missing."),
     # text
     "tokens": Field("Token ids."),
 }

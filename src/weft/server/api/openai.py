@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from weft.request import GenerationResult, Grammar, SamplingParams
+from weft.request import MAX_NAME_LENGTH, GenerationResult, Grammar, SamplingParams
 from weft.server.api import structured
 from weft.server.api.answer_format import AnswerContext, AnswerFormat, AnswerWriter, ParsedRequest, Prompt
 from weft.server.api.requests import priority_of
@@ -49,12 +50,20 @@ def parsed_request(
         api_request.stream,
         grammar,
         priority=priority_of(api_request),
-        session_id=api_request.session_id,
+        session_id=_session_of(api_request),
         ttft_target=api_request.ttft_target,
         deadline=api_request.deadline,
         cache_salt=api_request.cache_salt,
         **more,
     )
+
+
+def _session_of(api_request: GenerationRequest) -> str | None:
+    """The session of a request. A longer `prompt_cache_key` than a session id may be is replaced by its hash."""
+    key = api_request.prompt_cache_key
+    if api_request.session_id is not None or not key or len(key) <= MAX_NAME_LENGTH:
+        return api_request.session_id or key or None
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def includes_usage(api_request: GenerationRequest) -> bool:

@@ -10,15 +10,17 @@ import msgspec
 from starlette.routing import BaseRoute, Route
 
 from weft import __version__
+from weft.server.api import batches, files, ollama_models, responses_routes
 from weft.server.api import response_shapes as shapes
 from weft.server.api.answer_format import HELLO, Operation
 from weft.server.api.field_docs import FIELDS, Field
 from weft.server.api.formats import FORMATS, Formats
+from weft.server.api.models import MODEL_OPERATIONS
 from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
 
 _REFERENCE = "#/components/schemas/{name}"
 _DESCRIPTION = """\
-The OpenAI API, served by weft. Unknown fields are ignored and listed in a `Warning` header. A `null` means the
+The APIs of OpenAI, Anthropic and Ollama, served by weft. Unknown fields are ignored and listed in a `Warning` header. A `null` means the
 default. Every response has an `x-request-id` header: the id that the client sent, or a new one."""
 
 _MESSAGE: dict[str, Any] = {
@@ -46,12 +48,19 @@ _MESSAGE: dict[str, Any] = {
 }
 
 
+def _of_formats(formats: Formats) -> dict[tuple[str, str], Operation]:
+    generating = {path: one.operation for path, one in formats.items()}
+    countings = [one.counting for one in formats.values() if one.counting is not None]
+    counting = {one.path: one.operation for one in countings}
+    return {("post", path): operation for path, operation in {**generating, **counting}.items()}
+
+
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
-    **{("post", path): one.operation for path, one in FORMATS.items()},
-    ("get", "/v1/models"): Operation("List models", "A server has one model.", "Models", shapes.ModelList),
-    ("get", "/v1/models/{name}"): Operation(
-        "Describe a model", "Accepts any name of the model.", "Models", shapes.Model, errors=(404,)
-    ),
+    **_of_formats(FORMATS),
+    **responses_routes.OPERATIONS,
+    **files.OPERATIONS,
+    **batches.OPERATIONS,
+    **MODEL_OPERATIONS,
     ("post", "/tokenize"): Operation(
         "Tokenise text or messages",
         "Returns the prompt tokens of a completion (prompt) or a chat (messages). Send one of them.",
@@ -111,20 +120,23 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("delete", "/admin/requests/{id}"): Operation(
         "Cancel a request", "Needs an admin key.", "Administration", dict, errors=(403, 404)
     ),
+    **ollama_models.OPERATIONS,
 }
 
 _STATUSES = {
     400: "The request is invalid; `param` names the field.",
     401: "The API key is missing or wrong.",
     403: "This host, web page or API key is not allowed.",
-    404: "The model or the request does not exist.",
+    404: "The model, the request or the object does not exist.",
     405: "The route does not support this method.",
     408: "The request did not arrive in time, or the client read its stream too slowly.",
+    409: "The state of the object does not allow this.",
     413: "The body or the requested answer is too large.",
     429: "Too many requests; retry after the seconds in `Retry-After`.",
     500: "Internal server error.",
     503: "The engine is starting, or the server is shutting down; retry after the seconds in `Retry-After`.",
     504: "The deadline passed.",
+    507: "The disk is full, or the limit for stored bytes is reached.",
 }
 
 
@@ -132,7 +144,7 @@ def document(routes: Iterable[BaseRoute], formats: Formats = FORMATS, *, needs_k
     """The document for these routes."""
     paths: dict[str, Any] = {}
     existing = set(_methods(routes))
-    operations = {**OPERATIONS, **{("post", path): one.operation for path, one in formats.items()}}
+    operations = {**OPERATIONS, **_of_formats(formats)}
     for (method, path), operation in operations.items():
         if (method, path) in existing:
             paths.setdefault(path, {})[method] = _described(method, path, operation, needs_key)
@@ -157,7 +169,7 @@ def document(routes: Iterable[BaseRoute], formats: Formats = FORMATS, *, needs_k
 
 def _methods(routes: Iterable[BaseRoute]) -> Iterable[tuple[str, str]]:
     for route in routes:
-        if isinstance(route, Route):
+        if isinstance(route, Route) and route.include_in_schema:
             for method in (route.methods or set()) - {"HEAD"}:
                 yield method.lower(), re.sub(r":\w+}", "}", route.path)
 
@@ -224,6 +236,7 @@ def _schemas(operations: Iterable[Operation], formats: Formats) -> dict[str, Any
     _, request_schemas = msgspec.json.schema_components(list(requests), ref_template=_REFERENCE)
     body_types = {kind.__name__ for kind in requests}
     own_fields = {one.request_type.__name__: one.fields for one in formats.values()}
+    own_fields |= {kind.__name__: ollama_models.FIELDS for kind in ollama_models.REQUESTS}
     for name in request_schemas:
         fields = {**FIELDS, **own_fields.get(name, {})}
         found[name] = _with_field_docs(found[name], fields, may_be_null=name in body_types)
@@ -237,7 +250,7 @@ def _with_field_docs(
     required = set(schema.get("required", ()))
     properties = {}
     for name, given in schema["properties"].items():
-        docs = fields.get(name)
+        docs = None if "description" in given else fields.get(name)
         content = dict(docs.schema if docs is not None and docs.schema is not None else given)
         default = content.pop("default", None)
         if may_be_null and name not in required and {"type": "null"} not in content.get("anyOf", ()):

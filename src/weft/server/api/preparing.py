@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from weft.errors import InvalidRequestError, PromptTooLongError
 from weft.request import Grammar, InferenceRequest, RequestId
 from weft.server.admission.keys import ApiKey
 from weft.server.api.answer_format import (
@@ -27,12 +28,14 @@ from weft.server.text_work.grammar_check import GrammarChecker
 from weft.server.text_work.prompt_tokens import PromptEncoder
 from weft.server.text_work.text_process import Chat, Text
 from weft.text.answer_reader import AnswerSyntax
-from weft.text.conversation import Conversation, template_messages
+from weft.text.conversation import Conversation, from_start, starts_of_rest, template_messages
 from weft.text.model_text import ModelText
 
 _SMALL_BYTES = 16 << 10
 """Parsing the schemas in a body of up to this size takes a few milliseconds, so it runs in the event loop."""
 _MAX_DETOKENIZED = 1 << 18
+_ANSWER_ROOM = 512
+"""A conversation that loses its oldest items leaves room for this many tokens of an answer without max_tokens."""
 
 T = TypeVar("T")
 
@@ -62,8 +65,16 @@ class Preparer:
         self._grammars = GrammarChecker(settings.model, vocabulary_size)
         self._text = text
         self._model = ServedModel(
-            settings.names[0], text.tokenizer, generation_defaults, settings.max_answers
+            settings.names[0],
+            text.tokenizer,
+            generation_defaults,
+            settings.max_answers,
+            text.chat_template is not None,
+            text.reasoning is not None,
         )
+        engine = settings.engine
+        self._cached_block = engine.cache.block_size if engine.scheduler.prefix_caching else None
+        """Tokens of a block of the prefix cache; None: it is off."""
         _ = text.tool_format  # computed now, because it renders the template and takes time
 
     async def close(self) -> None:
@@ -78,25 +89,44 @@ class Preparer:
         request_id: RequestId,
         key: ApiKey | None,
         client_id: str,
+        *,
+        is_idle_work: bool = False,
     ) -> Prepared:
         """Prepares a request with a body of `size` bytes. Raises if it is invalid. Text work is shared fairly between
         clients, by `client_id`."""
         parsed: ParsedRequest = await self._run_in_thread_if_large(
             size, client_id, answer_format.parse, api_request, self._model
         )
+        size += parsed.stored_bytes
         grammar, answer_form = parsed.grammar, None
         echoes: Sequence[Echo] = ()
         if grammar is not None:
             grammar = await self._grammars.check(grammar, client_id)
         if isinstance(parsed.prompt, Conversation):
-            prompts = [await self._chat_tokens(parsed.prompt, parsed.tools, size, client_id)]
+            tokens = await self._fitting_chat_tokens(parsed.prompt, parsed, size, client_id)
+            prompts = [self._encoder.check_tokens(tokens)]
             answer_form = parsed.tools.answer_form(self._text, prompts[0])
+            if parsed.earlier_tokens:
+                prompts = [self._encoder.check_tokens([*parsed.earlier_tokens, *prompts[0]])]
             grammar = await self._answer_grammar(parsed.tools, grammar, answer_form, size, client_id)
         else:
             prompts = await self._prompt_tokens(parsed.prompt, client_id)
             if parsed.echoes_prompts:
                 echoes = await self._echoes(parsed.prompt, prompts, client_id)
+        prediction = await self._prediction_tokens(parsed.prediction, client_id)
         params = parsed.params if grammar is None else replace(parsed.params, grammar=grammar)
+        requests = [
+            inference_request(
+                parsed,
+                prompt,
+                params,
+                key,
+                _prompt_id(request_id, index, len(prompts)),
+                prediction,
+                is_idle_work=is_idle_work,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
         context = AnswerContext(
             self._model.name,
             self._model.tokenizer,
@@ -104,27 +134,68 @@ class Preparer:
             wants_logprobs=params.logprobs is not None,
             num_choices_per_prompt=params.n,
             prompt_tokens=sum(map(len, prompts)),
+            cacheable_tokens=sum(self._cacheable(len(one)) for one in prompts),
+            has_session=parsed.session_id is not None,
             has_parts=answer_form is not None,
             echoes=echoes,
+            prompts=[request.prompt for request in requests],
         )
-        return Prepared(
-            [
-                inference_request(parsed, prompt, params, key, _prompt_id(request_id, index, len(prompts)))
-                for index, prompt in enumerate(prompts)
-            ],
-            answer_format.writer(api_request, context),
-            answer_form,
-            parsed.is_streamed,
+        writer = await self._run_in_thread_if_large(
+            size, client_id, answer_format.writer, api_request, context
         )
+        return Prepared(requests, writer, answer_form, parsed.is_streamed)
+
+    def _cacheable(self, num_tokens: int) -> int:
+        """The tokens in complete blocks. The last token is always computed."""
+        block = self._cached_block
+        return 0 if block is None else (num_tokens - 1) // block * block
 
     async def count(self, answer_format: AnswerFormat[B], api_request: B, size: int, client_id: str) -> int:
         """The number of prompt tokens of a request."""
         parsed: ParsedRequest = await self._run_in_thread_if_large(
             size, client_id, answer_format.parse, api_request, self._model
         )
+        size += parsed.stored_bytes
         if isinstance(parsed.prompt, Conversation):
-            return len(await self._chat_tokens(parsed.prompt, parsed.tools, size, client_id))
+            return len(await self._fitting_chat_tokens(parsed.prompt, parsed, size, client_id))
         return sum(map(len, await self._prompt_tokens(parsed.prompt, client_id)))
+
+    async def _fitting_chat_tokens(
+        self, conversation: Conversation, parsed: ParsedRequest, size: int, client_id: str
+    ) -> list[int]:
+        """The tokens of a conversation. If it `drops_oldest`, the oldest items are left out until the rest fits: as few
+        as possible."""
+        if not parsed.drops_oldest:
+            return await self._chat_tokens(conversation, parsed.tools, size, client_id)
+        room = min(parsed.params.max_tokens or _ANSWER_ROOM, self._encoder.max_context // 2)
+        starts = starts_of_rest(conversation.items)
+        least, most = 0, len(starts) - 1
+        found: list[int] | None = None
+        index = 0  # the whole conversation is tried first
+        while True:
+            shorter = from_start(conversation, starts[index])
+            # The size decides where the work runs. A part of a conversation is not larger than the whole.
+            tokens = await self._tokens_if_short(shorter, parsed.tools, size, client_id)
+            if tokens is not None and len(tokens) <= self._encoder.max_context - room:
+                found, most = tokens, index - 1
+            elif index == len(starts) - 1:
+                # Not even the newest items fit. The engine refuses them, with both numbers.
+                return await self._chat_tokens(shorter, parsed.tools, size, client_id)
+            else:
+                least = index + 1
+            if least > most:
+                if found is not None:
+                    return found
+                least = most = len(starts) - 1
+            index = (least + most) // 2
+
+    async def _tokens_if_short(
+        self, conversation: Conversation, tools: ToolUse, size: int, client_id: str
+    ) -> list[int] | None:
+        try:
+            return await self._chat_tokens(conversation, tools, size, client_id)
+        except PromptTooLongError:
+            return None
 
     async def _chat_tokens(
         self, conversation: Conversation, tools: ToolUse, size: int, client_id: str
@@ -136,6 +207,7 @@ class Preparer:
             conversation.template_options,
             conversation.opens_answer and not conversation.continues_last,
             conversation.continues_last,
+            conversation.reasoning_effort,
         )
         return await self._encoder.encode(chat, size, client_id)
 
@@ -160,12 +232,41 @@ class Preparer:
     async def _prompt_tokens(self, prompts: Sequence[Prompt], client_id: str) -> list[list[int]]:
         texts = [one for one in prompts if isinstance(one, str)]
         encoded = iter(await self._encoder.encode_texts(texts, client_id))
-        return [next(encoded) if isinstance(one, str) else self._encoder.check_tokens(one) for one in prompts]
+        tokens = []
+        for one in prompts:
+            if isinstance(one, tuple):
+                tokens.append(self._encoder.check_tokens(await self._joined_tokens(one, client_id)))
+            else:
+                tokens.append(next(encoded) if isinstance(one, str) else self._encoder.check_tokens(one))
+        return tokens
+
+    async def _joined_tokens(self, parts: Sequence[str | int], client_id: str) -> list[int]:
+        texts = [part for part in parts if isinstance(part, str)]
+        encoded = iter(await self._encoder.encode_texts(texts, client_id, add_special_tokens=False))
+        return [token for part in parts for token in ((part,) if isinstance(part, int) else next(encoded))]
+
+    async def _prediction_tokens(self, prediction: str, client_id: str) -> list[int]:
+        if not prediction:
+            return []
+        try:
+            size = len(prediction.encode())
+            tokens = await self._encoder.encode(Text(prediction, False), size, client_id)
+            return self._encoder.check_tokens(tokens)
+        except InvalidRequestError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            raise ApiError(
+                400,
+                f"prediction has more tokens than the context of the model, which has {self._encoder.max_context}; "
+                "send a shorter one",
+                param="prediction",
+                code="invalid_value",
+            ) from None
 
     async def _echoes(
         self, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]], client_id: str
     ) -> list[Echo]:
-        ids = [one for one in prompts if not isinstance(one, str)]
+        ids = [one for one in prompts if isinstance(one, list)]
         decoded = iter(await self._encoder.decode(ids, client_id))
         return [
             Echo(one if isinstance(one, str) else next(decoded), each)

@@ -68,17 +68,23 @@ def inference_request(
     params: SamplingParams,
     key: ApiKey | None,
     request_id: RequestId,
+    prediction: Sequence[int] = (),
+    *,
+    is_idle_work: bool = False,
 ) -> InferenceRequest:
     """The request for the engine. Raises a 403 if `key` may not use its priority."""
     request = InferenceRequest(
         tuple(prompt),
         params,
-        priority=parsed.priority,  # type: ignore[arg-type]
+        priority=Priority.LOW if is_idle_work else parsed.priority,  # type: ignore[arg-type]
         session_id=parsed.session_id,
+        max_sequence_length=parsed.max_context,
         ttft_target=parsed.ttft_target,
         deadline=parsed.deadline,
         cache_salt=key.salt_for(parsed.cache_salt) if key else parsed.cache_salt,
+        is_idle_work=is_idle_work,
         request_id=request_id,
+        prediction=tuple(prediction),
     )
     if key is not None and request.priority > key.max_priority:
         raise ApiError(

@@ -39,6 +39,12 @@ class TokenDetails(Shape):
 
 class CompletionDetails(Shape):
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: Annotated[
+        int | UnsetType, Meta(description="Draft tokens from the prediction that are part of the answer.")
+    ] = UNSET
+    rejected_prediction_tokens: Annotated[
+        int | UnsetType, Meta(description="Draft tokens from the prediction that were computed and rejected.")
+    ] = UNSET
 
 
 class Usage(Shape):
@@ -56,21 +62,6 @@ class Timings(Shape):
     prefill: float
     decode: float
     preemptions: int
-
-
-class Model(Shape):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: Annotated[
-        int, Meta(description="Maximum context length in tokens, prompt and answer together.")
-    ]
-
-
-class ModelList(Shape):
-    object: Literal["list"]
-    data: list[Model]
 
 
 class Tokens(Shape):

@@ -22,19 +22,28 @@ from weft.server.errors import ApiError
 
 MAX_ENTRIES = {
     "messages": 8192,
+    "input": 8192,
+    "include": 64,
+    "client_metadata": MAX_METADATA,
     "content": 1024,
+    "system": 1024,
     "tools": 128,
     "documents": 1024,
     "chat_template_kwargs": 64,
     "metadata": MAX_METADATA,
     "stop": MAX_STOP_STRINGS,
+    "stop_sequences": MAX_STOP_STRINGS,
     "stop_token_ids": MAX_STOP_TOKENS,
     "logit_bias": MAX_LOGIT_BIAS,
 }
 """Limits for lists and mappings, checked before their entries are processed. `content` belongs to a message. Other
 lists have limits of their own: prompts (`max_answers`), token ids (the context), schemas and choices
 (`MAX_GRAMMAR_LENGTH`)."""
-MAX_CHARACTERS = {"session_id": MAX_NAME_LENGTH, "cache_salt": MAX_NAME_LENGTH}
+MAX_CHARACTERS = {
+    "session_id": MAX_NAME_LENGTH,
+    "cache_salt": MAX_NAME_LENGTH,
+    "previous_response_id": MAX_NAME_LENGTH,
+}
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -93,7 +102,9 @@ class GenerationRequest(_SamplingFields, frozen=True, kw_only=True):
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
+    prompt_cache_retention: str | None = None
     prompt_cache_key: str | None = None
+    """Read as `session_id`, if that is missing."""
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True):
@@ -120,6 +131,7 @@ _REFUSED = {
     "functions": "it was replaced by tools",
     "function_call": "it was replaced by tool_choice",
     "audio": "weft generates text only",
+    "web_search_options": "weft does not search the web",
     "adapter": "weft has no adapters",
     "adapter_id": "weft has no adapters",
     "lora": "weft has no adapters",
@@ -127,8 +139,10 @@ _REFUSED = {
     "lora_request": "weft has no adapters",
 }
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
-_MAX_NAMED = 8
+MAX_NAMED = 8
+"""Limit for the names in a `Warning` header."""
 
+C = TypeVar("C")
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -142,19 +156,34 @@ def read(kind: type[T], body: bytes) -> tuple[T, list[str]]:
         raise ApiError(
             400, f"{name} is not supported: {_REFUSED[name]}; leave it out", param=name, code="unsupported"
         )
-    unknown = sorted(given.keys() - set(kind.__struct_fields__))
+    api_request = converted(given, kind)
+    _check_lengths(api_request)
+    return api_request, [shown(name) for name in _unknown_fields(given, api_request)[:MAX_NAMED]]
+
+
+def converted(content: Any, kind: type[C], where: str = "") -> C:
+    """Converts parsed JSON. Raises ApiError if types are wrong. `where` is the field of the body that it comes from."""
     try:
-        api_request = msgspec.convert(given, kind)
+        return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
-        message, param = str(error), None
+        message, param = str(error), where
         if found := _PATH.search(message):
-            message, param = message[: found.start()], found["path"]
-        elif missing := re.search(r"missing required field `(\w+)`", message):
+            message, path = message[: found.start()], found["path"]
+            param = f"{where}.{path}" if where and not path.startswith("[") else where + path
+        elif not where and (missing := re.search(r"missing required field `(\w+)`", message)):
             param = missing[1]
         named = f"{param}: {message}" if param else message
-        raise ApiError(400, named, param=param, code="invalid_type") from None
-    _check_lengths(api_request)
-    return api_request, [_shown(name) for name in unknown[:_MAX_NAMED]]
+        raise ApiError(400, named, param=param or None, code="invalid_type") from None
+
+
+def _unknown_fields(given: dict[str, Any], api_request: msgspec.Struct) -> list[str]:
+    """The fields that the type of a request does not have, also those of an inner object with a type of its own."""
+    names = list(given.keys() - set(api_request.__struct_fields__))
+    for name in api_request.__struct_fields__:
+        inner, value = given.get(name), getattr(api_request, name)
+        if isinstance(inner, dict) and isinstance(value, msgspec.Struct):
+            names += [f"{name}.{one}" for one in inner.keys() - set(value.__struct_fields__)]
+    return sorted(names)
 
 
 def _check_lengths(api_request: msgspec.Struct) -> None:
@@ -184,5 +213,6 @@ def _parse(body: bytes) -> Any:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
 
 
-def _shown(name: str) -> str:
+def shown(name: str) -> str:
+    """A name that a client sent, for a header."""
     return re.sub(r"[^\w.-]", "?", name[:40], flags=re.ASCII)  # safe for a header

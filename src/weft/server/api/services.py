@@ -1,14 +1,23 @@
-"""What the routes of an API may use of the server."""
+"""What the routes and formats of an API may use of the server."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.engine.ipc.client import EngineClient
+from weft.request import RequestId
+from weft.server.admission.keys import ApiKey
 from weft.server.internal import InternalReply, InternalRequest
 from weft.server.settings import ServerSettings
+from weft.server.state.files import FileStore
 from weft.server.state.store import Store
+from weft.server.tasks import Tasks
 from weft.text.model_text import ModelText
+
+if TYPE_CHECKING:
+    from weft.server.api.answer_format import AnswerFormat
 
 
 class Services(Protocol):
@@ -23,6 +32,18 @@ class Services(Protocol):
     @property
     def store(self) -> Store: ...
     @property
+    def tasks(self) -> Tasks:
+        """Work that goes on after its request has ended."""
+        ...
+
+    @property
+    def files(self) -> FileStore: ...
+    @property
+    def formats(self) -> Mapping[str, AnswerFormat[Any]]:
+        """The routes that generate, by path."""
+        ...
+
+    @property
     def created(self) -> int:
         """When the server started, in seconds since 1970."""
         ...
@@ -31,6 +52,30 @@ class Services(Protocol):
         """Raises a 404 if requests may not use this name of a model."""
         ...
 
+    def wake_batches(self) -> None:
+        """Makes the batches of the store run, or stop, as their rows say."""
+        ...
+
     async def send_internal(self, path: str, body: bytes, request: InternalRequest) -> InternalReply:
         """Sends a POST request to the server itself."""
         ...
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The server, and who sent a request to it."""
+
+    services: Services
+    key: ApiKey | None
+    request_id: RequestId
+    is_internal: bool = False
+    """The server sent the request to itself."""
+
+    @property
+    def owner(self) -> str:
+        """The owner of the rows that the request stores."""
+        return owner_of(self.key)
+
+
+def owner_of(key: ApiKey | None) -> str:
+    return "" if key is None else key.name

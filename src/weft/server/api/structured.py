@@ -88,7 +88,7 @@ def _grammar_of_format(form: Mapping[str, Any]) -> Grammar | None:
     if kind == "json_object":
         schema = form["schema"] if "schema" in given else ANY_OBJECT  # an extension of llama.cpp
         is_schema = isinstance(schema, dict)
-        return _grammar_of_schema({**ANY_OBJECT, **schema} if is_schema else schema, "response_format.schema")
+        return grammar_of_schema({**ANY_OBJECT, **schema} if is_schema else schema, "response_format.schema")
     if kind == "json_schema":
         return _grammar_of_schema_format(form)
     name = next((name for name in _FORMATS[kind] if name in given), _FORMATS[kind][0])
@@ -100,10 +100,10 @@ def _grammar_of_schema_format(form: Mapping[str, Any]) -> Grammar:
     `strict`."""
     outer = form.get("json_schema")
     if outer is None:
-        return _grammar_of_schema(form.get("schema"), "response_format.schema")
+        return grammar_of_schema(form.get("schema"), "response_format.schema")
     if not isinstance(outer, dict):
         raise _invalid_value("response_format.json_schema", "is not an object; send one with name and schema")
-    return _grammar_of_schema(outer.get("schema"), "response_format.json_schema.schema")
+    return grammar_of_schema(outer.get("schema"), "response_format.json_schema.schema")
 
 
 def _grammar_of_structured_outputs(form: Mapping[str, Any]) -> Grammar:
@@ -114,13 +114,13 @@ def _grammar_of_structured_outputs(form: Mapping[str, Any]) -> Grammar:
             "structured_outputs", f"has {found}; allowed: one of {', '.join(_STRUCTURED_OUTPUTS)}"
         )
     if given[0] == "json_object":
-        return _grammar_of_schema(ANY_OBJECT, "structured_outputs")
+        return grammar_of_schema(ANY_OBJECT, "structured_outputs")
     return _grammar(given[0], form[given[0]], f"structured_outputs.{given[0]}")
 
 
 def _grammar(kind: str, value: Any, param: str) -> Grammar:
     if kind == "json":
-        return _grammar_of_schema(value, param)
+        return grammar_of_schema(value, param)
     if kind == "choice":
         return _grammar_of_choices(value, param)
     if not isinstance(value, str):
@@ -128,7 +128,8 @@ def _grammar(kind: str, value: Any, param: str) -> Grammar:
     return Grammar("regex" if kind == "regex" else "lark", value)
 
 
-def _grammar_of_schema(schema: Any, param: str) -> Grammar:
+def grammar_of_schema(schema: Any, param: str) -> Grammar:
+    """The grammar of a JSON schema. Raises ApiError if it is none."""
     if isinstance(schema, str):  # vLLM accepts a schema as a JSON string
         try:
             schema = msgspec.json.decode(schema)

@@ -16,7 +16,10 @@ from weft.text.tool_grammar import Tool, after_reasoning, forced_calls, optional
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-_CHOICES = 'auto, none, required, {"type": "function", "function": {"name": ...}}'
+_CHOICES = (
+    'auto, none, required, {"type": "function", "function": {"name": ...}}, {"type": "allowed_tools", "allowed_tools": '
+    '{"mode": "auto" or "required", "tools": [...]}}'
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ class ToolChoice:
     mode: Literal["auto", "none", "required"] = "auto"
     name: str | None = None
     """The only tool that may be called. It must be called."""
+    allowed: frozenset[str] | None = None
+    """The tools that may be called. None: all."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,8 @@ class FunctionTool:
     where: str
     """Its place in the body, for errors."""
     parameters_field: str = "parameters"
+    arguments_grammar: str | None = None
+    """A Lark grammar of the arguments, as they are written in JSON. It is enforced if the tool is strict."""
     given: dict[str, Any] | None = None
     """The tool in the form of the OpenAI API, if the client sent that. Templates get it unchanged."""
 
@@ -110,16 +117,16 @@ def tool_use(
     tools: list[dict[str, Any]], choice: str | Mapping[str, Any] | None, may_be_parallel: bool | None
 ) -> ToolUse:
     """The tools of a request in the form of the OpenAI API. Raises ApiError if tools or tool_choice are invalid."""
+    given = [_function_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    allowed = None
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        choice, allowed = _allowed_tools(choice, given)
     name = _named(choice) if isinstance(choice, Mapping) else None
     if name is None and choice not in (None, "auto", "none", "required"):
         shown = str(choice) if isinstance(choice, str) else "an object without the name of a function"
         raise _refusal(f"tool_choice is {shown!r:.80}; allowed: {_CHOICES}", "tool_choice")
     mode: Any = "required" if name is not None else choice or "auto"
-    return chosen_tools(
-        [_function_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)],
-        ToolChoice(mode, name),
-        may_be_parallel,
-    )
+    return chosen_tools(given, ToolChoice(mode, name, allowed), may_be_parallel)
 
 
 def chosen_tools(
@@ -137,6 +144,8 @@ def chosen_tools(
         return NO_TOOLS
     if choice == "none":
         return NO_TOOLS
+    if tool_choice.allowed is not None:
+        tools = tuple(tool for tool in tools if tool.name in tool_choice.allowed)
     if name is not None:
         tools = tuple(tool for tool in tools if tool.name == name)
         if not tools:
@@ -147,6 +156,35 @@ def chosen_tools(
     is_forced = name is not None or choice == "required"
     is_single = name is not None or may_be_parallel is False
     return ToolUse(tools, template_tools, is_forced, name is not None, 1 if is_single else None)
+
+
+def is_named(choice: str | Mapping[str, Any] | None) -> bool:
+    """Whether tool_choice names one function."""
+    return isinstance(choice, Mapping) and choice.get("type") == "function"
+
+
+def _allowed_tools(
+    choice: Mapping[str, Any], given: Sequence[FunctionTool]
+) -> tuple[str | None, frozenset[str]]:
+    """The mode and the names of `{"type": "allowed_tools", ...}`. The prompt still has all tools, so that its cached
+    prefix stays valid."""
+    allowed = choice.get("allowed_tools")
+    mode, tools = (
+        (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, Mapping) else (None, None)
+    )
+    listed = tools if isinstance(tools, list) and tools else [None]
+    names = [_named(tool) if isinstance(tool, Mapping) else None for tool in listed]
+    if mode not in ("auto", "required") or None in names:
+        raise _refusal(
+            f"tool_choice.allowed_tools does not have the right form; allowed: {_CHOICES}", "tool_choice"
+        )
+    found = frozenset(name for name in names if name is not None)
+    if unknown := found - {one.name for one in given if isinstance(one.name, str)}:
+        raise _refusal(
+            f"tool_choice allows {min(unknown)!r:.80}, which is not in tools; send names of tools",
+            "tool_choice",
+        )
+    return mode, found
 
 
 def _named(choice: Mapping[str, Any]) -> str | None:
@@ -196,7 +234,8 @@ def _checked(tool: FunctionTool) -> Tool:
         raise _refusal(f"{where}.description is not a string; send one", f"{where}.description")
     if strict is not None and not isinstance(strict, bool):
         raise _refusal(f"{where}.strict is {str(strict)!r:.80}; allowed: true, false", f"{where}.strict")
-    return Tool(name, _schema(tool.parameters, f"{where}.{tool.parameters_field}"), bool(strict))
+    schema = _schema(tool.parameters, f"{where}.{tool.parameters_field}")
+    return Tool(name, schema, bool(strict), tool.arguments_grammar)
 
 
 def _schema(parameters: Any, where: str) -> Mapping[str, Any]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.request import REQUEST_ID_PATTERN, RequestId
+from weft.server.api.formats import ANTHROPIC_VERSION
 from weft.server.errors import ApiError
+from weft.server.internal import INTERNAL, InternalRequest
 from weft.server.logs import QUIET_PATHS, Record, ServerLog, record_of_task
 
 _LONGEST_PATH = 200
@@ -37,14 +39,20 @@ class AccessLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return  # there are no lifespan events and no websockets
-        record = Record(scope["method"], scope["path"][:_LONGEST_PATH], self._new_id(), _given_id(scope))
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        internal: InternalRequest | None = scope.get(INTERNAL)
+        request_id = (internal.request_id if internal is not None else None) or self._new_id()
+        record = Record(scope["method"], scope["path"][:_LONGEST_PATH], request_id, _given_id(headers))
+        # The header that clients of the Anthropic API read.
+        more_names = ("request-id",) if ANTHROPIC_VERSION in headers else ()
         token = record_of_task.set(record)
 
         # Not a coroutine, which would cost time for every message of a stream. Only the first message is recorded.
         def send_recorded(message: Message) -> Any:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = record.request_id
+                for name in ("x-request-id", *more_names):
+                    MutableHeaders(scope=message)[name] = record.request_id
             return send(message)
 
         try:
@@ -68,9 +76,7 @@ class AccessLog:
         self._log.event("mistake", message, "error", request_id=record.request_id, traceback=frames)
 
 
-def _given_id(scope: Scope) -> str | None:
+def _given_id(headers: Mapping[bytes, bytes]) -> str | None:
     """The id that the client sent, if it is valid."""
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode(
-        "latin-1"
-    )
+    given = headers.get(b"x-request-id", b"").decode("latin-1")
     return given if REQUEST_ID_PATTERN.fullmatch(given) else None

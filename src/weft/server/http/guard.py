@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from urllib.parse import urlsplit
 
@@ -12,6 +11,9 @@ from weft.server.admission.keys import ApiKey, KeyRing
 from weft.server.api.formats import Formats, error_writer
 from weft.server.errors import ERROR_WRITER, ApiError
 from weft.server.http.byte_budget import ByteBudget, RequestBytes, answer_budget_error, body_budget_error
+from weft.server.http.loopback import is_loopback
+from weft.server.http.scope import ANSWER, BODY, KEY
+from weft.server.http.uploads import FORM_BYTES, UPLOADS
 from weft.server.internal import INTERNAL
 from weft.server.settings import ServerSettings
 
@@ -21,13 +23,6 @@ _OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
 that is not in the manual."""
 _ADMIN_PATHS = "/admin"
 
-KEY = "weft.key"
-"""Scope entry with the `ApiKey` of a request; None if the server needs no key."""
-BODY = "weft.body"
-"""Scope entry with the `RequestBytes` of its body."""
-ANSWER = "weft.answer"
-"""Scope entry with the `RequestBytes` of its answers."""
-
 
 class Guard:
     """Middleware before every route."""
@@ -36,10 +31,14 @@ class Guard:
         self._app = app
         self._formats = formats
         self._max_body_bytes = settings.max_body_bytes
+        self._max_file_bytes = settings.max_file_bytes
         self._bodies = ByteBudget(settings.max_body_bytes, settings.max_buffered_bytes, body_budget_error)
         self._answers = ByteBudget(
             settings.max_answer_bytes, settings.max_buffered_answer_bytes, answer_budget_error
         )
+        # Batches have budgets of their own, so that clients keep theirs.
+        self._bodies_of_batches = _part_of(self._bodies)
+        self._answers_of_batches = _part_of(self._answers)
         self._keys = KeyRing(settings.api_keys)
         self._has_admin = any(key.admin for key in settings.api_keys)
         self._origins = frozenset(settings.allowed_origins)
@@ -55,8 +54,9 @@ class Guard:
             error.headers |= self._cors_headers(scope)
             await error.response(scope)(scope, receive, send)
             return
-        body = scope[BODY] = RequestBytes(self._bodies)
-        answer = scope[ANSWER] = RequestBytes(self._answers)
+        is_idle_work = INTERNAL in scope and scope[INTERNAL].is_idle_work
+        body = scope[BODY] = RequestBytes(self._bodies_of_batches if is_idle_work else self._bodies)
+        answer = scope[ANSWER] = RequestBytes(self._answers_of_batches if is_idle_work else self._answers)
         try:
             await self._app(scope, self._limited_receive(scope, receive), send)
         finally:
@@ -86,8 +86,8 @@ class Guard:
             scope[KEY] = key
         self._check_encoding(headers.get(b"content-encoding", b"identity"))
         length = headers.get(b"content-length", b"0")
-        if int(length) > self._max_body_bytes:
-            raise self._too_large(f"{int(length)} bytes")
+        if int(length) > self._max_bytes(scope):
+            raise self._too_large(scope, f"{int(length)} bytes")
 
     def _check_host(self, host: bytes | None) -> None:
         """Prevents DNS rebinding: a web page whose host name resolves to this machine must not reach the server."""
@@ -152,6 +152,7 @@ class Guard:
         received in part, exceed the limit together, and all be refused.
         """
         body: RequestBytes = scope[BODY]
+        max_bytes, is_upload = self._max_bytes(scope), _is_upload(scope)
         announced = int(dict(scope["headers"]).get(b"content-length", b"0"))
         size = 0
 
@@ -161,15 +162,17 @@ class Guard:
             message = await receive()
             num_bytes = len(message.get("body", b""))
             size += num_bytes
-            if size > self._max_body_bytes:
-                raise self._too_large("more")
+            if size > max_bytes:
+                raise self._too_large(scope, "more")
             try:
-                if announced == 0 or (is_first and size):
+                if is_upload:
+                    pass  # it is written to disk in pieces
+                elif announced == 0 or (is_first and size):
                     body.add(announced or num_bytes)
             except ApiError:
                 del message["body"]
                 # Read the rest: a client that is still sending would see a reset connection instead of this error.
-                while message.get("more_body", False) and size <= self._max_body_bytes:
+                while message.get("more_body", False) and size <= max_bytes:
                     message = await receive()
                     size += len(message.get("body", b""))
                 raise
@@ -177,12 +180,22 @@ class Guard:
 
         return limited
 
-    def _too_large(self, found: str) -> ApiError:
-        return ApiError(
-            413,
-            f"the body has {found}; allowed: {self._max_body_bytes} bytes",
-            code="body_too_large",
-        )
+    def _max_bytes(self, scope: Scope) -> int:
+        return self._max_file_bytes + FORM_BYTES if _is_upload(scope) else self._max_body_bytes
+
+    def _too_large(self, scope: Scope, found: str) -> ApiError:
+        name = "max_file_bytes" if _is_upload(scope) else "max_body_bytes"
+        message = f"the body has {found}; allowed: {self._max_bytes(scope)} bytes ({name})"
+        return ApiError(413, message, code="body_too_large")
+
+
+def _is_upload(scope: Scope) -> bool:
+    return scope["path"] in UPLOADS and scope["method"] == "POST"
+
+
+def _part_of(budget: ByteBudget) -> ByteBudget:
+    """A quarter of a budget, or what a single request may hold."""
+    return ByteBudget(budget.max_each, max(budget.max_each, budget.max_bytes // 4), budget.refusal)
 
 
 def _authorization(headers: dict[bytes, bytes]) -> bytes:
@@ -190,11 +203,3 @@ def _authorization(headers: dict[bytes, bytes]) -> bytes:
     given = headers.get(b"authorization", b"")
     key = headers.get(b"x-api-key", b"")
     return b"Bearer " + key if key and not given else given
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the host."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"

@@ -9,6 +9,7 @@ import sys
 import termios
 import uuid
 from http import HTTPStatus
+from typing import Any
 
 import h11
 import msgspec
@@ -17,13 +18,16 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from weft.server.errors import ApiError
+from weft.server.errors import ERROR_WRITER, ApiError
+from weft.server.http.uploads import UPLOADS
 
 # uvicorn logs a warning for each request that is not HTTP; a client must not be able to fill the log.
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
 WRITER = "weft.writer"
 """Entry of the scope's state with the `BodyWriter` of the connection."""
+_MIN_UPLOAD_BYTES = 1 << 20
+"""An upload may take longer than `body_seconds` while this many bytes arrive in each such time."""
 _STALL_CHECKS = 4
 """Checks per `stalled_reader_seconds`. A stalled reader is found at most a quarter of that time late."""
 
@@ -97,6 +101,7 @@ class TimedProtocol(H11Protocol):
         self._body_seconds = body_seconds
         self._timer: asyncio.TimerHandle | None = None
         self._timed_state: object = None
+        self._num_received = self._num_at_timer = 0
         self._stall_check_seconds = stalled_reader_seconds / _STALL_CHECKS
         self._stall_timer: asyncio.TimerHandle | None = None
 
@@ -109,6 +114,7 @@ class TimedProtocol(H11Protocol):
         self._update_timer()
 
     def data_received(self, data: bytes) -> None:
+        self._num_received += len(data)
         super().data_received(data)
         self._update_timer()
 
@@ -143,12 +149,17 @@ class TimedProtocol(H11Protocol):
             self._stop_timer()
             seconds = self._header_seconds if state is h11.IDLE else self._body_seconds
             self._timer, self._timed_state = self.loop.call_later(seconds, self._time_out), state
+            self._num_at_timer = self._num_received
 
     @property
     def _must_send_request(self) -> bool:
         """Whether the client must send a request now: on a new connection, or after the first bytes of the next
         request. Between two requests only the keep-alive timeout applies."""
         return self.cycle is None or bool(self.conn.trailing_data[0])
+
+    @property
+    def _is_upload(self) -> bool:
+        return bool(self.scope["path"] in UPLOADS)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -158,11 +169,15 @@ class TimedProtocol(H11Protocol):
     def _time_out(self) -> None:
         if self.transport.is_closing():
             return
+        num_bytes = self._num_received - self._num_at_timer
+        if self._timed_state is h11.SEND_BODY and self._is_upload and num_bytes >= _MIN_UPLOAD_BYTES:
+            self._stop_timer()
+            self._update_timer()
+            return
         # A request may have got an error response before its body was complete.
         if self._timed_state is h11.IDLE or not self.cycle.response_started:
-            self._send_error(
-                ApiError(408, "the request did not arrive in time; send it again", code="timeout")
-            )
+            error = ApiError(408, "the request did not arrive in time; send it again", code="timeout")
+            self._send_error(error, has_headers=self._timed_state is h11.SEND_BODY)
         self.transport.close()
 
     def _watch_reader(self, num_unread: int, num_checks: int) -> None:
@@ -199,11 +214,16 @@ class TimedProtocol(H11Protocol):
             self._send_error(ApiError(400, message, code="invalid_http"))
         self.transport.close()
 
-    def _send_error(self, error: ApiError) -> None:
-        """Sends an error without the application: there is no complete request."""
-        body = msgspec.json.encode(error.body)
+    def _send_error(self, error: ApiError, *, has_headers: bool = False) -> None:
+        """Sends an error without the application: there is no complete request. If its headers are complete, the error
+        has the form of its route."""
+        status, content = error.status, error.body
+        write: Any = self.scope.get(ERROR_WRITER) if has_headers else None
+        if write is not None:
+            status, content = write(error)
+        body = msgspec.json.encode(content)
         head = (
-            f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nconnection: close\r\n"
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nconnection: close\r\n"
             "content-type: application/json\r\n"
             f"content-length: {len(body)}\r\nx-request-id: {uuid.uuid4().hex}\r\n\r\n"
         )

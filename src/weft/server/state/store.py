@@ -7,17 +7,19 @@ expiry.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
 
 from weft.errors import WeftError
 from weft.server.state.schema import EXPIRING, MIGRATIONS
+from weft.server.state.worker import Worker
 
 if TYPE_CHECKING:
     from sqlite3 import Connection, DatabaseError
@@ -31,6 +33,7 @@ _LOCK = "lock"
 _BUSY_SECONDS = 10.0
 """Another server with the same folder may hold the database for a transaction."""
 _EXPIRY_SECONDS = 600.0
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class StoreError(WeftError):
@@ -43,6 +46,20 @@ class StoreFullError(StoreError):
 
 class _DamagedError(Exception):
     """The check of the file at its start found damage."""
+
+
+@contextmanager
+def storage_errors(folder: Path) -> Iterator[None]:
+    """Converts an OSError of a file in `folder`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise StoreFullError(_full_message(folder)) from error
+        raise StoreError(
+            f"{folder}: the server cannot keep its state there: {error.strerror or error}; "
+            "set state_path to a writable folder"
+        ) from error
 
 
 class Store:
@@ -60,6 +77,7 @@ class Store:
         self._connection: Connection | None = None
         self._lock: IO[str] | None = None
         self._expire_at = 0.0
+        self.worker = Worker(folder)
         self.is_primary = False
         """Whether this server opened the store before any other. False until the first transaction."""
 
@@ -67,6 +85,11 @@ class Store:
         """Runs `work` in the thread of the store, in one transaction. It is on disk when this method returns. An
         exception of `work` rolls it back. A cancelled caller does not stop the transaction."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, work)
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a database. False until the first transaction of the first server."""
+        return (self.folder / _DATABASE).exists()
 
     async def close(self) -> None:
         """Waits for the running transactions."""
@@ -79,33 +102,26 @@ class Store:
         import sqlite3
 
         try:
-            if self._connection is None:
-                self._connection = self._open()
-            connection = self._connection
-            self._expire(connection)
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                result = work(connection)
-                connection.execute("COMMIT")
-            except BaseException:
-                with suppress(sqlite3.Error):  # SQLite itself rolls back when the disk is full
-                    connection.execute("ROLLBACK")
-                raise
-            return result
+            with storage_errors(self.folder):
+                if self._connection is None:
+                    self._connection = self._open()
+                connection = self._connection
+                self._expire(connection)
+                connection.execute("BEGIN IMMEDIATE")
+                try:
+                    result = work(connection)
+                    connection.execute("COMMIT")
+                except BaseException:
+                    with suppress(sqlite3.Error):  # SQLite itself rolls back when the disk is full
+                        connection.execute("ROLLBACK")
+                    raise
+                return result
         except sqlite3.DatabaseError as error:
             if _is_full(error):
-                message = (
-                    f"{self.folder}: the disk is full; free some space, or set state_path to another folder"
-                )
-                raise StoreFullError(message) from error
+                raise StoreFullError(_full_message(self.folder)) from error
             if _is_damaged(error):
                 self._set_aside(str(error))
             raise StoreError(f"{self.folder}: the database of the server failed: {error}") from error
-        except OSError as error:
-            raise StoreError(
-                f"{self.folder}: the server cannot keep its state there: {error.strerror or error}; "
-                "set state_path to a writable folder"
-            ) from error
 
     def _open(self) -> Connection:
         import sqlite3
@@ -179,6 +195,16 @@ class Store:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+        self.worker.close()
+
+
+def used_bytes(connection: Connection) -> int:
+    """The size of the rows of all tables, and of the files beside the database."""
+    sizes = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count"))
+    pages, free = sizes
+    [page_size] = connection.execute("PRAGMA page_size").fetchone()
+    [files] = connection.execute("SELECT coalesce(sum(num_bytes), 0) FROM files").fetchone()
+    return int((pages - free) * page_size + files)
 
 
 def _is_damaged(error: DatabaseError) -> bool:
@@ -188,6 +214,10 @@ def _is_damaged(error: DatabaseError) -> bool:
 def _is_full(error: DatabaseError) -> bool:
     """SQLite reports a write that failed, by a limit on the size of files for example, as an I/O error."""
     return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_FULL", "SQLITE_IOERR_WRITE"))
+
+
+def _full_message(folder: Path) -> str:
+    return f"{folder}: the disk is full; free some space, or set state_path to another folder"
 
 
 def _open_private(path: Path) -> IO[str]:

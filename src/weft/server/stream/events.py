@@ -71,8 +71,10 @@ class EventStream(Response):
         began: float,
         silence_seconds: float,
         headers: dict[str, str],
+        finish: Callable[[Choices], Awaitable[None]],
         on_end: Callable[[list[GenerationResult] | ApiError | None], object],
     ) -> None:
+        """`finish` is awaited after the last piece, before the last bytes are sent."""
         super().__init__(None, 200, {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
         self.headers["content-type"] = writer.stream_type
         del self.headers["content-length"]
@@ -80,6 +82,7 @@ class EventStream(Response):
         self._answer_writer = writer
         self._metrics = metrics
         self._loop_turns = loop_turns
+        self._finish = finish
         self._on_end = on_end
         self._last = began
         self._silence_seconds = silence_seconds
@@ -122,6 +125,7 @@ class EventStream(Response):
         outcome: list[GenerationResult] | ApiError
         try:
             outcome = await self._send_pieces(send)
+            await self._finish(self._choices)
         except WeftError as error:
             outcome = as_api_error(error)
         except ApiError as error:

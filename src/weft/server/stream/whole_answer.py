@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -96,8 +96,10 @@ class WholeAnswer:
         self._partial_answers: dict[int, _PartialAnswer] = {}
         self._body: deque[bytes | bytearray] = deque()
 
-    async def collect(self, choices: Choices, loop_turns: LoopTurns) -> list[GenerationResult]:
-        """Waits until the answers have ended and their JSON is complete."""
+    async def collect(
+        self, choices: Choices, loop_turns: LoopTurns, finish: Callable[[Choices], Awaitable[None]]
+    ) -> list[GenerationResult]:
+        """Waits until the answers have ended and their JSON is complete. `finish` is awaited after the last piece."""
         await self._writer.before_answers(loop_turns)
         while not choices.is_over:
             await choices.wait()
@@ -105,15 +107,21 @@ class WholeAnswer:
             self.add(choices.take())
             if choices.has_more:
                 await asyncio.sleep(0)  # continue in the next iteration of the event loop
+        await finish(choices)
         await self.write(choices, loop_turns)
         return choices.results
 
     def response(self, headers: dict[str, str]) -> Response:
         return _PartsResponse(self._body, self._answer_bytes, headers)
 
-    def add(self, pieces: Iterable[Piece]) -> None:
+    def add(self, pieces: Sequence[Piece]) -> None:
         """Encodes new pieces. Raises if the answers become too large."""
-        writer, num_bytes = self._writer, 0
+        writer = self._writer
+        num_bytes = writer.collect(pieces)
+        if num_bytes is not None:
+            self._answer_bytes.add(num_bytes)
+            return
+        num_bytes = 0
         wants_logprobs = writer.context.wants_logprobs
         for piece in pieces:
             index = piece.choice.index
@@ -127,7 +135,7 @@ class WholeAnswer:
                 num_bytes += _DELTA_BYTES * len(piece.deltas)
             elif piece.text:
                 partial.text.append(piece.text)
-            num_bytes += len(piece.text)
+            num_bytes += len(piece.text) + writer.keep(piece)
             if wants_logprobs and piece.tokens:
                 num_bytes += partial.logprobs.add(writer.logprobs(index, piece.tokens, piece.logprobs))
         self._answer_bytes.add(num_bytes)
@@ -141,7 +149,7 @@ class WholeAnswer:
         for index, result in enumerate(choices.results):
             if index % context.num_choices_per_prompt == 0:
                 prompt = await self._prompt_logprobs(index, choices, loop_turns)
-            partial = self._partial_answers.pop(index)
+            partial = self._partial_answers.pop(index, None) or _PartialAnswer()
             answer = join_deltas(partial.deltas) if context.has_parts else "".join(partial.text)
             before, after = writer.answer(index, result, answer)
             body.append(b"," + before if index else before)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from weft.errors import InvalidRequestError
+from weft.errors import InvalidRequestError, PromptTooLongError
 from weft.server.errors import ApiError
 from weft.server.text_work.text_process import (
     Chat,
@@ -43,6 +43,8 @@ _MAX_NORMALISER_SHRINK = 4
 """A normaliser composes characters, which can shorten a text to a third. Only a text that is this many times too long
 is certain not to fit. It is refused without tokenising."""
 
+"""The code of the error for a prompt that is longer than the context."""
+
 T = TypeVar("T")
 
 
@@ -54,7 +56,7 @@ class PromptEncoder:
         self, text: ModelText, path: str, max_context: int, chat_template: str | None = None
     ) -> None:
         self._text = text
-        self._max_context = max_context
+        self.max_context = max_context
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weft-text")
         self._slots = WorkSlots(_THREADS)
         arguments = (path, chat_template or "", text.tool_format_name or "")
@@ -66,11 +68,13 @@ class PromptEncoder:
         [tokens] = await self._convert([prompt], size, client_id)
         return tokens
 
-    async def encode_texts(self, texts: Sequence[str], client_id: str) -> list[list[int]]:
+    async def encode_texts(
+        self, texts: Sequence[str], client_id: str, *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
         """The tokens of each text."""
         found: list[list[int]] = []
         for group, size in _groups(texts):
-            found += await self._convert([Text(text) for text in group], size, client_id)
+            found += await self._convert([Text(text, add_special_tokens) for text in group], size, client_id)
         return found
 
     async def decode(self, prompts: Sequence[list[int]], client_id: str) -> list[str]:
@@ -91,8 +95,8 @@ class PromptEncoder:
 
     def check_tokens(self, tokens: list[int]) -> list[int]:
         """Refuses a prompt of token ids that is too long, before each id is checked."""
-        if len(tokens) >= self._max_context:
-            raise self._too_long(f"{len(tokens)}", "prompt")
+        if len(tokens) >= self.max_context:
+            raise self._too_long(len(tokens), "prompt")
         return tokens
 
     async def close(self) -> None:
@@ -109,7 +113,7 @@ class PromptEncoder:
                 size, client_id, lambda: [convert(self._text, part) for part in parts]
             )
         await self.run_in_thread(_SHORT_BYTES, client_id, self._check_lengths, parts)
-        job = encode_message(TextJob(list(parts), self._max_context), parts[0])
+        job = encode_message(TextJob(list(parts), self.max_context), parts[0])
         try:
             result = await self._workers.run(
                 job, client_id=client_id, cost=_SECONDS_PER_BYTE * size, seconds=_SECONDS
@@ -127,7 +131,7 @@ class PromptEncoder:
         if isinstance(result, Text):
             return result.text
         if isinstance(result, TooLong):
-            raise self._too_long(f"{result.count}", _field(part))
+            raise self._too_long(result.count, _field(part))
         raise InvalidRequestError(result.message, field=result.field, code=result.code)
 
     def _check_lengths(self, parts: Sequence[Part]) -> None:
@@ -142,16 +146,18 @@ class PromptEncoder:
                 contents = (message.get("content") for message in part.messages)
                 num_characters = sum(len(content) for content in contents if isinstance(content, str))
             at_least = num_characters // longest
-            if at_least > _MAX_NORMALISER_SHRINK * self._max_context:
-                raise self._too_long(f"at least {at_least // _MAX_NORMALISER_SHRINK}", _field(part))
+            if at_least > _MAX_NORMALISER_SHRINK * self.max_context:
+                raise self._too_long(at_least // _MAX_NORMALISER_SHRINK, _field(part), "at least ")
 
-    def _too_long(self, count: str, field: str) -> InvalidRequestError:
-        return InvalidRequestError(
-            f"the prompt has {count} tokens; allowed: at most {self._max_context - 1}, so that one new token fits; "
+    def _too_long(self, num_tokens: int, field: str, bound: str = "") -> PromptTooLongError:
+        most = self.max_context - 1
+        return PromptTooLongError(
+            f"the prompt has {bound}{num_tokens} tokens; allowed: at most {most}, so that one new token fits; "
             # Clients recognise this error by the words "maximum context length is", as in the OpenAI API.
-            f"this model's maximum context length is {self._max_context} tokens here; shorten it",
-            field=field,
-            code="context_length_exceeded",
+            f"this model's maximum context length is {self.max_context} tokens here; shorten it",
+            field,
+            num_tokens,
+            most,
         )
 
 

@@ -26,6 +26,7 @@ class Chat(msgspec.Struct, frozen=True, tag=True):
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    reasoning_effort: str | None = None
 
 
 class Text(msgspec.Struct, frozen=True, tag=True):
@@ -81,6 +82,7 @@ def convert(text: ModelText, part: Part) -> list[int] | str:
         options=part.chat_template_kwargs,
         add_generation_prompt=part.add_generation_prompt,
         continue_final_message=part.continue_final_message,
+        reasoning_effort=part.reasoning_effort,
     )
 
 

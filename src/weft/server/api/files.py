@@ -1,0 +1,226 @@
+"""`/v1/files`: uploads, lists, downloads and deletes the files of a key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from weft.errors import WeftError
+from weft.server.api.answer_format import Operation
+from weft.server.api.listing import owner_of, page_query, page_response
+from weft.server.api.response_shapes import Shape
+from weft.server.api.services import Services
+from weft.server.errors import ApiError, json_response
+from weft.server.http.uploads import UploadForm, read_upload
+from weft.server.logs import current_record
+from weft.server.state.files import StoredFile
+
+PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
+_BATCH_SECONDS = 30 * 86400
+"""Lifetime of the input file of a batch, if the upload names none. Other files have no end."""
+MIN_SECONDS, MAX_SECONDS = 3600, 30 * 86400
+"""Lifetimes that a client may choose."""
+_MAX_UPLOADS = 16
+"""Uploads at a time. Each holds up to two megabytes in memory."""
+
+
+class File(Shape):
+    """A stored file."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+    status_details: None
+
+
+class FileList(Shape):
+    object: Literal["list"]
+    data: list[File]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(Shape):
+    id: str
+    object: Literal["file"]
+    deleted: bool
+
+
+_ID = "Only the key that uploaded a file finds it; for others it does not exist (404)."
+
+OPERATIONS: Mapping[tuple[str, str], Operation] = {
+    ("post", "/v1/files"): Operation(
+        "Upload a file",
+        f"multipart/form-data with the parts `file` and `purpose` ({', '.join(PURPOSES)}), and optionally "
+        f"`expires_after[anchor]` (created_at) and `expires_after[seconds]` ({MIN_SECONDS} to {MAX_SECONDS}). The file is "
+        "written to disk while it arrives. Input files of batches expire after 30 days by default, others do not.",
+        "Files",
+        File,
+        errors=(400, 408, 413, 429, 503, 507),
+    ),
+    ("get", "/v1/files"): Operation(
+        "List files",
+        "Newest first. Query: `purpose`, `limit` (1 to 10000; default: 10000), `order` (asc, desc), `after` (the last id of "
+        "the page before).",
+        "Files",
+        FileList,
+        errors=(400, 404, 503),
+    ),
+    ("get", "/v1/files/{id}"): Operation("Describe a file", _ID, "Files", File, errors=(404, 503)),
+    ("delete", "/v1/files/{id}"): Operation(
+        "Delete a file",
+        f"{_ID} The input file of a batch that has not ended is kept (409).",
+        "Files",
+        DeletedFile,
+        errors=(404, 409, 503),
+    ),
+    ("get", "/v1/files/{id}/content"): Operation(
+        "Download a file", _ID, "Files", None, errors=(404, 503), media_type="application/octet-stream"
+    ),
+}
+
+
+def routes(services: Services) -> Sequence[Route]:
+    handlers = _Files(services)
+    return [
+        Route("/v1/files", handlers.upload, methods=["POST"]),
+        Route("/v1/files", handlers.list, methods=["GET"]),
+        Route("/v1/files/{id}", handlers.describe, methods=["GET"]),
+        Route("/v1/files/{id}", handlers.delete, methods=["DELETE"]),
+        Route("/v1/files/{id}/content", handlers.download, methods=["GET"]),
+    ]
+
+
+class _Files:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._files = services.files
+        self._num_uploads = 0
+
+    async def upload(self, request: Request) -> Response:
+        body = request.stream()
+        try:
+            if self._num_uploads >= _MAX_UPLOADS:
+                message = f"{self._num_uploads} files are being uploaded; allowed: {_MAX_UPLOADS} at a time; try again later"
+                raise ApiError(429, message, code="too_many_uploads")
+            self._num_uploads += 1
+            try:
+                return json_response(described(await self._store_upload(request, body)))
+            finally:
+                self._num_uploads -= 1
+        except (ApiError, WeftError):
+            # Read the rest: a client that is still sending would see a reset connection instead of this error.
+            with suppress(ApiError, ClientDisconnect):
+                async for _ in body:
+                    pass
+            raise
+
+    async def _store_upload(self, request: Request, body: AsyncIterator[bytes]) -> StoredFile:
+        most = self._services.settings.max_file_bytes
+        announced = int(request.headers.get("content-length") or most)
+        async with self._files.incoming(f"file-{current_record().id}", min(announced, most)) as new:
+            form = await read_upload(request.headers.get("content-type", ""), body, new)
+            if form.file_name is None:
+                raise ApiError(400, "the form has no part file; add it", param="file", code="missing_field")
+            if new.num_bytes > most:
+                message = f"the file has {new.num_bytes} bytes; allowed: {most} (max_file_bytes); split it"
+                raise ApiError(413, message, param="file", code="file_too_large")
+            now = self._services.store.wall_clock()
+            purpose, seconds = _purpose(form), _lifetime(form)
+            row = StoredFile(
+                *(new.id, owner_of(request), now, None if seconds is None else now + seconds),
+                *(form.file_name, purpose, new.num_bytes),
+            )
+            await self._files.keep([(new, row)], lambda connection: self._files.check_space(connection, 0))
+        return row
+
+    async def list(self, request: Request) -> Response:
+        query = page_query(request, default_limit=10_000, max_limit=10_000)
+        found = await self._files.page(owner_of(request), request.query_params.get("purpose"), query)
+        return json_response(page_response(found and ([described(one) for one in found[0]], found[1]), query))
+
+    async def describe(self, request: Request) -> Response:
+        return json_response(described(await self._find(request)))
+
+    async def delete(self, request: Request) -> Response:
+        file_id = request.path_params["id"]
+        deleted = await self._files.delete(owner_of(request), file_id)
+        if isinstance(deleted, str):
+            message = f"{file_id} is the input of {deleted}, which has not ended; cancel the batch first"
+            raise ApiError(409, message, code="file_in_use")
+        if not deleted:
+            raise not_found(file_id)
+        return json_response({"id": file_id, "object": "file", "deleted": True})
+
+    async def download(self, request: Request) -> Response:
+        file = await self._find(request)
+        path = self._files.path(file.id)
+        if not await asyncio.to_thread(path.is_file):
+            raise not_found(file.id)
+        return FileResponse(path, media_type="application/octet-stream")
+
+    async def _find(self, request: Request) -> StoredFile:
+        file_id = request.path_params["id"]
+        file = await self._files.find(owner_of(request), file_id)
+        if file is None:
+            raise not_found(file_id)
+        return file
+
+
+def not_found(file_id: str, param: str | None = None) -> ApiError:
+    return ApiError(404, f"there is no file {file_id!r:.80}", param=param, code="file_not_found")
+
+
+def described(file: StoredFile) -> dict[str, Any]:
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.num_bytes,
+        "created_at": int(file.created_at),
+        "expires_at": None if file.expires_at is None else int(file.expires_at),
+        "filename": file.name,
+        "purpose": file.purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def _purpose(form: UploadForm) -> str:
+    purpose = form.fields.get("purpose")
+    if purpose not in PURPOSES:
+        found = "purpose is missing" if purpose is None else f"purpose is {purpose!r:.80}"
+        message = f"{found}; allowed: {', '.join(PURPOSES)}"
+        raise ApiError(400, message, param="purpose", code="invalid_value")
+    return purpose
+
+
+def _lifetime(form: UploadForm) -> int | None:
+    anchor, text = (form.fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
+    if anchor is None and text is None:
+        return _BATCH_SECONDS if form.fields["purpose"] == "batch" else None
+    if anchor not in (None, "created_at"):
+        message = f"expires_after.anchor is {anchor!r:.80}; allowed: created_at"
+        raise ApiError(400, message, param="expires_after.anchor", code="invalid_value")
+    return check_seconds(text or "", "expires_after.seconds")
+
+
+def check_seconds(given: str | int, param: str) -> int:
+    """A lifetime that a client chose."""
+    text = str(given)
+    seconds = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+    if not MIN_SECONDS <= seconds <= MAX_SECONDS:
+        message = f"{param} is {text!r:.80}; allowed: {MIN_SECONDS} to {MAX_SECONDS}"
+        raise ApiError(400, message, param=param, code="invalid_value")
+    return seconds

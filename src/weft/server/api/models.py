@@ -1,0 +1,161 @@
+"""The routes of `/v1/models`, for all APIs: the model of the server, in the form of the OpenAI or the Anthropic API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from weft.server.api.answer_format import Operation
+from weft.server.api.response_shapes import Shape
+from weft.server.api.services import Services
+from weft.server.errors import ApiError, json_response
+
+_CONTEXT = Meta(description="Maximum context length in tokens, prompt and answer together.")
+_PARAMETERS = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
+    *("repetition_penalty", "seed", "stop", "logprobs", "top_logprobs", "logit_bias", "response_format"),
+    *("structured_outputs", "tools", "tool_choice"),
+)
+
+
+class Sizes(Shape):
+    n_ctx: int
+    n_ctx_train: int
+    n_vocab: int
+
+
+class Architecture(Shape):
+    modality: str
+    input_modalities: list[str]
+    output_modalities: list[str]
+
+
+class Model(Shape):
+    """With the names that clients of different servers read. `type` and the fields after it are in the form of the
+    Anthropic API only, which requests with the header anthropic-version get."""
+
+    id: str
+    object: Literal["model"] | UnsetType = UNSET
+    created: int | UnsetType = UNSET
+    owned_by: str | UnsetType = UNSET
+    max_model_len: Annotated[int | UnsetType, _CONTEXT] = UNSET
+    context_length: Annotated[int | UnsetType, _CONTEXT] = UNSET
+    context_window: Annotated[int | UnsetType, _CONTEXT] = UNSET
+    max_context_length: Annotated[int | UnsetType, _CONTEXT] = UNSET
+    meta: Sizes | UnsetType = UNSET
+    architecture: Architecture | UnsetType = UNSET
+    supported_parameters: list[str] | UnsetType = UNSET
+    capabilities: list[str] | UnsetType = UNSET
+    type: Literal["model"] | UnsetType = UNSET
+    display_name: str | UnsetType = UNSET
+    created_at: str | UnsetType = UNSET
+    lifecycle: Literal["active"] | UnsetType = UNSET
+    max_input_tokens: Annotated[int | UnsetType, Meta(description="Maximum prompt length in tokens.")] = UNSET
+    max_tokens: Annotated[int | UnsetType, Meta(description="Maximum answer length in tokens.")] = UNSET
+
+
+class ModelList(Shape):
+    data: list[Model]
+    object: Literal["list"] | UnsetType = UNSET
+    has_more: bool | UnsetType = UNSET
+    first_id: str | UnsetType | None = UNSET
+    last_id: str | UnsetType | None = UNSET
+
+
+MODEL_OPERATIONS: Mapping[tuple[str, str], Operation] = {
+    ("get", "/v1/models"): Operation(
+        "List models",
+        "A server has one model. With the header anthropic-version, the answer has the form of the Anthropic API.",
+        "Models",
+        ModelList,
+    ),
+    ("get", "/v1/models/{name}"): Operation(
+        "Describe a model", "Accepts any name of the model, and its aliases.", "Models", Model, errors=(404,)
+    ),
+}
+
+
+def model_routes(services: Services) -> Sequence[Route]:
+    return (
+        Route("/v1/models", partial(_list, services), methods=["GET"]),
+        Route("/v1/models/{name:path}", partial(_one, services), methods=["GET"]),
+    )
+
+
+async def _list(services: Services, request: Request) -> Response:
+    if not _is_anthropic(request):
+        return json_response({"object": "list", "data": [_described(services)]})
+    query = request.query_params
+    limit = query.get("limit", "20")
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 5 and 1 <= int(limit) <= 1000):
+        raise ApiError(
+            400, f"limit is {limit!r:.80}; allowed: 1 to 1000", param="limit", code="invalid_value"
+        )
+    models = [_in_anthropic_form(services)]
+    for border in ("before_id", "after_id"):
+        if query.get(border):
+            services.check_model(query[border])
+            models = []  # nothing is before or after the only model
+    ids = [model["id"] for model in models] or [None]
+    return json_response({"data": models, "has_more": False, "first_id": ids[0], "last_id": ids[-1]})
+
+
+async def _one(services: Services, request: Request) -> Response:
+    services.check_model(request.path_params["name"])
+    describe = _in_anthropic_form if _is_anthropic(request) else _described
+    return json_response(describe(services))
+
+
+def _is_anthropic(request: Request) -> bool:
+    return "anthropic-version" in request.headers
+
+
+def _described(services: Services) -> dict[str, Any]:
+    length = services.engine.max_sequence_length
+    info = services.engine.info
+    assert info is not None, "the engine is started before the server"
+    return {
+        "id": services.settings.names[0],
+        "object": "model",
+        "created": services.created,
+        "owned_by": "weft",
+        "max_model_len": length,  # vLLM
+        "context_length": length,  # OpenRouter
+        "context_window": length,  # Groq
+        "max_context_length": length,  # LM Studio, Mistral
+        "meta": {"n_ctx": length, "n_ctx_train": length, "n_vocab": info.vocabulary_size},  # llama.cpp
+        "architecture": {
+            "modality": "text->text",
+            "input_modalities": ["text"],
+            "output_modalities": ["text"],
+        },
+        "supported_parameters": list(_PARAMETERS),
+        "capabilities": _capabilities(services),
+    }
+
+
+def _capabilities(services: Services) -> list[str]:
+    if services.text.chat_template is None:
+        return ["completion"]
+    thinking = ["thinking"] if services.text.reasoning is not None else []
+    return ["completion", "chat", "tools", "tool_use", "structured_output", *thinking]
+
+
+def _in_anthropic_form(services: Services) -> dict[str, Any]:
+    name, length = services.settings.names[0], services.engine.max_sequence_length
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(services.created, UTC).isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": length - 1,
+        "max_tokens": length - 1,
+    }

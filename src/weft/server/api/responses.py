@@ -1,0 +1,353 @@
+"""The format of `/v1/responses`: items in, items out, with a store of responses.
+
+    body -> load: adds the stored conversation and referenced items -> parse -> ParsedRequest
+                                                                            `-> ResponsesWriter
+
+| file | what it has |
+|---|---|
+| `responses.py` | the request, and its conversion to a conversation |
+| `responses_items.py` | items of the input, in all their forms |
+| `responses_tools.py` | tools and the choice of tools |
+| `responses_writer.py` | the response object, streamed or not, and storing it |
+| `responses_output.py` | the items of the output and their events |
+| `responses_shapes.py` | the types of responses, for the OpenAPI document |
+| `responses_stored.py` | items of stored responses |
+| `responses_routes.py` | the routes for stored responses |
+| `responses_background.py` | background responses |
+| `server/state/responses.py` | the table of stored responses |
+
+The state of a response is in its writer until it is complete, and then in the table. A background response is in the
+table from its beginning. Nothing else is kept between requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from weft.request import MAX_LOGPROBS, MAX_TOKENS, Grammar
+from weft.server.api import structured
+from weft.server.api.answer_format import (
+    GENERATING,
+    AnswerContext,
+    AnswerFormat,
+    AnswerWriter,
+    Counting,
+    Operation,
+    ParsedRequest,
+    ServedModel,
+)
+from weft.server.api.field_docs import Field
+from weft.server.api.openai import parsed_request
+from weft.server.api.requests import sampling_params
+from weft.server.api.responses_items import (
+    check_calls,
+    check_items,
+    conversation_items,
+    ignored_items,
+    item_type,
+    referenced_ids,
+)
+from weft.server.api.responses_shapes import ResponseEvent, ResponseInputTokens, ResponseObject
+from weft.server.api.responses_stored import stored_conversation, stored_items
+from weft.server.api.responses_tools import function_tools, ignored_tools, known_choice, tool_choice
+from weft.server.api.responses_writer import ResponsesWriter
+from weft.server.api.schema import MAX_ENTRIES, MAX_NAMED, GenerationRequest, shown
+from weft.server.api.services import Caller
+from weft.server.api.tool_use import chosen_tools
+from weft.server.errors import ApiError
+from weft.server.state import responses as table
+from weft.text.conversation import EFFORTS, Conversation, Item, Message
+
+PATH = "/v1/responses"
+_LOGPROBS = "message.output_text.logprobs"
+_MAX_METADATA_LENGTH = 512
+
+
+class TextOptions(msgspec.Struct, frozen=True):
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(GenerationRequest, frozen=True, kw_only=True):
+    input: str | list[Any] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    background: bool = False
+    max_output_tokens: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    max_tool_calls: int | None = None
+    text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
+    include: list[str] = msgspec.field(default_factory=list)
+    top_logprobs: int | None = None
+    truncation: str = "disabled"
+    client_metadata: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    # Refused: ignoring them would change the answer.
+    conversation: Any = None
+    prompt: Any = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return _LOGPROBS in self.include or bool(self.top_logprobs)
+
+
+class LoadedRequest(ResponsesRequest, frozen=True, kw_only=True):
+    """A request with what its body refers to. No body is read into this type. `input` has no references."""
+
+    earlier: list[Item] = msgspec.field(default_factory=list)
+    """The stored conversation before this request."""
+    stored_bytes: int = 0
+
+
+class ResponsesFormat(AnswerFormat[ResponsesRequest]):
+    request_type = ResponsesRequest
+    operation = Operation(
+        "Response",
+        "Items in, items out. With `store` (the default) a later request continues the conversation by "
+        "`previous_response_id`. Tools that the OpenAI API runs itself, such as web_search, are ignored and listed in "
+        "the `Warning` header.",
+        "Generating",
+        ResponseObject,
+        ResponsesRequest,
+        ResponseEvent,
+        {
+            "Question": {"input": "Hello", "temperature": 0, "max_output_tokens": 64, "store": False},
+            "Instructions and items": {
+                "instructions": "Answer in one sentence.",
+                "input": [{"role": "user", "content": [{"type": "input_text", "text": "Hello"}]}],
+                "max_output_tokens": 64,
+                "store": False,
+            },
+            "Tool call": {
+                "input": "What is the weather in Rome?",
+                "tools": [
+                    {
+                        "type": "function",
+                        "name": "weather",
+                        "parameters": {
+                            "type": "object",
+                            "properties": {"city": {"type": "string", "maxLength": 40}},
+                            "required": ["city"],
+                        },
+                    }
+                ],
+                "tool_choice": "required",
+                "temperature": 0,
+                "max_output_tokens": 64,
+                "store": False,
+            },
+        },
+        GENERATING,
+        event_note="Each event has an `event:` line with its type and a `data:` line with a JSON object. The last one "
+        "is `response.completed`, `response.incomplete` or `response.failed`.",
+    )
+    fields: Mapping[str, Field] = {
+        "input": Field(
+            f"A text, or a list of items, oldest first: messages, function calls and their outputs, custom tool calls "
+            f"and their outputs, reasoning, references to stored items; at most {MAX_ENTRIES['input']}."
+        ),
+        "instructions": Field(
+            "A system message before the conversation. It is not part of the stored conversation."
+        ),
+        "previous_response_id": Field("The id of a stored response. Its conversation is continued."),
+        "background": Field(
+            "Return at once, and generate in the background. Needs store. GET returns the state."
+        ),
+        "max_output_tokens": Field("Maximum number of generated tokens, thoughts included.", 1, MAX_TOKENS),
+        "tools": Field(
+            "Tools of the types function, custom (its input is a text, which may have a grammar) and namespace (a group "
+            f"of tools); others are ignored. At most {MAX_ENTRIES['tools']}."
+        ),
+        "tool_choice": Field(
+            "auto, none, required, or an object that names a tool, or several: allowed_tools."
+        ),
+        "parallel_tool_calls": Field("Whether an answer may have several tool calls."),
+        "max_tool_calls": Field(
+            "Accepted, without effect: it limits tools that the server runs, and weft runs none."
+        ),
+        "text": Field("`format`: text, json_schema or json_object. `verbosity`: accepted, without effect."),
+        "reasoning": Field(
+            f"`effort`: {', '.join(EFFORTS)}; none and minimal turn thoughts off, if the chat template can. `summary`: "
+            "thoughts are returned as a summary, which is their whole text."
+        ),
+        "include": Field(
+            f"`{_LOGPROBS}` and `reasoning.encrypted_content`; others have no effect. At most {MAX_ENTRIES['include']}."
+        ),
+        "top_logprobs": Field(
+            "For each token, also return the logprobs of this many most likely tokens.", 0, MAX_LOGPROBS
+        ),
+        "truncation": Field(
+            "auto: the oldest items are left out if the conversation is longer than the context. disabled: an error."
+        ),
+        "store": Field("Store the response and its input. Default: true."),
+        "metadata": Field(
+            f"Returned with the response. At most {MAX_ENTRIES['metadata']} entries, texts of at most "
+            f"{_MAX_METADATA_LENGTH} characters."
+        ),
+        "client_metadata": Field("Accepted, without effect."),
+        "prompt_cache_key": Field("The cached prefixes of requests with the same key are evicted last."),
+        "user": Field("Returned with the response, otherwise without effect."),
+        "safety_identifier": Field("Returned with the response, otherwise without effect."),
+        "max_tokens": Field("The same as max_output_tokens.", 1, MAX_TOKENS),
+        "n": Field("Only 1: a response has one answer.", 1, 1),
+        "conversation": Field("Not supported; use previous_response_id.", schema={"type": "null"}),
+        "prompt": Field("Not supported; send instructions and input.", schema={"type": "null"}),
+    }
+    counting = Counting(
+        f"{PATH}/input_tokens",
+        ResponsesRequest,
+        lambda count: {"object": "response.input_tokens", "input_tokens": count},
+        Operation(
+            "Count the input tokens of a response",
+            "Takes the body of a response, and generates nothing.",
+            "Text",
+            ResponseInputTokens,
+            ResponsesRequest,
+            examples={"Question": {"input": "Hello"}},
+            errors=(400, 404, 408, 413, 429, 500, 503),
+        ),
+    )
+
+    async def load(self, api_request: ResponsesRequest, caller: Caller) -> ResponsesRequest:
+        _check(api_request, stores_nothing=caller.services.settings.response_days <= 0)
+        items = check_items(api_request.input)
+        references = referenced_ids(items)
+        previous = api_request.previous_response_id
+        if previous is None and not references:
+            return api_request
+        services = caller.services
+        limits = {"max_items": MAX_ENTRIES["input"], "max_bytes": services.settings.max_body_bytes}
+
+        def read(connection: Any) -> tuple[list[Item], int, dict[str, Any]]:
+            now = services.store.wall_clock()
+            earlier: list[Item] = []
+            num_bytes = 0
+            if previous is not None:
+                chain = table.chain(connection, previous, caller.owner, now, **limits)
+                earlier = stored_conversation(
+                    chain, previous, is_cut_allowed=api_request.truncation == "auto"
+                )
+                num_bytes = sum(row.num_bytes for row in chain.rows)
+            given = {item["id"]: item for item in items if _has_id(item)}
+            others = [one for one in references if one not in given]
+            return earlier, num_bytes, given | stored_items(connection, others, caller.owner, now, limits)
+
+        earlier, num_bytes, found = await services.store.run(read)
+        resolved = [found[item["id"]] if item_type(item) == "item_reference" else item for item in items]
+        values = {name: getattr(api_request, name) for name in api_request.__struct_fields__}
+        return LoadedRequest(**{**values, "input": resolved}, earlier=earlier, stored_bytes=num_bytes)
+
+    def ignored(self, api_request: ResponsesRequest) -> Sequence[str]:
+        found = [*ignored_tools(api_request.tools or ()), *ignored_items(api_request.input)]
+        if known_choice(api_request.tool_choice) != (api_request.tool_choice or "auto"):
+            found.append("tool_choice")
+        return [shown(name) for name in found[:MAX_NAMED]]
+
+    def parse(self, api_request: ResponsesRequest, model: ServedModel) -> ParsedRequest:
+        logprobs = {"logprobs": api_request.top_logprobs or 0} if api_request.wants_logprobs else {}
+        limit = api_request.max_output_tokens
+        max_tokens = {} if limit is None else {"max_tokens": limit}
+        params = sampling_params(api_request, model.generation_defaults, **logprobs, **max_tokens)
+        tools = chosen_tools(
+            function_tools(api_request.tools or ()),
+            tool_choice(api_request.tool_choice),
+            api_request.parallel_tool_calls,
+        )
+        items = list[Item]()
+        stored_bytes = 0
+        if isinstance(api_request, LoadedRequest):
+            items, stored_bytes = list(api_request.earlier), api_request.stored_bytes
+        items += conversation_items(check_items(api_request.input))
+        check_calls(items)
+        if api_request.instructions:
+            items.insert(0, Message("system", api_request.instructions))
+        conversation = Conversation(
+            items,
+            template_options=api_request.chat_template_kwargs,
+            reasoning_effort=api_request.reasoning.effort,
+        )
+        return parsed_request(
+            api_request,
+            conversation,
+            params,
+            _grammar(api_request),
+            tools=tools,
+            stored_bytes=stored_bytes,
+            drops_oldest=api_request.truncation == "auto",
+        )
+
+    def writer(self, api_request: ResponsesRequest, context: AnswerContext) -> AnswerWriter:
+        return ResponsesWriter(api_request, context)
+
+    def field_names(self, api_request: ResponsesRequest) -> Mapping[str, str]:
+        return {
+            "messages": "input",
+            "prompt": "input" if api_request.prompt is None else "prompt",
+            "max_tokens": "max_output_tokens",
+            "logprobs": "top_logprobs",
+            "grammar": "text" if api_request.text.format else structured.grammar_param(api_request),
+        }
+
+
+def _check(api_request: ResponsesRequest, *, stores_nothing: bool) -> None:
+    """Raises ApiError for fields that are not supported, or that contradict each other."""
+    for name, instead in (("conversation", "previous_response_id"), ("prompt", "instructions and input")):
+        if getattr(api_request, name) is not None:
+            raise _refusal(f"{name} is not supported; use {instead}", name, "unsupported")
+    if api_request.n not in (None, 1):
+        raise _refusal(f"n is {api_request.n}; a response has one answer: leave it out", "n")
+    if api_request.truncation not in ("auto", "disabled"):
+        raise _refusal(f"truncation is {api_request.truncation!r:.80}; allowed: auto, disabled", "truncation")
+    effort = api_request.reasoning.effort
+    if effort is not None and effort not in EFFORTS:
+        raise _refusal(f"reasoning.effort is {effort!r:.80}; allowed: {', '.join(EFFORTS)}", "reasoning")
+    if api_request.background:
+        if api_request.stream:
+            raise _refusal(
+                "background and stream cannot be combined; leave stream out, and ask for the state with GET",
+                "stream",
+            )
+        if api_request.store is False or stores_nothing:
+            why = "this server stores no responses (response_days)" if stores_nothing else "store is false"
+            raise _refusal(f"a background response is stored, but {why}; leave background out", "background")
+    for name, value in (api_request.metadata or {}).items():
+        if not isinstance(value, str) or max(len(name), len(value)) > _MAX_METADATA_LENGTH:
+            raise _refusal(
+                f"metadata has the entry {name!r:.80}, which is no text or longer than {_MAX_METADATA_LENGTH} "
+                "characters; send a shorter text",
+                "metadata",
+            )
+
+
+def _grammar(api_request: ResponsesRequest) -> Grammar | None:
+    form = api_request.text.format
+    other = structured.requested_grammar(api_request)
+    kind = None if form is None else form.get("type")
+    if form is None or kind == "text":
+        return other
+    if kind == "json_object":
+        return structured.grammar_of_schema(structured.ANY_OBJECT, "text.format")
+    if kind != "json_schema":
+        raise _refusal(f"text.format.type is {kind!r:.80}; allowed: text, json_schema, json_object", "text")
+    if other is not None:
+        raise _refusal("text.format and another field both define the format of the answer; send one", "text")
+    return structured.grammar_of_schema(form.get("schema"), "text.format.schema")
+
+
+def _has_id(item: Mapping[str, Any]) -> bool:
+    return item_type(item) != "item_reference" and isinstance(item.get("id"), str)
+
+
+def _refusal(message: str, param: str, code: str = "invalid_value") -> ApiError:
+    return ApiError(400, message, param=param, code=code)

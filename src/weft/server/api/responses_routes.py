@@ -1,0 +1,166 @@
+"""The routes for stored responses: read, cancel and delete one, and list its input items.
+
+A response of another key does not exist for the caller: both are the same 404.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from weft.server.api import responses_background as background
+from weft.server.api.answer_format import Operation
+from weft.server.api.responses_shapes import DeletedResponse, InputItems, ResponseObject
+from weft.server.api.services import Services, owner_of
+from weft.server.errors import ApiError, json_response
+from weft.server.http.scope import KEY
+from weft.server.state import responses as table
+
+_MOST_ITEMS, _DEFAULT_ITEMS = 100, 20
+_ONE = "/v1/responses/{id}"
+
+OPERATIONS = {
+    ("get", _ONE): Operation(
+        "Read a response",
+        "A stored response, or the state of one in the background: queued, in_progress, completed, incomplete, failed or "
+        "cancelled.",
+        "Stored responses",
+        ResponseObject,
+        errors=(400, 404),
+    ),
+    ("delete", _ONE): Operation(
+        "Delete a response",
+        "Cancels it, if it has not ended.",
+        "Stored responses",
+        DeletedResponse,
+        errors=(404,),
+    ),
+    ("post", f"{_ONE}/cancel"): Operation(
+        "Cancel a background response",
+        "One that has ended stays as it is.",
+        "Stored responses",
+        ResponseObject,
+        errors=(400, 404),
+    ),
+    ("get", f"{_ONE}/input_items"): Operation(
+        "List the input items of a response",
+        "In the query: `limit` (1 to 100, default 20), `order` (asc or desc, default desc), `after` (the id of an item).",
+        "Stored responses",
+        InputItems,
+        errors=(400, 404),
+    ),
+}
+
+Handler = Callable[[Services, Request, str], Awaitable[Response]]
+
+
+def routes(services: Services) -> Sequence[Route]:
+    def route(path: str, handler: Handler, method: str) -> Route:
+        async def handle(request: Request) -> Response:
+            return await handler(services, request, owner_of(request.scope[KEY]))
+
+        return Route(path, handle, methods=[method])
+
+    return (
+        route(_ONE, _read, "GET"),
+        route(_ONE, _delete, "DELETE"),
+        route(f"{_ONE}/cancel", _cancel, "POST"),
+        route(f"{_ONE}/input_items", _input_items, "GET"),
+    )
+
+
+async def _read(services: Services, request: Request, owner: str) -> Response:
+    if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
+        raise _refusal("stored responses cannot be streamed; leave stream out of the query", "stream")
+    return _response(await _found(services, request, owner))
+
+
+async def _delete(services: Services, request: Request, owner: str) -> Response:
+    response_id = request.path_params["id"]
+    row = await background.cancel(services, response_id, owner)
+    if row is None:
+        raise _not_found(response_id)
+    await services.store.run(lambda connection: table.delete(connection, response_id, owner))
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+async def _cancel(services: Services, request: Request, owner: str) -> Response:
+    row = await _found(services, request, owner)
+    if row.worker is None:
+        raise _refusal(
+            f"{row.id!r:.80} is no background response; only those can be cancelled. To cancel another one, close its "
+            "connection",
+            "id",
+        )
+    cancelled = await background.cancel(services, row.id, owner)
+    if cancelled is None:
+        raise _not_found(row.id)
+    return _response(cancelled)
+
+
+async def _input_items(services: Services, request: Request, owner: str) -> Response:
+    query = request.query_params
+    given, order, after = (
+        query.get("limit", str(_DEFAULT_ITEMS)),
+        query.get("order", "desc"),
+        query.get("after"),
+    )
+    if not (given.isascii() and given.isdigit() and len(given) < 4 and 1 <= int(given) <= _MOST_ITEMS):
+        raise _refusal(f"limit is {given!r:.80}; allowed: 1 to {_MOST_ITEMS}", "limit")
+    if order not in ("asc", "desc"):
+        raise _refusal(f"order is {order!r:.80}; allowed: asc, desc", "order")
+    row = await _found(services, request, owner)
+    # In a thread: the items may have megabytes.
+    return json_response(await asyncio.to_thread(_page, row.input, int(given), order == "desc", after))
+
+
+def _page(content: bytes, limit: int, is_reversed: bool, after: str | None) -> dict[str, Any]:
+    ids = [one.id for one in msgspec.json.decode(content, type=list[_Id])]
+    pairs = list(zip(ids, msgspec.json.decode(content, type=list[msgspec.Raw]), strict=True))
+    if is_reversed:
+        pairs.reverse()
+    if after is not None:
+        position = next((index for index, (one, _) in enumerate(pairs) if one == after), None)
+        if position is None:
+            raise _refusal(f"after is {after!r:.80}, which is not the id of an input item", "after")
+        pairs = pairs[position + 1 :]
+    page = pairs[:limit]
+    return {
+        "object": "list",
+        "data": [item for _, item in page],
+        "first_id": page[0][0] if page else None,
+        "last_id": page[-1][0] if page else None,
+        "has_more": len(pairs) > len(page),
+    }
+
+
+class _Id(msgspec.Struct):
+    id: str
+
+
+async def _found(services: Services, request: Request, owner: str) -> table.StoredResponse:
+    response_id: str = request.path_params["id"]
+    row = await background.read_state(services, response_id, owner)
+    if row is None:
+        raise _not_found(response_id)
+    return row
+
+
+def _response(row: table.StoredResponse) -> Response:
+    return Response(row.response, media_type="application/json")
+
+
+def _not_found(response_id: str) -> ApiError:
+    return ApiError(
+        404, f"there is no stored response {response_id!r:.80}", param="id", code="response_not_found"
+    )
+
+
+def _refusal(message: str, param: str) -> ApiError:
+    return ApiError(400, message, param=param, code="invalid_value")

@@ -1,0 +1,213 @@
+"""The tools of the Responses API: how they are shown to the model, and how its calls are written back.
+
+| type | shown to the model as | a call is returned as |
+|---|---|---|
+| `function` | the function | `function_call` |
+| `custom` | a function with one string, `input` | `custom_tool_call` with that string |
+| `namespace` | its tools, each with the name `namespace__tool` | a call with the bare name and the `namespace` |
+| any other | not at all | never |
+
+Other types are run by the server in the OpenAI API (web search, code interpreter). weft has none of them, so they are
+ignored: agents send them with every request, and a refusal would end them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weft.request import MAX_GRAMMAR_LENGTH
+from weft.server.api.tool_use import FunctionTool, ToolChoice
+from weft.server.errors import ApiError
+from weft.text.json_string_grammar import NotRewritableError, in_json_string
+
+_INPUT = "input"
+_INPUT_ONLY = {
+    "type": "object",
+    "properties": {_INPUT: {"type": "string"}},
+    "required": [_INPUT],
+    "additionalProperties": False,
+}
+_LONGEST_NAME = 64
+_CHOICES = (
+    'auto, none, required, {"type": "function", "name": ...}, {"type": "custom", "name": ...}, '
+    '{"type": "allowed_tools", "mode": ..., "tools": [...]}'
+)
+
+
+@dataclass(frozen=True)
+class ShownTool:
+    """One tool as the client named it."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+
+def shown_name(name: str, namespace: str | None) -> str:
+    """The name of a tool in the prompt. It depends on nothing else, so that old calls keep their names."""
+    if namespace is None:
+        return name
+    joined = f"{namespace.rstrip('_')}__{name}"
+    return joined if len(joined) <= _LONGEST_NAME else name
+
+
+def shown_tools(tools: Sequence[Any]) -> dict[str, ShownTool]:
+    """The tools that the model sees, by the name that it sees. The tools need not be valid."""
+    found: dict[str, ShownTool] = {}
+    for tool, namespace, _ in _walk(tools):
+        name = tool.get("name")
+        if isinstance(name, str):
+            one = ShownTool(name, namespace, tool.get("type") == "custom")
+            found[shown_name(name, namespace)] = one
+    return found
+
+
+def function_tools(tools: Sequence[Any]) -> list[FunctionTool]:
+    """The tools as functions, not checked."""
+    return [_as_function(tool, namespace, where) for tool, namespace, where in _walk(tools)]
+
+
+def known_tools(tools: Sequence[Any]) -> list[Mapping[str, Any]]:
+    """The tools that are not ignored, as the client sent them."""
+    return [tool for tool in tools if not _is_ignored(tool)]
+
+
+def ignored_tools(tools: Sequence[Any]) -> list[str]:
+    return [f"tools.{index}.{_type(tool)}" for index, tool in enumerate(tools) if _is_ignored(tool)]
+
+
+def known_choice(choice: Any) -> Any:
+    """The choice as the client sent it; auto if it names a tool that is ignored."""
+    is_ignored = isinstance(choice, Mapping) and _type(choice) not in ("function", "custom", "allowed_tools")
+    return "auto" if choice is None or is_ignored else choice
+
+
+def tool_choice(choice: Any) -> ToolChoice:
+    """Raises ApiError if it is invalid. The choice of a tool that is ignored is auto."""
+    choice = known_choice(choice)
+    if isinstance(choice, str):
+        if choice in ("auto", "none", "required"):
+            return ToolChoice(choice)  # type: ignore[arg-type]
+        raise _refusal(f"tool_choice is {choice!r:.80}; allowed: {_CHOICES}", "tool_choice")
+    kind = _type(choice)
+    if kind in ("function", "custom"):
+        return ToolChoice("required", _chosen_name(choice, "tool_choice"))
+    mode, tools = choice.get("mode", "auto"), choice.get("tools")
+    if mode not in ("auto", "required") or not isinstance(tools, list):
+        raise _refusal(
+            "tool_choice of the type allowed_tools has no mode (auto or required) or no list of tools; send both",
+            "tool_choice",
+        )
+    named = [tool for tool in tools if _type(tool) in ("function", "custom")]
+    names = (_chosen_name(tool, f"tool_choice.tools[{index}]") for index, tool in enumerate(named))
+    return ToolChoice(mode, None, frozenset(names))
+
+
+def custom_arguments(text: str) -> str:
+    """The arguments of a call of a custom tool, as the model writes them."""
+    return json.dumps({_INPUT: text}, ensure_ascii=False)
+
+
+def custom_input(arguments: str) -> str:
+    """The input of a call of a custom tool. `arguments` may be cut, or have another form than it should."""
+    try:
+        value = json.loads(arguments, strict=False)
+    except (ValueError, RecursionError):
+        return _cut_input(arguments)
+    if isinstance(value, dict) and isinstance(text := value.get(_INPUT), str):
+        return text
+    texts = list(value.values()) if isinstance(value, dict) else []
+    return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else arguments
+
+
+def _cut_input(arguments: str) -> str:
+    """The input as far as it goes: the string after `"input":`, without an escape that was cut."""
+    _, found, rest = arguments.partition(f'"{_INPUT}"')
+    _, found, rest = rest.partition('"')
+    if not found:
+        return arguments
+    for _ in range(6):  # the longest escape is \uXXXX
+        try:
+            return str(json.loads(f'"{rest}"', strict=False))
+        except ValueError:
+            rest = rest[:-1]
+    return arguments
+
+
+def _walk(tools: Sequence[Any]) -> Iterator[tuple[Mapping[str, Any], str | None, str]]:
+    """Each function and custom tool, with its namespace and its place in the body."""
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        if not isinstance(tool, Mapping):
+            raise _refusal(f"{where} is not an object; send one with a type", where)
+        if _type(tool) != "namespace":
+            if not _is_ignored(tool):
+                yield tool, None, where
+            continue
+        name, inner = tool.get("name"), tool.get("tools")
+        if not isinstance(name, str) or not isinstance(inner, list):
+            raise _refusal(f"{where} has no name or no list of tools; send both", where)
+        for position, one in enumerate(inner):
+            if isinstance(one, Mapping) and _type(one) in ("function", "custom"):
+                yield one, name, f"{where}.tools[{position}]"
+
+
+def _as_function(tool: Mapping[str, Any], namespace: str | None, where: str) -> FunctionTool:
+    name, description = tool.get("name"), tool.get("description")
+    if isinstance(name, str):
+        name = shown_name(name, namespace)
+    if _type(tool) == "function":
+        return FunctionTool(name, description, tool.get("parameters"), tool.get("strict"), where)
+    form = tool.get("format")
+    if form is None or _type(form) == "text":
+        return FunctionTool(name, description, _INPUT_ONLY, False, where)
+    return _with_grammar(FunctionTool(name, description, _INPUT_ONLY, True, where), form)
+
+
+def _with_grammar(tool: FunctionTool, form: Mapping[str, Any]) -> FunctionTool:
+    """A custom tool whose input follows a grammar."""
+    where = f"{tool.where}.format"
+    definition, syntax = form.get("definition"), form.get("syntax")
+    if _type(form) != "grammar" or not isinstance(definition, str) or len(definition) > MAX_GRAMMAR_LENGTH:
+        raise _refusal(
+            f'{where} is neither {{"type": "text"}} nor a grammar with a syntax and a definition; send one',
+            where,
+        )
+    if syntax == "regex":
+        pattern = {"type": "string", "pattern": f"^(?:{definition})$"}
+        return replace(tool, parameters={**_INPUT_ONLY, "properties": {_INPUT: pattern}})
+    if syntax != "lark":
+        raise _refusal(f"{where}.syntax is {syntax!r:.80}; allowed: lark, regex", f"{where}.syntax")
+    try:
+        body = in_json_string(definition)
+    except NotRewritableError as error:
+        raise _refusal(f"{where}.definition: {error}", f"{where}.definition") from None
+    rule = f"The input must follow this Lark grammar:\n{definition}"
+    return replace(
+        tool,
+        description=f"{tool.description}\n{rule}" if tool.description else rule,
+        arguments_grammar=f'start: "{{\\"{_INPUT}\\": \\"" body "\\"}}"\nbody: %lark {{\n{body}\n}}',
+    )
+
+
+def _is_ignored(tool: Any) -> bool:
+    return isinstance(tool, Mapping) and _type(tool) not in ("function", "custom", "namespace")
+
+
+def _type(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    return kind if isinstance(kind, str) else ""
+
+
+def _chosen_name(choice: Mapping[str, Any], where: str) -> str:
+    name, namespace = choice.get("name"), choice.get("namespace")
+    if not isinstance(name, str):
+        raise _refusal(f"{where} has no name of a tool; send one", where)
+    return shown_name(name, namespace if isinstance(namespace, str) else None)
+
+
+def _refusal(message: str, param: str) -> ApiError:
+    return ApiError(400, message, param=param, code="invalid_value")

@@ -1,0 +1,159 @@
+"""Decides which batches run: of each key the oldest that has not ended. Owns the tasks that run them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from weft.server.api.services import Services
+from weft.server.batches.run import BatchRun, LineLimits
+from weft.server.batches.sending import LineSender
+from weft.server.metrics import ServerMetrics
+from weft.server.state import batches as rows
+from weft.server.state.batches import Batch
+from weft.server.state.store import StoreError
+
+_POLL_SECONDS = 30.0
+"""Time between two looks at the store: for batches whose time has passed, and those that another server with the same
+folder made or cancelled."""
+_SWEEP_SECONDS = 600.0
+_KEPT_SECONDS = 30 * 86400.0
+"""A batch that has ended is forgotten this long after it was made. Its files are kept."""
+_RETRY_SECONDS = 2.0
+"""Delay before a batch continues that stopped because of a full disk or a mistake."""
+_MAX_BYTES = 32 << 20
+"""Limit for the bytes of all lines in flight."""
+
+
+@dataclass(frozen=True)
+class _Running:
+    batch: Batch
+    """As it was when the task began."""
+    began: float
+    task: asyncio.Task[None]
+
+    def must_begin_again(self, batch: Batch | None, now: float) -> bool:
+        """Whether `batch`, the row of the owner now, needs another task than this one."""
+        if batch is None or batch.id != self.batch.id:
+            return True
+        is_cancelled = batch.status == "cancelling" != self.batch.status
+        return is_cancelled or self.began < batch.expires_at <= now
+
+
+class BatchRunner:
+    """Belongs to one event loop. The primary server of a folder runs its batches; others only make rows."""
+
+    def __init__(
+        self,
+        services: Services,
+        metrics: ServerMetrics,
+        log: Callable[..., object],
+        is_draining: Callable[[], bool],
+    ) -> None:
+        self._services = services
+        self._metrics = metrics
+        self._log = log
+        self._is_draining = is_draining
+        self._store = services.store
+        self._sender = LineSender(services, is_draining)
+        self._keys = {key.name: key for key in services.settings.api_keys}
+        self._max_lines = services.settings.engine.scheduler.sequences_per_step
+        self._wake = asyncio.Event()
+        self._running: dict[str, _Running] = {}
+        """By owner."""
+        self._without_key: set[str] = set()
+        self._sweep_at = 0.0
+        metrics.batches_running.set_function(lambda: len(self._running))
+
+    def wake(self) -> None:
+        """Makes the runner look at the store now."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Runs batches until it is cancelled."""
+        if not self._store.exists:  # a server without batches does not open the database when it starts
+            await self._wake.wait()
+        try:
+            while True:
+                self._wake.clear()
+                try:
+                    seconds = await self._look()
+                except StoreError as error:
+                    self._log("batches_wait", f"Batches wait: {error}", "warning")
+                    seconds = _POLL_SECONDS
+                # Not `wait_for`: before Python 3.12 it loses a cancel that comes together with the event.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await self._wake.wait()
+        finally:
+            await asyncio.gather(*map(self._stop, list(self._running)))
+
+    async def _look(self) -> float:
+        """Begins and stops batches as their rows say. Returns the seconds until the next look."""
+        unfinished = await self._store.run(rows.unfinished)
+        if not self._store.is_primary or self._is_draining():
+            return _POLL_SECONDS
+        now = self._store.wall_clock()
+        if now >= self._sweep_at:
+            self._sweep_at = now + _SWEEP_SECONDS
+            await self._sweep(now)
+        oldest = {batch.owner: batch for batch in unfinished if self._has_key(batch.owner)}
+        for owner, running in list(self._running.items()):
+            if running.task.done() or running.must_begin_again(oldest.get(owner), now):
+                await self._stop(owner)
+        for owner in oldest.keys() - self._running.keys():
+            task = asyncio.create_task(self._run(oldest[owner]))
+            self._running[owner] = _Running(oldest[owner], now, task)
+        return min(
+            [_POLL_SECONDS, *(one.expires_at - now for one in oldest.values() if one.expires_at > now)]
+        )
+
+    async def _run(self, batch: Batch) -> None:
+        try:
+            await BatchRun(
+                self._services,
+                batch.id,
+                self._keys.get(batch.owner),
+                self._sender,
+                self._metrics,
+                self._log,
+                self._limits,
+            ).run()
+        except StoreError as error:
+            self._log("batch_waits", f"{batch.id} waits: {error}", "warning", batch=batch.id)
+            await asyncio.sleep(_RETRY_SECONDS)
+        except Exception as error:
+            self._log("mistake", f"{type(error).__name__} while {batch.id} ran", "error", batch=batch.id)
+            await asyncio.sleep(_RETRY_SECONDS)
+        finally:
+            self.wake()
+
+    async def _stop(self, owner: str) -> None:
+        """Waits until the task has saved the results of its lines."""
+        task = self._running[owner].task
+        task.cancel()
+        await asyncio.wait([task])
+        del self._running[owner]
+
+    def _limits(self) -> LineLimits:
+        num_batches = max(1, len(self._running))
+        return LineLimits(max(1, self._max_lines // num_batches), _MAX_BYTES // num_batches)
+
+    def _has_key(self, owner: str) -> bool:
+        """Whether the key of a batch is still configured. Without it, nobody could read the results."""
+        has_key = owner in self._keys or not owner
+        if not has_key and owner not in self._without_key:
+            self._without_key.add(owner)
+            message = f"Batches of the key {owner!r} wait: it is not among the keys of this server."
+            self._log("batches_wait", message, "warning", key=owner)
+        return has_key
+
+    async def _sweep(self, now: float) -> None:
+        await self._store.run(lambda connection: rows.forget(connection, now - _KEPT_SECONDS))
+        while await self._store.run(rows.remove_results):
+            pass
+        if num_leftovers := await self._services.files.sweep():
+            message = f"{num_leftovers} files that were not complete when a server ended are removed."
+            self._log("files_removed", message, files=num_leftovers)

@@ -1,0 +1,52 @@
+"""Sends the lines of batches to the server itself, again and again while it has no place or no engine for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from weft.engine.ipc.client import EngineState
+from weft.server.admission.keys import ApiKey
+from weft.server.api.services import Services
+from weft.server.internal import InternalReply, InternalRequest
+
+_FIRST_DELAY = 0.25
+_LONGEST_DELAY = 15.0
+_LOOK_SECONDS = 0.1
+_MAX_CRASHES = 3
+
+
+class LineSender:
+    """Shared by all batches of a server."""
+
+    def __init__(self, services: Services, is_draining: Callable[[], bool]) -> None:
+        self._services = services
+        self._is_draining = is_draining
+        self._alone = asyncio.Lock()
+
+    async def send(self, endpoint: str, body: bytes, key: ApiKey | None) -> InternalReply:
+        """Returns the first response that is neither 429 nor 503.
+
+        A line may be the reason why the engine dies, and the others in flight cannot know which one. So each of them is
+        sent again alone. A line whose engine died `_MAX_CRASHES` times gets the 503 as its result.
+        """
+        request = InternalRequest(key, is_idle_work=True)
+        delay, crashes = _FIRST_DELAY, 0
+        while True:
+            async with self._alone if crashes else nullcontext():
+                await self._wait_until_ready()
+                reply = await self._services.send_internal(endpoint, body, request)
+            if reply.status not in (429, 503):
+                return reply
+            if reply.status == 503 and self._services.engine.state is not EngineState.READY:
+                crashes += 1
+                if crashes == _MAX_CRASHES:
+                    return reply
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _LONGEST_DELAY)
+
+    async def _wait_until_ready(self) -> None:
+        """A server that drains starts no lines. They run after its restart."""
+        while self._is_draining() or self._services.engine.state is not EngineState.READY:
+            await asyncio.sleep(_LOOK_SECONDS)

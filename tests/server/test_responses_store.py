@@ -1,0 +1,365 @@
+"""Stored and background responses: chains, keys, expiry, limits, cancellation, disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from responses_checks import checked_events
+from test_responses import CALL, RESULT, TOOL, Api, run
+
+from weft.server.admission.keys import plain_keys
+from weft.server.errors import ApiError
+
+LONG = {"max_output_tokens": 100_000}
+"""An answer that is not complete before a test has cancelled it: the context of these tests is as long."""
+
+
+def test_a_conversation_continues_by_id_with_the_same_prompt_as_with_all_items(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    async def work(api: Api) -> None:
+        first = await api.create(input="My name is Ada.", instructions="Be brief.")
+        events = await api.stream(input="And yours?", previous_response_id=first["id"])
+        second = events[-1]["response"]
+        third = await api.create(input="Thanks.", previous_response_id=second["id"], store=False)
+        talk = [
+            {"role": "user", "content": "My name is Ada."},
+            *first["output"],
+            {"role": "user", "content": "And yours?"},
+            *second["output"],
+            {"role": "user", "content": "Thanks."},
+        ]
+        assert third["usage"]["input_tokens"] == await api.count(input=talk)
+        assert await api.count(input="Thanks.", previous_response_id=second["id"]) == await api.count(
+            input=talk
+        )
+        status, param, code, _ = await api.error(input="?", previous_response_id=third["id"])
+        assert (status, param, code) == (404, "previous_response_id", "previous_response_not_found")
+        assert third["store"] is False and first["store"] is True
+
+    run(default_model_path, tmp_path, work)
+
+
+def test_what_was_returned_is_what_is_stored(default_model_path: Path, tmp_path: Path) -> None:
+    async def work(api: Api) -> None:
+        body = await api.create(input="One", include=["message.output_text.logprobs"])
+        streamed = (await api.stream(input="Two"))[-1]["response"]
+        for response in (body, streamed):
+            assert await api.get(response["id"]) == (200, response)
+        status, error = await api.get(body["id"], "stream=true")
+        assert status == 400 and error["error"]["param"] == "stream"
+
+    run(default_model_path, tmp_path, work)
+
+
+def test_input_items_are_listed_in_pages_in_both_orders(default_model_path: Path, tmp_path: Path) -> None:
+    async def work(api: Api) -> None:
+        texts = [str(number) for number in range(25)]
+        response = await api.create(input=[{"role": "user", "content": text} for text in texts])
+        path = f"{response['id']}/input_items"
+        for order, expected in (("asc", texts), ("desc", texts[::-1])):
+            found: list[str] = []
+            query = f"limit=10&order={order}"
+            while True:
+                _, page = await api.get(path, query)
+                found += [item["content"][0]["text"] for item in page["data"]]
+                assert page["first_id"] == page["data"][0]["id"]
+                if not page["has_more"]:
+                    break
+                query = f"limit=10&order={order}&after={page['last_id']}"
+            assert found == expected
+        assert len((await api.get(path))[1]["data"]) == 20
+        for query in ("limit=0", "limit=101", "limit=x", "order=up", "after=no"):
+            assert (await api.get(path, query))[0] == 400
+
+    run(default_model_path, tmp_path, work)
+
+
+def test_references_to_stored_items_and_to_items_of_the_request_are_resolved(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    async def work(api: Api) -> None:
+        first = await api.create(input="Hello")
+        [given] = (await api.get(f"{first['id']}/input_items"))[1]["data"]
+        [answer] = first["output"]
+        references = [{"type": "item_reference", "id": one["id"]} for one in (given, answer)]
+        more = {"role": "user", "content": "More", "id": "mine"}
+        talk = [*references, more, {"id": "mine"}]
+        assert await api.count(input=talk) == await api.count(input=[given, answer, more, more])
+        second = await api.create(input=talk)
+        listed = (await api.get(f"{second['id']}/input_items", "order=asc"))[1]["data"]
+        assert [item["id"] for item in listed] == [given["id"], answer["id"], "mine", "mine"]
+        for unknown in ("msg_nothing_0", "mine", "", "_", f"msg_{first['id'][5:]}_7"):
+            status, param, code, _ = await api.error(input=[{"type": "item_reference", "id": unknown}])
+            assert (status, param, code) == (404, "input", "item_not_found")
+
+    run(default_model_path, tmp_path, work)
+
+
+def test_a_response_of_another_key_is_not_there(default_model_path: Path, tmp_path: Path) -> None:
+    async def work(api: Api) -> None:
+        mine, other = Api(api.app, "one"), Api(api.app, "two")
+        response = await mine.create(input="Secret")
+        response_id = response["id"]
+        unknown = await other.get("resp_unknown")
+        foreign = await other.get(response_id)
+        assert (foreign[0], str(foreign[1]).replace(response_id, "resp_unknown")) == (
+            unknown[0],
+            str(unknown[1]),
+        )
+        assert foreign[0] == 404
+        for path, method in (("", "DELETE"), ("/cancel", "POST"), ("/input_items", "GET")):
+            assert (await other.get(response_id + path, method=method))[0] == 404
+        assert (await other.error(input="?", previous_response_id=response_id))[0] == 404
+        reference = [{"type": "item_reference", "id": response["output"][0]["id"]}]
+        assert (await other.error(input=reference))[0] == 404
+        assert (await mine.get(response_id))[0] == 200
+
+    run(default_model_path, tmp_path, work, api_keys=plain_keys(["one", "two"]))
+
+
+def test_a_deleted_response_is_gone_and_its_conversation_is_no_longer_whole(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    async def work(api: Api) -> None:
+        first = await api.create(input="One")
+        second = await api.create(input="Two", previous_response_id=first["id"])
+        status, content = await api.get(first["id"], method="DELETE")
+        assert (status, content) == (200, {"id": first["id"], "object": "response", "deleted": True})
+        assert (await api.get(first["id"]))[0] == (await api.get(first["id"], method="DELETE"))[0] == 404
+        status, _, code, message = await api.error(input="Three", previous_response_id=second["id"])
+        assert (status, code) == (404, "previous_response_not_found") and first["id"] in message
+        await api.create(input="Three", previous_response_id=second["id"], truncation="auto")
+
+    run(default_model_path, tmp_path, work)
+
+
+def test_a_response_expires(default_model_path: Path, tmp_path: Path) -> None:
+    async def work(api: Api) -> None:
+        response = await api.create(input="One")
+        store = api.app.server.store
+        store.wall_clock = lambda: time.time() + 1.5 * 86400
+        assert (await api.get(response["id"]))[0] == 200
+        store.wall_clock = lambda: time.time() + 2.5 * 86400
+        assert (await api.get(response["id"]))[0] == 404
+        assert (await api.error(input="?", previous_response_id=response["id"]))[0] == 404
+
+    run(default_model_path, tmp_path, work, response_days=2)
+
+
+def test_a_server_that_keeps_nothing_says_so(default_model_path: Path, tmp_path: Path) -> None:
+    async def work(api: Api) -> None:
+        response = await api.create(input="One")
+        assert response["store"] is False and (await api.get(response["id"]))[0] == 404
+        status, param, _, message = await api.error(input="One", background=True)
+        assert (status, param) == (400, "background") and "response_days" in message
+
+    run(default_model_path, tmp_path, work, response_days=0)
+
+
+def test_when_the_store_is_full_the_oldest_responses_of_the_same_key_go(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    async def work(api: Api) -> None:
+        one, two = Api(api.app, "one"), Api(api.app, "two")
+        kept = await two.create(input="Keep this")
+        ids = [(await one.create(input="word " * 1000))["id"] for _ in range(40)]
+        found = [(await one.get(response_id))[0] for response_id in ids]
+        num_lost = found.count(404)
+        assert 0 < num_lost < 40 and found == [404] * num_lost + [200] * (40 - num_lost)
+        assert (await two.get(kept["id"]))[0] == 200
+        status, _, _, message = await two.error(input="x" * 600_000, truncation="auto")
+        assert status in (400, 507), message
+
+    run(
+        default_model_path,
+        tmp_path,
+        work,
+        api_keys=plain_keys(["one", "two"]),
+        max_stored_bytes=250_000,
+        max_context=8192,
+    )
+
+
+def test_calls_of_the_stored_answer_need_their_results(default_model_path: Path, tmp_path: Path) -> None:
+    async def work(api: Api) -> None:
+        first = await api.create(input=[{"role": "user", "content": "Add."}, CALL, RESULT], tools=[TOOL])
+        status, param, _, message = await api.error(input=[RESULT], previous_response_id=first["id"])
+        assert (status, param) == (400, "input") and "'c1'" in message
+
+    run(default_model_path, tmp_path, work)
+
+
+def test_a_stored_conversation_may_not_have_more_items_than_a_request(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    async def work(api: Api) -> None:
+        items = [{"role": "user", "content": ""}] * 8000
+        first = await api.create(input=items)
+        second = await api.create(input="x", previous_response_id=first["id"])
+        last = await api.create(
+            input=[{"role": "user", "content": ""}] * 500,
+            previous_response_id=second["id"],
+            truncation="auto",
+        )
+        status, _, code, message = await api.error(input="x", previous_response_id=last["id"])
+        assert (status, code) == (400, "context_length_exceeded") and "8192" in message
+
+    run(default_model_path, tmp_path, work, max_context=1 << 17)
+
+
+def test_a_stored_conversation_longer_than_the_context_is_an_error_or_is_shortened(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    async def work(api: Api) -> None:
+        first = await api.create(input="word " * 300)
+        fields: dict[str, Any] = {"input": "word " * 300, "previous_response_id": first["id"]}
+        status, _, code, message = await api.error(**fields)
+        assert (status, code) == (400, "context_length_exceeded") and "512" in message
+        second = await api.create(**fields, truncation="auto")
+        assert 300 < second["usage"]["input_tokens"] < 400
+
+    run(default_model_path, tmp_path, work, max_context=512)
+
+
+# ---------------------------------------------------------------------- background
+
+
+def test_a_background_response_ends_with_the_object_of_a_foreground_one(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    async def work(api: Api) -> None:
+        fields: dict[str, Any] = {"input": "Hello", "seed": 1, "include": ["message.output_text.logprobs"]}
+        queued = await api.create(background=True, **fields)
+        assert (queued["status"], queued["background"], queued["output"]) == ("queued", True, [])
+        ended = await api.ended(queued["id"])
+        plain = await api.create(**fields)
+        assert (ended["status"], ended["created_at"]) == ("incomplete", queued["created_at"])
+        assert ended["output"][0]["content"] == plain["output"][0]["content"]
+        assert ended["output"][0]["id"] == f"msg_{queued['id'][5:]}_0"
+        again = await api.create(input="More", previous_response_id=queued["id"])
+        assert again["usage"]["input_tokens"] > ended["usage"]["input_tokens"]
+        status, content = await api.get(f"{queued['id']}/cancel", method="POST")
+        assert (status, content["status"]) == (200, "incomplete")
+        status, content = await api.get(f"{plain['id']}/cancel", method="POST")
+        assert status == 400 and "background" in content["error"]["message"]
+
+    run(default_model_path, tmp_path, work)
+
+
+def test_a_background_response_is_checked_before_it_is_queued(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    async def work(api: Api) -> None:
+        for fields in ({"temperature": -1}, {"model": "no"}, {"previous_response_id": "no"}, {"tools": [3]}):
+            assert (await api.post(input="x", background=True, **fields)).status in (400, 404)
+
+    run(default_model_path, tmp_path, work)
+
+
+def test_a_background_response_is_cancelled_and_frees_the_engine(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    async def work(api: Api) -> None:
+        queued = await api.create(input="Hello", background=True, **LONG)
+        while (await api.get(queued["id"]))[1]["status"] == "queued":
+            await asyncio.sleep(0.01)
+        status, cancelled = await api.get(f"{queued['id']}/cancel", method="POST")
+        assert (status, cancelled["status"]) == (200, "cancelled")
+        assert await api.app.server.wait_until_idle(10)
+        assert (await api.ended(queued["id"]))["status"] == "cancelled"
+        assert (await api.error(input="x", previous_response_id=queued["id"]))[0] == 400
+        deleted = await api.create(input="Hello", background=True, **LONG)
+        assert (await api.get(deleted["id"], method="DELETE"))[0] == 200
+        assert await api.app.server.wait_until_idle(10)
+        assert (await api.get(deleted["id"]))[0] == 404
+
+    run(default_model_path, tmp_path, work, max_context=1 << 17)
+
+
+def test_a_background_response_waits_while_the_server_has_no_room(
+    default_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(api: Api) -> None:
+        active = api.app.server._active_requests
+        check, refusals = active.check_capacity, [True, True]
+
+        def full(key: Any) -> None:
+            if refusals and api.app.server.tasks._tasks:
+                refusals.pop()
+                raise ApiError(429, "full", code="queue_full", retry_after=0)
+            check(key)
+
+        monkeypatch.setattr(active, "check_capacity", full)
+        queued = await api.create(input="Hello", background=True)
+        assert (await api.ended(queued["id"]))["status"] == "incomplete"
+        assert not refusals
+
+    run(default_model_path, tmp_path, work)
+
+
+def test_a_background_response_that_fails_says_why(
+    default_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(api: Api) -> None:
+        queued = await api.create(input="Hello", background=True, deadline=0.05, **LONG)
+        ended = await api.ended(queued["id"])
+        assert ended["status"] == "failed" and "deadline" in ended["error"]["message"]
+        assert (ended["error"]["code"], ended["output"]) == ("server_error", [])
+
+    run(default_model_path, tmp_path, work, max_context=1 << 17)
+
+
+def test_a_server_that_stops_says_so_in_its_background_responses(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    ids: list[str] = []
+
+    async def begin(api: Api) -> None:
+        ids.append((await api.create(input="Hello", background=True, **LONG))["id"])
+
+    async def look(api: Api) -> None:
+        [response_id] = ids
+        _, content = await api.get(response_id)
+        assert content["status"] == "failed" and "stopped" in content["error"]["message"]
+
+    run(default_model_path, tmp_path, begin, max_context=1 << 17)
+    run(default_model_path, tmp_path, look)
+
+
+# ---------------------------------------------------------------------- clients that leave, and a store that fails
+
+
+def test_a_client_that_leaves_cancels_its_response_and_nothing_is_stored(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    async def work(api: Api) -> None:
+        for is_streamed in (False, True):
+            await api.post(input="Hello", leaves_after=0.2, stream=is_streamed, **LONG)
+            assert await api.app.server.wait_until_idle(10)
+        rows = await api.app.server.store.run(
+            lambda connection: connection.execute("SELECT count(*) FROM responses").fetchone()
+        )
+        assert rows == (0,)
+
+    run(default_model_path, tmp_path, work, max_context=1 << 17)
+
+
+def test_when_the_store_fails_a_response_that_is_stored_fails_and_others_go_on(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    async def work(api: Api) -> None:
+        await api.create(input="Hello", store=False)
+        status, _, code, _ = await api.error(input="Hello")
+        assert (status, code) == (507, "storage_full")
+        events = checked_events((await api.post(input="Hello", stream=True)).body)
+        assert events[-1]["type"] == "response.failed"
+        assert events[-1]["response"]["error"]["code"] == "server_error"
+        assert "store: false" in events[-1]["response"]["error"]["message"]
+        assert (await api.stream(input="Hello", store=False))[-1]["type"] == "response.incomplete"
+
+    run(default_model_path, tmp_path, work, max_stored_bytes=1)
