@@ -73,9 +73,11 @@ def test_a_whole_loop_is_streamed(
     answer = outcome(run)
     assert answer["text"].strip().endswith(FINAL) and answer["pieces"] > 1, answer
     route = SOURCES[source][client]
-    first, second = wait_for(lambda: served.requests(since, route, at_least=2))
-    assert first["stream"] and second["stream"], (first, second)
-    assert first["status"] == second["status"] == 200, (first, second)
+    # The tool runner of the npm package first asks for a thread, which no server but its vendor's has.
+    refused = [400] if (source, client) == ("npm", "anthropic") else []
+    entries = wait_for(lambda: served.requests(since, route, at_least=2 + len(refused)))
+    assert [entry["status"] for entry in entries] == [*refused, 200, 200], entries
+    assert entries[-2]["stream"] and entries[-1]["stream"], entries
 
 
 @every_client
