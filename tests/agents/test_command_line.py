@@ -51,6 +51,7 @@ def test_ctrl_c_ends_the_request_in_the_server(served: ScriptedServer, place: Pl
 @named(PLAIN)
 def test_a_429_is_tried_again(served: ScriptedServer, place: Place, agent: Agent) -> None:
     since = len(served.requests())
+    served.use_up(LIMITED, lambda: served.refused(since, "/v1/completions"))
     command, environment = agent.prepare(place, served.url, LIMITED)
     process = place.start([*command, agent.prompt], environment)
     served.use_up(LIMITED, lambda: served.refused(since, agent.route))

@@ -122,6 +122,7 @@ def test_a_429_is_tried_again(
     served: ScriptedServer, place: Place, programs: Any, source: str, client: str
 ) -> None:
     since = len(served.requests())
+    served.use_up(LIMITED, lambda: served.refused(since, "/v1/completions"))
     process = place.start([*programs[source], client, "loop", served.url, LIMITED, "SDK, read it"], {})
     served.use_up(LIMITED, lambda: served.refused(since, CHAT))
     assert outcome(end_of(process))["text"].endswith(FINAL)
