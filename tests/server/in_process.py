@@ -48,7 +48,8 @@ class InProcess:
     ) -> Reply:
         """Sends a request and returns the response. The client disconnects after `leaves_after` seconds. `path` may have
         a query."""
-        path, _, query = path.partition("?")
+        path, _, in_path = path.partition("?")
+        query = query or in_path
         messages = [{"type": "http.request", "body": body, "more_body": False}]
         sent: list[Any] = []
 
