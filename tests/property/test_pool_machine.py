@@ -24,6 +24,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.hashes: dict[int, bytes] = {}
         self.evictable: list[int] = []
         self.hot_counts: Counter[bytes] = Counter()
+        self.idle_content: set[int] = set()
         self.newly_free: set[int] = set()
 
     @property
@@ -44,11 +45,12 @@ class PoolMachine(RuleBasedStateMachine):
         assert taken is not None and len(taken) == len(set(taken)) == count
         evicted = taken[len(free) :]
         assert set(taken[: len(free)]) <= free, "free blocks are used before cached ones"
-        order = sorted(self.evictable, key=self.is_hot)  # stable: cold ones first, both in LRU order
+        order = sorted(self.evictable, key=self.eviction_class)  # stable: each class in LRU order
         assert evicted == order[: len(evicted)], (
-            "the least recently used cold block is evicted first, hot ones last"
+            "content of idle work is evicted first, hot content last, and the least recently used one of each"
         )
         for block in evicted:
+            self.idle_content.discard(block)
             del self.hashes[block]
             self.evictable.remove(block)
         self.references.update(dict.fromkeys(taken, 1))
@@ -99,12 +101,27 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.unregister(block, block_hash)
         if self.hashes.get(block) == block_hash:
             del self.hashes[block]
+            self.idle_content.discard(block)
             if block in self.evictable:
                 self.evictable.remove(block)
                 self.newly_free.add(block)
 
-    def is_hot(self, block: int) -> bool:
-        return self.hot_counts[self.hashes[block]] > 0
+    def eviction_class(self, block: int) -> int:
+        if self.hot_counts[self.hashes[block]] > 0:
+            return 2
+        return 0 if block in self.idle_content else 1
+
+    @rule(block=st.integers(0, 7), is_idle_work=st.booleans())
+    def use(self, block: int, is_idle_work: bool) -> None:
+        block %= self.pool.num_blocks
+        if self.references[block] == 0 or block not in self.hashes:
+            return
+        if is_idle_work:
+            self.pool.note_idle_content((block,))
+            self.idle_content.add(block)
+        else:
+            self.pool.note_interactive((block,))
+            self.idle_content.discard(block)
 
     @rule(block_hash=st.sampled_from(HASHES))
     def mark_hot(self, block_hash: bytes) -> None:

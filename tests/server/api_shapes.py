@@ -19,9 +19,10 @@ def family(path: str, headers: Mapping[bytes, bytes] = {}) -> Family:
     """The API whose errors a route has."""
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         return "anthropic"
-    if (path == "/v1/models" or path.startswith("/v1/models/")) and b"anthropic-version" in headers:
-        return "anthropic"
-    return "ollama" if path == "/api" or path.startswith("/api/") else "openai"
+    if path == "/api" or path.startswith("/api/"):
+        return "ollama"
+    is_shared = not path.startswith(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
+    return "anthropic" if is_shared and b"anthropic-version" in headers else "openai"
 
 
 def message_of_error(family: Family, content: Any) -> str:

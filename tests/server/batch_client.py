@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
 from typing import Any
 
-from in_process import InProcess, Reply
+from in_process import InProcess, Reply, in_process
 
 COMPLETIONS = "/v1/completions"
 BOUNDARY = b"boundary-of-a-test"
 FORM_TYPE = {b"content-type": b"multipart/form-data; boundary=" + BOUNDARY}
+
+
+def run(path: Path, work: Callable[[InProcess], Awaitable[Any]], **settings: Any) -> None:
+    """Runs `work` with a new server."""
+
+    async def run_in_server() -> None:
+        async with in_process(path, **settings) as server:
+            await asyncio.wait_for(work(server), 60)
+
+    asyncio.run(run_in_server())
 
 
 def form(content: bytes | None, name: str = "lines.jsonl", **fields: str) -> bytes:

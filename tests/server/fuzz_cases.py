@@ -41,10 +41,14 @@ _CHAT_CASES = (
     {**CHAT, "logprobs": True, "top_logprobs": 2, "stop": ["a", "b"], "seed": 3},
     {**CHAT, "tools": [TOOL], "tool_choice": "none", "temperature": 0.5, "top_p": 0.9},
     {**CHAT, "messages": _CHAT_TURNS, "tools": [TOOL], "tool_choice": "auto", "stream": True},
-    {**CHAT, "tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}},
+    {
+        **CHAT,
+        "tools": [TOOL],
+        "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL]}},
+    },
     {**CHAT, "logit_bias": {"5": -1}, "priority": "high", "response_format": {"type": "text"}},
     {**CHAT, "prediction": {"type": "content", "content": "Hi"}, "reasoning_effort": "low", "store": True},
-    {**CHAT, "verbosity": "low", "prompt_cache_key": "k", "safety_identifier": "s", "max_completion_tokens": 2},
+    {**CHAT, "verbosity": "low", "prompt_cache_key": "k", "safety_identifier": "s", "modalities": ["text"]},
 )  # fmt: skip
 _COMPLETION_CASES: tuple[dict[str, Any], ...] = (
     {"prompt": "Hello", "max_tokens": 3},
@@ -77,6 +81,11 @@ _RESPONSE_CASES: tuple[dict[str, Any], ...] = (
     {**_RESPONSE, "input": _RESPONSE_ITEMS, "tools": _RESPONSE_TOOLS, "tool_choice": "none"},
     {**_RESPONSE, "input": _RESPONSE_ITEMS, "tools": _RESPONSE_TOOLS, "stream": True, "max_tool_calls": 1},
     {**_RESPONSE, "text": {"format": {"type": "text"}, "verbosity": "low"}, "reasoning": {"effort": "low"}},
+    {
+        **_RESPONSE,
+        "tools": _RESPONSE_TOOLS,
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": _RESPONSE_TOOLS[:1]},
+    },
     {**_RESPONSE, "store": True, "background": True},
 )
 _BLOCKS = [

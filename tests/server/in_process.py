@@ -49,7 +49,7 @@ class InProcess:
         """Sends a request and returns the response. The client disconnects after `leaves_after` seconds. `path` may have
         a query."""
         path, _, in_path = path.partition("?")
-        query = query or in_path
+        query = in_path or query
         messages = [{"type": "http.request", "body": body, "more_body": False}]
         sent: list[Any] = []
 

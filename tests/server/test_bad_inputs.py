@@ -97,6 +97,15 @@ def test_03_a_request_that_arrives_too_slowly_gets_a_408(impatient_server: Serve
     assert impatient_server.client.get("/health").status_code == 200
 
 
+def test_03_a_body_that_arrives_too_slowly_gets_an_error_in_the_form_of_its_route(
+    impatient_server: Server,
+) -> None:
+    answer = raw(
+        impatient_server, b"POST /api/chat HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
+    )
+    assert answer.startswith(b"HTTP/1.1 408") and b'{"error":"the request did not arrive' in answer
+
+
 def test_03_the_second_request_of_a_connection_has_a_timeout_too(
     impatient_server: Server,
 ) -> None:

@@ -5,29 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from batch_client import COMPLETIONS, download, get, line, lines, submit, upload, wait_for_status
-from in_process import InProcess, in_process
+from batch_client import COMPLETIONS, download, get, line, lines, run, submit, upload, wait_for_status
+from in_process import InProcess
 from server_process import MESSAGES, api_key
 
 from weft.server.admission.keys import ApiKey
 from weft.server.api.batches import BatchList, BatchObject
 from weft.server.batches import lines as lines_module
-
-Work = Callable[[InProcess], Awaitable[Any]]
-
-
-def run(path: Path, work: Work, **settings: Any) -> Any:
-    async def run_in_server() -> Any:
-        async with in_process(path, **settings) as server:
-            return await asyncio.wait_for(work(server), 60)
-
-    return asyncio.run(run_in_server())
 
 
 def keys(*names: str, **fields: Any) -> tuple[ApiKey, ...]:
@@ -101,6 +90,30 @@ def test_wrong_lines_are_reported_and_the_others_run(default_model_path: Path) -
         assert [one["custom_id"] for one in found] == ["id-0", "id-2"]
 
     run(default_model_path, work, max_body_bytes=65536)
+
+
+def test_every_route_that_generates_can_be_an_endpoint(default_model_path: Path) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": MESSAGES},
+        "/v1/completions": {"prompt": "a"},
+        "/v1/messages": {"model": "test-model", "messages": MESSAGES, "max_tokens": 3},
+        "/v1/responses": {"input": "a", "store": False},
+    }
+
+    async def work(server: InProcess) -> None:
+        assert bodies.keys() == {path for path in server.server.formats if path.startswith("/v1/")}
+        for endpoint, body in bodies.items():
+            content = lines([line(0, url=endpoint, body=body)])
+            ended = await wait_for_status(
+                server, await submit(server, content, endpoint=endpoint), "completed"
+            )
+            [found] = await download(server, ended["output_file_id"])
+            assert found["response"]["status_code"] == 200 and found["response"]["body"]["id"], endpoint
+        reply = await upload(server, b"")
+        body = {"input_file_id": json.loads(reply.body)["id"], "endpoint": "/api/chat"}
+        assert (await server.send("/v1/batches", json.dumps(body).encode())).status == 400
+
+    run(default_model_path, work, max_context=256)
 
 
 def test_an_error_of_a_request_goes_to_the_error_file_with_its_status(default_model_path: Path) -> None:

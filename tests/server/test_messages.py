@@ -148,7 +148,7 @@ def test_the_billing_header_of_claude_code_is_left_out_of_the_prompt(default_mod
     assert first == second == without == as_text
 
 
-def test_results_stand_in_the_order_of_their_calls_and_their_ids_stay() -> None:
+def test_calls_and_results_keep_their_ids() -> None:
     found = items(
         [
             {"role": "user", "content": "Read both"},
@@ -171,8 +171,8 @@ def test_results_stand_in_the_order_of_their_calls_and_their_ids_stay() -> None:
         Message("assistant", "Yes."),
         ToolCall("toolu_a", "read_file", '{"path": "a"}'),
         ToolCall("toolu_b", "read_file", '{"path": "b"}'),
-        ToolResult("toolu_a", "Error: A"),
         ToolResult("toolu_b", "B\n2"),
+        ToolResult("toolu_a", "Error: A"),
         Message("user", "Go on"),
     ]
 
@@ -222,19 +222,31 @@ def test_an_answer_continues_a_last_message_of_the_assistant() -> None:
 
 
 @pytest.mark.parametrize(
-    ("thinking", "is_on"),
+    ("thinking", "effort", "expected"),
     [
-        (None, False),
-        ({"type": "disabled"}, False),
-        ({"type": "enabled", "budget_tokens": 32000}, True),
-        ({"type": "adaptive", "display": "omitted"}, True),
+        (None, None, "none"),
+        (None, "low", "low"),
+        ({"type": "disabled"}, "high", "none"),
+        ({"type": "enabled", "budget_tokens": 32000}, None, "high"),
+        ({"type": "adaptive", "display": "omitted"}, "max", "max"),
     ],
 )
-def test_thinking_turns_the_switch_of_the_template(thinking: Any, is_on: bool) -> None:
-    options = conversation(HELLO, thinking=thinking).template_options
-    assert options == {"enable_thinking": is_on, "thinking": is_on}
-    effort = conversation(HELLO, output_config={"effort": "xhigh"}).template_options["reasoning_effort"]
-    assert effort == "high"
+def test_thinking_and_effort_become_one_effort(thinking: Any, effort: Any, expected: str) -> None:
+    config = None if effort is None else {"effort": effort}
+    assert conversation(HELLO, thinking=thinking, output_config=config).reasoning_effort == expected
+
+
+def test_the_order_of_results_does_not_change_the_prompt(default_model_path: Path) -> None:
+    calls = {"role": "assistant", "content": [call("toolu_a", path="a"), call("toolu_b", path="b")]}
+    results = [result("toolu_a", "A"), result("toolu_b", "B")]
+    first, second = prompts(
+        default_model_path,
+        *(
+            {"messages": [*HELLO, calls, {"role": "user", "content": order}]}
+            for order in (results, results[::-1])
+        ),
+    )
+    assert first == second
 
 
 Send = Callable[..., Reply]
@@ -410,6 +422,19 @@ def test_the_usage_of_a_marked_prompt_says_what_the_next_request_finds_in_the_ca
     assert plain.cache_creation_input_tokens == 0 and plain.input_tokens > 190
 
 
+def test_the_last_token_of_whole_blocks_is_not_counted_as_created(default_model_path: Path) -> None:
+    async def work(server: InProcess) -> list[Any]:
+        for length in range(16):
+            body = {"system": [text("word " * (100 + length), **MARK)], "seed": 1}
+            if count_of((await send(server, body, COUNT)).body) % 16 == 0:
+                return [message_of((await send(server, body)).body).usage for _ in range(2)]
+        raise AssertionError("no prompt has whole blocks")
+
+    created, found = served(default_model_path, work=work)
+    assert created.cache_creation_input_tokens == found.cache_read_input_tokens
+    assert created.input_tokens == 16 == found.input_tokens  # the last block is computed each time
+
+
 def test_a_marked_conversation_is_one_session_and_a_title_request_another(default_model_path: Path) -> None:
     user = {"metadata": {"user_id": '{"session_id": "1"}'}}
     marked = {"system": [text("Be brief.", **MARK)], **user}
@@ -428,14 +453,17 @@ def test_a_marked_conversation_is_one_session_and_a_title_request_another(defaul
             {**marked, "system": [text("Name the topic.", **MARK)]},
             {"system": "Be brief.", **user},
             {**marked, "session_id": "given"},
-            {"cache_control": {"type": "ephemeral"}},
+            MARK,
+            {**MARK, "messages": longer},
         ):
             assert (await send(server, body)).status == 200
         return [one.session_id for one in found]
 
-    first, second, other_user, title, unmarked, given, automatic = served(default_model_path, work=work)
+    first, second, other_user, title, unmarked, given, automatic, next_turn = served(
+        default_model_path, work=work
+    )
     assert first == second != other_user and title not in (None, first, other_user)
-    assert unmarked is None and given == "given" and automatic is not None
+    assert unmarked is None and given == "given" and automatic == next_turn is not None
     assert len(first) < 64
 
 
@@ -548,14 +576,14 @@ def test_every_error_has_the_type_of_its_status(default_model_path: Path) -> Non
             await send(server, {}, more_headers={b"x-api-key": b"wrong"}),
             await send(server, {}, more_headers={b"origin": b"https://evil.example"}, **good),
             await send(server, {"model": "unknown"}, **good),
-            await send(server, {}, "/v1/messages/nowhere", **good),
+            await send(server, {}, "/v1/messages/nowhere", more_headers={}, **good),
             await server.send(PATH, method="GET", **good),
             await send(server, {"system": "x" * 5000}, **good),
         ]
         assert (await send(server, {}, key="limited")).status == 200
         replies.append(await send(server, {}, key="limited"))
         own.is_draining = True
-        replies += [await send(server, {}, **good), await send(server, {}, COUNT, **good)]
+        replies += [await send(server, {}, **good), await send(server, {}, COUNT, more_headers={}, **good)]
         own.is_draining = False
         return replies
 
@@ -638,13 +666,13 @@ def test_pages_of_models_are_empty_beyond_the_only_model(default_model_path: Pat
     async def work(server: InProcess) -> list[Any]:
         found = []
         for query in (
-            b"limit=1000",
-            b"after_id=test-model",
-            b"before_id=test-model",
-            b"limit=0",
-            b"after_id=x",
+            "limit=1000",
+            "after_id=test-model",
+            "before_id=test-model",
+            "limit=0",
+            "after_id=x",
         ):
-            reply = await server.send("/v1/models", method="GET", more_headers=VERSION, query=query)
+            reply = await server.send(f"/v1/models?{query}", method="GET", more_headers=VERSION)
             found.append((reply.status, json.loads(reply.body)))
         return found
 

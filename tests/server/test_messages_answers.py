@@ -43,7 +43,7 @@ def read(
     )
     choice = Choice(0, answer, answer_text, None if form is None else AnswerReader(form))
     context = AnswerContext("m", tokenizer, "id", prompt_tokens=7, has_parts=form is not None)
-    writer = MessagesWriter(context, is_marked=False)
+    writer = MessagesWriter(context)
     choices = Choices(answer._client, tokenizer)
     choices._choices = [choice]
     whole = WholeAnswer(writer, RequestBytes(ByteBudget(1 << 20, 1 << 20, answer_budget_error)))

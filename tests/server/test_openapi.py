@@ -29,10 +29,12 @@ from weft.server.api.ollama_chat import OllamaChatRequest
 from weft.server.api.ollama_generate import OllamaGenerateRequest
 from weft.server.api.ollama_models import DeleteRequest, PullRequest, ShowRequest
 from weft.server.api.openapi import OPERATIONS
+from weft.server.api.responses import ResponsesRequest
 from weft.server.api.schema import DetokenizeRequest, StreamOptions, TokenizeRequest
 
 KINDS = (
-    *(ChatRequest, CompletionRequest, MessagesRequest, TokenizeRequest, DetokenizeRequest, StreamOptions),
+    *(ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest),
+    *(TokenizeRequest, DetokenizeRequest, StreamOptions),
     *(OllamaChatRequest, OllamaGenerateRequest, OllamaOptions, ShowRequest, PullRequest, DeleteRequest),
 )
 

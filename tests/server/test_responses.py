@@ -48,7 +48,7 @@ class Api:
         return reply.status, error["param"], error["code"], error["message"]
 
     async def get(self, path: str, query: str = "", method: str = "GET") -> tuple[int, Any]:
-        reply = await self.app.send(f"{URL}/{path}", method=method, key=self.key, query=query)
+        reply = await self.app.send(f"{URL}/{path}?{query}", method=method, key=self.key)
         return reply.status, json.loads(reply.body)
 
     async def count(self, **fields: Any) -> int:
@@ -259,6 +259,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"n": 2}, "n"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+    ({"reasoning": {"effort": "huge"}}, "reasoning"),
     ({"truncation": "middle"}, "truncation"),
     ({"background": True, "stream": True}, "stream"),
     ({"background": True, "store": False}, "background"),
@@ -276,7 +277,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "namespace", "name": "x"}]}, "tools[0]"),
     (
         {"tools": [{"type": "custom", "name": "x", "format": {"type": "grammar"}}]},
-        "tools[0].format.syntax",
+        "tools[0].format",
     ),
     ({"tool_choice": "maybe"}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),

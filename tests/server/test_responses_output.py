@@ -19,7 +19,16 @@ from weft.server.api.schema import read
 from weft.server.errors import ApiError
 from weft.server.stream.choices import Piece
 from weft.text.answer_parts import Content, Reasoning, ToolCallArguments, ToolCallStart
-from weft.text.conversation import Thought, ToolCall
+from weft.text.conversation import (
+    Conversation,
+    Item,
+    Message,
+    Thought,
+    ToolCall,
+    ToolResult,
+    from_start,
+    starts_of_rest,
+)
 from weft.text.json_string_grammar import NotRewritableError, in_json_string
 
 PATCH = {"type": "custom", "name": "patch"}
@@ -192,6 +201,19 @@ def test_logprobs_belong_to_the_text_and_not_to_thoughts_or_calls() -> None:
     asyncio.run(one.finish(CALLER, choices(FinishReason.STOP)))
     output = checked_response(one.answer(0, None, "")[0])["output"]
     assert [entry["token"] for entry in output[1]["content"][0]["logprobs"]] == ["4 ", "5 "]
+
+
+def test_a_conversation_that_loses_items_keeps_thoughts_calls_and_results_together() -> None:
+    talk: list[Item] = [
+        Message("system", "Be brief."),
+        *(Message("user", "1"), Thought("a"), ToolCall("x", "f", "{}"), ToolCall("y", "f", "{}")),
+        *(Message("user", "2"), ToolResult("x", "1"), ToolResult("y", "2"), Message("assistant", "3")),
+        *(Thought("b"), Message("assistant", "4"), Message("user", "5")),
+    ]
+    starts = starts_of_rest(talk)
+    assert starts == [1, 2, 8, 9, 11]
+    shorter = from_start(Conversation(talk), 9).items
+    assert shorter == [talk[0], *talk[9:]]
 
 
 APPLY_PATCH = """

@@ -167,10 +167,10 @@ def test_when_the_store_is_full_the_oldest_responses_of_the_same_key_go(
     async def work(api: Api) -> None:
         one, two = Api(api.app, "one"), Api(api.app, "two")
         kept = await two.create(input="Keep this")
-        ids = [(await one.create(input="word " * 2000))["id"] for _ in range(60)]
+        ids = [(await one.create(input="word " * 1000))["id"] for _ in range(40)]
         found = [(await one.get(response_id))[0] for response_id in ids]
         num_lost = found.count(404)
-        assert 0 < num_lost < 60 and found == [404] * num_lost + [200] * (60 - num_lost)
+        assert 0 < num_lost < 40 and found == [404] * num_lost + [200] * (40 - num_lost)
         assert (await two.get(kept["id"]))[0] == 200
         status, _, _, message = await two.error(input="x" * 600_000, truncation="auto")
         assert status in (400, 507), message
@@ -180,7 +180,7 @@ def test_when_the_store_is_full_the_oldest_responses_of_the_same_key_go(
         tmp_path,
         work,
         api_keys=plain_keys(["one", "two"]),
-        max_stored_bytes=400_000,
+        max_stored_bytes=250_000,
         max_context=8192,
     )
 
@@ -210,6 +210,20 @@ def test_a_stored_conversation_may_not_have_more_items_than_a_request(
         assert (status, code) == (400, "context_length_exceeded") and "8192" in message
 
     run(default_model_path, tmp_path, work, max_context=1 << 17)
+
+
+def test_a_stored_conversation_longer_than_the_context_is_an_error_or_is_shortened(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    async def work(api: Api) -> None:
+        first = await api.create(input="word " * 300)
+        fields: dict[str, Any] = {"input": "word " * 300, "previous_response_id": first["id"]}
+        status, _, code, message = await api.error(**fields)
+        assert (status, code) == (400, "context_length_exceeded") and "512" in message
+        second = await api.create(**fields, truncation="auto")
+        assert 300 < second["usage"]["input_tokens"] < 400
+
+    run(default_model_path, tmp_path, work, max_context=512)
 
 
 # ---------------------------------------------------------------------- background

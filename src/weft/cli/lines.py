@@ -27,7 +27,10 @@ _PARAMETERS = frozenset(field.name for field in dataclasses.fields(SamplingParam
 _ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
 # Fields of the OpenAI API that are ignored: --model sets the model, and the others do not change the answer.
 _IGNORED = frozenset(
-    ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+    (
+        *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "prediction", "verbosity"),
+    )
 )
 # Fields of the OpenAI API that are accepted only with these values.
 _ONLY_VALUES: dict[str, tuple[object, ...]] = {

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from weft import __version__
+from weft.cli.batch import batch_app
 from weft.cli.bench import AsJson, bench_app
 from weft.cli.entry import run
 from weft.server.settings import FLAGS, flag_type
@@ -21,6 +22,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich would keep the line breaks of the source in the help text
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(batch_app, name="batch")
 
 Model = Annotated[
     str,

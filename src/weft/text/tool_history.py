@@ -27,14 +27,12 @@ def results_in_call_order(messages: Sequence[Any]) -> list[Any]:
     arrive, and many templates render no ids."""
     ordered: list[Any] = []
     for message, results in _turns(messages):
-        if message is not None:
-            ordered.append(message)
         ids = [_text_id(call.get("id")) for call in _calls(message)]
         if len(ids) > 1 and None not in ids:
             # Results of unknown calls come last.
             places = {call_id: place for place, call_id in reversed([*enumerate(ids)])}
             results.sort(key=lambda one: places.get(_text_id(one.get("tool_call_id")), len(ids)))
-        ordered += results
+        ordered += [*message, *results]
     return ordered
 
 
@@ -54,24 +52,22 @@ def adapt_tool_history(messages: Sequence[Any], tool_format: ToolFormat) -> Sequ
     return messages
 
 
-def _turns(messages: Iterable[Any]) -> Iterable[tuple[Any, list[Any]]]:
-    """Each message that is no result, with the results after it. The first may be None."""
-    message: Any = None
+def _turns(messages: Iterable[Any]) -> Iterable[tuple[list[Any], list[Any]]]:
+    """Each message that is no result, with the results after it. Results at the beginning have no message."""
+    message: list[Any] = []
     results: list[Any] = []
-    is_first = True
     for one in messages:
         if isinstance(one, Mapping) and one.get("role") == "tool":
             results.append(one)
             continue
-        if not is_first or results:
-            yield message, results
-        message, results, is_first = one, [], False
-    if not is_first or results:
         yield message, results
+        message, results = [one], []
+    yield message, results
 
 
-def _calls(message: Any) -> list[Mapping[str, Any]]:
-    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+def _calls(message: Sequence[Any]) -> list[Mapping[str, Any]]:
+    """The calls of one message, if there is one and they are valid."""
+    calls = message[0].get("tool_calls") if message and isinstance(message[0], Mapping) else None
     if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
         return []
     return list(calls)
@@ -89,9 +85,8 @@ def _with_ids(messages: Sequence[Any]) -> list[Any]:
                 else {**call, "id": f"call-{len(changed)}-{place}"}
                 for place, call in enumerate(calls)
             ]
-            message = {**message, "tool_calls": calls}
-        if message is not None:
-            changed.append(message)
+            message = [{**message[0], "tool_calls": calls}]
+        changed += message
         answered = {_text_id(one.get("tool_call_id")) for one in results}
         free = iter([call["id"] for call in calls if call["id"] not in answered])
         for one in results:
@@ -107,7 +102,7 @@ def _one_call_at_a_time(messages: Sequence[Any]) -> list[Any]:
     for message, results in _turns(messages):
         calls = _calls(message)
         if len(calls) < 2:
-            split += ([] if message is None else [message]) + results
+            split += [*message, *results]
             continue
         answers: dict[str | None, deque[Any]] = {}
         for one in results:
@@ -115,7 +110,7 @@ def _one_call_at_a_time(messages: Sequence[Any]) -> list[Any]:
         unanswered = Counter(_text_id(call.get("id")) for call in calls)
         for number, call in enumerate(calls):
             content = {} if number == 0 else {"content": ""}
-            split.append({**message, **content, "tool_calls": [call]})
+            split.append({**message[0], **content, "tool_calls": [call]})
             call_id = _text_id(call.get("id"))
             unanswered[call_id] -= 1
             own = answers.get(call_id, deque())
@@ -129,7 +124,7 @@ def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
     changed: dict[str, Any] = {}
     if isinstance(call_id := message.get("tool_call_id"), str):
         changed["tool_call_id"] = _short(call_id)
-    if calls := _calls(message):
+    if calls := _calls([message]):
         changed["tool_calls"] = [
             {**call, "id": _short(call["id"])} if isinstance(call.get("id"), str) else call for call in calls
         ]

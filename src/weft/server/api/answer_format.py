@@ -92,6 +92,8 @@ class AnswerContext:
     """Tokens of all prompts together."""
     cacheable_tokens: int = 0
     """Prompt tokens that the same request, sent again, can find in the prefix cache."""
+    has_session: bool = False
+    """The cached prefixes of the request are evicted last."""
     has_parts: bool = False
     """Answers may have thoughts or tool calls besides content."""
     echoes: Sequence[Echo] = ()

@@ -123,7 +123,7 @@ class _Files:
         except (ApiError, WeftError):
             # Read the rest: a client that is still sending would see a reset connection instead of this error.
             with suppress(ApiError, ClientDisconnect):
-                async for _ in request.stream():
+                async for _ in body:
                     pass
             raise
 

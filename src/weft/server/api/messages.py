@@ -22,7 +22,7 @@ from weft.server.api.answer_format import (
     ServedModel,
 )
 from weft.server.api.field_docs import Field
-from weft.server.api.messages_input import items_of_messages, refusal
+from weft.server.api.messages_input import items_of_messages, quoted, refusal
 from weft.server.api.messages_writer import (
     ErrorBody,
     InputTokens,
@@ -34,10 +34,11 @@ from weft.server.api.messages_writer import (
 from weft.server.api.schema import MAX_ENTRIES, MAX_NAMED, shown
 from weft.server.api.tool_use import FunctionTool, ToolChoice, ToolUse, chosen_tools
 from weft.server.errors import ApiError
-from weft.text.conversation import Conversation, Item, Message
+from weft.text.conversation import EFFORTS, Conversation, Item, Message
 
 _CHOICES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
-_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+_DEFAULT_EFFORT = "high"
+"""That of a request with thinking, as in the Anthropic API."""
 _WEATHER = {
     "name": "weather",
     "description": "The weather in a city.",
@@ -124,12 +125,12 @@ class MessagesFormat(AnswerFormat[MessagesRequest]):
             "one call in an answer."
         ),
         "thinking": Field(
-            "An object with the type enabled, adaptive or disabled. Chat templates with a switch for thinking get it as "
-            "enable_thinking. Default: disabled. Budgets have no effect."
+            "An object with the type enabled, adaptive or disabled: whether a model with a switch for thoughts thinks. "
+            "Default: disabled, unless output_config has an effort. Budgets have no effect."
         ),
         "output_config": Field(
-            "`format`: a json_schema that the answer follows. `effort`: low to max, given to the chat template as "
-            "reasoning_effort."
+            "`format`: a json_schema that the answer follows. `effort`: how much the model should think, if its chat "
+            f"template has levels: {', '.join(EFFORTS)}."
         ),
         "metadata": Field("`user_id` is part of the id of the session, if the request has a cache_control."),
         "cache_control": Field(
@@ -153,8 +154,8 @@ class MessagesFormat(AnswerFormat[MessagesRequest]):
     )
 
     def ignored(self, api_request: MessagesRequest) -> Sequence[str]:
-        kinds = [str(tool.get("type")) for tool in api_request.tools or () if not _is_own(tool)]
-        return [shown(f"tools.{kind}") for kind in kinds[:MAX_NAMED]]
+        kinds = [tool.get("type") for tool in api_request.tools or () if not _is_own(tool)]
+        return [shown(f"tools.{kind if isinstance(kind, str) else 'unknown'}") for kind in kinds[:MAX_NAMED]]
 
     def parse(self, api_request: MessagesRequest, model: ServedModel) -> ParsedRequest:
         items, continues_last = items_of_messages(api_request.system, api_request.messages)
@@ -162,9 +163,7 @@ class MessagesFormat(AnswerFormat[MessagesRequest]):
         if session_id is None and _has_mark(api_request):
             session_id = _session_id(items, api_request.metadata)
         return ParsedRequest(
-            Conversation(
-                items, template_options=_template_options(api_request), continues_last=continues_last
-            ),
+            Conversation(items, continues_last=continues_last, reasoning_effort=_effort(api_request)),
             _sampling(api_request, model),
             api_request.stream,
             _grammar(api_request.output_config),
@@ -175,7 +174,7 @@ class MessagesFormat(AnswerFormat[MessagesRequest]):
         )
 
     def writer(self, api_request: MessagesRequest, context: AnswerContext) -> AnswerWriter:
-        return MessagesWriter(context, is_marked=api_request.session_id is not None or _has_mark(api_request))
+        return MessagesWriter(context)
 
     def field_names(self, api_request: MessagesRequest) -> Mapping[str, str]:
         return {"stop": "stop_sequences", "prompt": "messages", "grammar": "output_config"}
@@ -191,22 +190,19 @@ def _sampling(api_request: MessagesRequest, model: ServedModel) -> SamplingParam
     return SamplingParams(**{"max_tokens": None, **model.generation_defaults, **given, "stop": stop})
 
 
-def _template_options(api_request: MessagesRequest) -> dict[str, Any]:
-    """Templates ignore options that they do not know. They call the switch for thinking by one of two names."""
-    kind = "disabled" if api_request.thinking is None else api_request.thinking.get("type")
-    if not isinstance(kind, str):
-        raise refusal(f"thinking.type is {str(kind)!r:.80}; allowed: enabled, adaptive, disabled", "thinking")
-    is_on = kind != "disabled"
-    options: dict[str, Any] = {"enable_thinking": is_on, "thinking": is_on}
+def _effort(api_request: MessagesRequest) -> str:
+    """How much the model should think."""
+    kind = None if api_request.thinking is None else api_request.thinking.get("type")
+    if api_request.thinking is not None and not isinstance(kind, str):
+        raise refusal(f"thinking.type is {quoted(kind)}; allowed: enabled, adaptive, disabled", "thinking")
     effort = (api_request.output_config or {}).get("effort")
-    if effort is not None:
-        if not isinstance(effort, str) or effort not in _EFFORTS:
-            raise refusal(
-                f"output_config.effort is {str(effort)!r:.80}; allowed: {', '.join(_EFFORTS)}",
-                "output_config",
-            )
-        options["reasoning_effort"] = _EFFORTS[effort]
-    return options
+    if effort is not None and (not isinstance(effort, str) or effort not in EFFORTS):
+        raise refusal(
+            f"output_config.effort is {quoted(effort)}; allowed: {', '.join(EFFORTS)}", "output_config"
+        )
+    if kind == "disabled":
+        return "none"
+    return effort or ("none" if kind is None else _DEFAULT_EFFORT)
 
 
 def _grammar(output_config: Mapping[str, Any] | None) -> Grammar | None:
@@ -256,7 +252,7 @@ def _tool_choice(given: Mapping[str, Any] | None) -> tuple[ToolChoice, bool]:
         return ToolChoice(), False
     kind, name, is_single = given.get("type"), given.get("name"), given.get("disable_parallel_tool_use")
     if not isinstance(kind, str) or kind not in _CHOICES:
-        raise refusal(f"tool_choice.type is {str(kind)!r:.80}; allowed: {', '.join(_CHOICES)}", "tool_choice")
+        raise refusal(f"tool_choice.type is {quoted(kind)}; allowed: {', '.join(_CHOICES)}", "tool_choice")
     if kind == "tool" and not isinstance(name, str):
         raise refusal("tool_choice has no name; send the name of a tool", "tool_choice")
     if is_single is not None and not isinstance(is_single, bool):
@@ -291,7 +287,9 @@ def _session_id(items: Sequence[Item], metadata: Mapping[str, Any] | None) -> st
     message. Requests of one user with another system prompt, such as for a title, are another session."""
     user = (metadata or {}).get("user_id")
     digest = hashlib.sha256(user.encode("utf-8", "replace") if isinstance(user, str) else b"")
-    for item in items[:2]:
+    for item in items:
         if isinstance(item, Message):
             digest.update(f"\0{item.role}\0{item.content}".encode("utf-8", "replace"))
+        if not isinstance(item, Message) or item.role != "system":
+            break
     return f"messages-{digest.hexdigest()[:32]}"

@@ -31,7 +31,7 @@ def items_of_messages(
     for index, message in enumerate(messages):
         role, content, where = message.get("role"), message.get("content"), f"messages[{index}]"
         if role not in _ROLES:
-            raise refusal(f"{where}.role is {str(role)!r:.80}; allowed: {', '.join(_ROLES)}", "messages")
+            raise refusal(f"{where}.role is {quoted(role)}; allowed: {', '.join(_ROLES)}", "messages")
         if role == "system":
             reader.system(_joined(_texts(content, f"{where}.content")))
         elif role == "assistant":
@@ -46,15 +46,16 @@ class _Reader:
 
     def __init__(self) -> None:
         self._items: list[Item] = []
-        self._open_calls: dict[str, int] = {}
-        """Position of each call whose result has not been read, by id."""
-        self._results: list[tuple[int, ToolResult]] = []
-        """Results not yet in the items, with the positions of their calls. They may arrive in any order."""
+        self._role = ""
+        self._texts: list[str] = []
+        """The texts of the open message, which has `_role`. It is not in the items yet. Empty: no message is open."""
+        self._open_calls: dict[str, None] = {}
+        """The ids of the calls whose result has not been read, in order."""
 
     def system(self, text: str) -> None:
         if not text:
             return
-        if all(isinstance(item, Message) and item.role == "system" for item in self._items):
+        if not self._items and self._role in ("", "system"):
             self._say("system", text)
         else:
             # Many templates refuse a system message after the first message.
@@ -62,48 +63,53 @@ class _Reader:
 
     def user(self, content: Any, where: str) -> None:
         texts: list[str] = []
+        has_results = False
         for block, place in _blocks(content, where):
             if isinstance(block, Mapping) and block.get("type") == "tool_result":
                 self._result(block, place)
+                has_results = True
             else:
                 texts += _texts_of(block, place)
-        if texts or not self._results:
+        if texts or not has_results:
             self._say("user", _joined(texts))
 
     def assistant(self, content: Any, where: str) -> None:
         self._close_calls(where)
-        texts: list[str] = []
         for block, place in _blocks(content, where):
             kind = block.get("type") if isinstance(block, Mapping) else None
             if kind == "thinking":
                 if text := _string(block, "thinking", place):
-                    self._items.append(Thought(text))
+                    self._add(Thought(text))
             elif kind == "tool_use":
-                if texts:
-                    self._say("assistant", _joined(texts))
-                    texts = []
                 self._call(block, place)
-            elif kind != "redacted_thinking":  # nobody but its author can read it
-                texts += _texts_of(block, place)
-        if texts:
-            self._say("assistant", _joined(texts))
+            elif kind != "redacted_thinking":  # only its author can read it
+                for text in _texts_of(block, place):
+                    self._say("assistant", text)
 
     def finish(self) -> tuple[list[Item], bool]:
         self._close_calls("messages")
-        last = self._items[-1] if self._items else None
-        if last is None:
+        self._close_message()
+        if not self._items:
             raise refusal("the messages have no text; send some", "messages")
+        last = self._items[-1]
         is_continued = isinstance(last, Message) and last.role == "assistant" and bool(last.content)
         return self._items, is_continued
 
     def _say(self, role: str, text: str) -> None:
-        self._flush_results()
-        last = self._items[-1] if self._items else None
-        if isinstance(last, Message) and last.role == role:
-            assert isinstance(last.content, str)
-            self._items[-1] = Message(role, _joined([last.content, text]))
-        else:
-            self._items.append(Message(role, text))
+        """Adds a text to the open message, or opens another one."""
+        if self._role != role:
+            self._close_message()
+            self._role = role
+        self._texts.append(text)
+
+    def _add(self, item: Item) -> None:
+        self._close_message()
+        self._items.append(item)
+
+    def _close_message(self) -> None:
+        if self._texts:
+            self._items.append(Message(self._role, _joined(self._texts)))
+        self._role, self._texts = "", []
 
     def _call(self, block: Mapping[str, Any], where: str) -> None:
         call_id, name = _string(block, "id", where), _string(block, "name", where)
@@ -114,31 +120,25 @@ class _Reader:
         arguments = block.get("input", {})
         if not isinstance(arguments, Mapping):
             raise refusal(f"{where}.input is not an object; send one", "messages")
-        self._open_calls[call_id] = len(self._items)
-        self._items.append(ToolCall(call_id, name, _json(arguments, where)))
+        self._add(ToolCall(call_id, name, _json(arguments, where)))
+        self._open_calls[call_id] = None
 
     def _result(self, block: Mapping[str, Any], where: str) -> None:
         call_id = _string(block, "tool_use_id", where)
-        position = self._open_calls.pop(call_id, None)
-        if position is None:
+        if call_id not in self._open_calls:
             raise refusal(
                 f"{where}.tool_use_id is {call_id!r:.80}, but no tool_use block before it has this id and no result; "
                 "send the call with its result",
                 "messages",
             )
+        del self._open_calls[call_id]
         content = block.get("content")
         text = "" if content is None else _joined(_texts(content, f"{where}.content"))
         if block.get("is_error") is True:
             text = f"Error: {text}" if text else "Error"
-        self._results.append((position, ToolResult(call_id, text)))
-
-    def _flush_results(self) -> None:
-        """Adds the results in the order of their calls: templates without ids tell them apart by their order."""
-        self._items += [result for _, result in sorted(self._results, key=lambda one: one[0])]
-        self._results = []
+        self._add(ToolResult(call_id, text))
 
     def _close_calls(self, where: str) -> None:
-        self._flush_results()
         if self._open_calls:
             named = ", ".join(f"{one!r:.80}" for one in list(self._open_calls)[:4])
             raise refusal(
@@ -191,8 +191,9 @@ def _texts_of(block: Any, where: str) -> list[str]:
         return [*titles, *_texts(block.get("content"), f"{where}.content")]
     if kind == "tool_reference":
         return [_string(block, "tool_name", where)]
-    reason = _REFUSED_BLOCKS.get(str(kind), "allowed here: text, document, search_result")
-    raise refusal(f"{where} has the type {str(kind)!r:.80}: {reason}", "messages")
+    known = _REFUSED_BLOCKS.get(kind) if isinstance(kind, str) else None
+    reason = known or "allowed here: text, document, search_result"
+    raise refusal(f"{where} has the type {quoted(kind)}: {reason}", "messages")
 
 
 def _document(block: Mapping[str, Any], where: str) -> list[str]:
@@ -203,7 +204,7 @@ def _document(block: Mapping[str, Any], where: str) -> list[str]:
         return [*titles, _string(source, "data", f"{where}.source")]
     if isinstance(source, Mapping) and kind == "content":
         return [*titles, *_texts(source.get("content"), f"{where}.source.content")]
-    raise refusal(f"{where}.source has the type {str(kind)!r:.80}: {_REFUSED_BLOCKS['document']}", "messages")
+    raise refusal(f"{where}.source has the type {quoted(kind)}: {_REFUSED_BLOCKS['document']}", "messages")
 
 
 def _string(block: Mapping[str, Any], name: str, where: str) -> str:
@@ -223,6 +224,11 @@ def _json(value: Any, where: str) -> str:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
         raise refusal(f"{where}.input is nested too deeply; use fewer levels", "messages") from None
+
+
+def quoted(value: Any) -> str:
+    """A value that should be one of some names, for an error."""
+    return f"{value!r:.80}" if isinstance(value, str) else "missing" if value is None else "not a string"
 
 
 def refusal(message: str, param: str) -> ApiError:

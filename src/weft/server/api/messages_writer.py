@@ -155,10 +155,8 @@ def error_body(error: ApiError) -> dict[str, Any]:
 class MessagesWriter(AnswerWriter):
     """A stream has blocks one after the other. A block is open until text of another kind, or the end."""
 
-    def __init__(self, context: AnswerContext, *, is_marked: bool) -> None:
-        """`is_marked`: the request has a `cache_control`."""
+    def __init__(self, context: AnswerContext) -> None:
         super().__init__(context)
-        self._is_marked = is_marked
         self._num_blocks = 0
         self._has_calls = False
         self._open_block: type[Delta] | None = None
@@ -272,7 +270,7 @@ class MessagesWriter(AnswerWriter):
 
     def _usage(self, result: GenerationResult) -> dict[str, int]:
         cached = result.cached_token_count
-        created = max(0, self.context.cacheable_tokens - cached) if self._is_marked else 0
+        created = max(0, self.context.cacheable_tokens - cached) if self.context.has_session else 0
         return {**self._cache_usage(created, cached), "output_tokens": result.completion_token_count}
 
     def _cache_usage(self, created: int, cached: int) -> dict[str, int]:

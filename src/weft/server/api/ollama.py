@@ -1,4 +1,4 @@
-"""What the formats of Ollama's API share: options, errors, and the lines of a stream."""
+"""What the formats of Ollama's API share: the fields of requests, options, and the types of answers."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
 
 _REFERENCE = "#/components/schemas/{name}"
 _DESCRIPTION = """\
-The OpenAI and the Anthropic API, served by weft. Unknown fields are ignored and listed in a `Warning` header. A `null` means the
+The APIs of OpenAI, Anthropic and Ollama, served by weft. Unknown fields are ignored and listed in a `Warning` header. A `null` means the
 default. Every response has an `x-request-id` header: the id that the client sent, or a new one."""
 
 _MESSAGE: dict[str, Any] = {

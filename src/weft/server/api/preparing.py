@@ -135,6 +135,7 @@ class Preparer:
             num_choices_per_prompt=params.n,
             prompt_tokens=sum(map(len, prompts)),
             cacheable_tokens=sum(self._cacheable(len(one)) for one in prompts),
+            has_session=parsed.session_id is not None,
             has_parts=answer_form is not None,
             echoes=echoes,
             prompts=[request.prompt for request in requests],

@@ -11,6 +11,7 @@
 | `responses_writer.py` | the response object, streamed or not, and storing it |
 | `responses_output.py` | the items of the output and their events |
 | `responses_shapes.py` | the types of responses, for the OpenAPI document |
+| `responses_stored.py` | items of stored responses |
 | `responses_routes.py` | the routes for stored responses |
 | `responses_background.py` | background responses |
 | `server/state/responses.py` | the table of stored responses |
@@ -21,14 +22,12 @@ table from its beginning. Nothing else is kept between requests.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from weft.request import MAX_LOGPROBS, MAX_NAME_LENGTH, MAX_TOKENS, Grammar
+from weft.request import MAX_LOGPROBS, MAX_TOKENS, Grammar
 from weft.server.api import structured
 from weft.server.api.answer_format import (
     GENERATING,
@@ -50,10 +49,9 @@ from weft.server.api.responses_items import (
     ignored_items,
     item_type,
     referenced_ids,
-    response_of_item,
-    without_lost_calls,
 )
 from weft.server.api.responses_shapes import ResponseEvent, ResponseInputTokens, ResponseObject
+from weft.server.api.responses_stored import stored_conversation, stored_items
 from weft.server.api.responses_tools import function_tools, ignored_tools, known_choice, tool_choice
 from weft.server.api.responses_writer import ResponsesWriter
 from weft.server.api.schema import MAX_ENTRIES, MAX_NAMED, GenerationRequest, shown
@@ -61,12 +59,11 @@ from weft.server.api.services import Caller
 from weft.server.api.tool_use import chosen_tools
 from weft.server.errors import ApiError
 from weft.server.state import responses as table
-from weft.text.conversation import Conversation, Item, Message
+from weft.text.conversation import EFFORTS, Conversation, Item, Message
 
 PATH = "/v1/responses"
 _LOGPROBS = "message.output_text.logprobs"
 _MAX_METADATA_LENGTH = 512
-_NO_THINKING = ("none", "minimal")
 
 
 class TextOptions(msgspec.Struct, frozen=True):
@@ -181,8 +178,8 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
         ),
         "text": Field("`format`: text, json_schema or json_object. `verbosity`: accepted, without effect."),
         "reasoning": Field(
-            "`effort`: none or minimal turns thoughts off, if the chat template can. `summary`: thoughts are returned "
-            "as a summary, which is their whole text."
+            f"`effort`: {', '.join(EFFORTS)}; none and minimal turn thoughts off, if the chat template can. `summary`: "
+            "thoughts are returned as a summary, which is their whole text."
         ),
         "include": Field(
             f"`{_LOGPROBS}` and `reasoning.encrypted_content`; others have no effect. At most {MAX_ENTRIES['include']}."
@@ -238,13 +235,13 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
             num_bytes = 0
             if previous is not None:
                 chain = table.chain(connection, previous, caller.owner, now, **limits)
-                earlier = _stored_conversation(
+                earlier = stored_conversation(
                     chain, previous, is_cut_allowed=api_request.truncation == "auto"
                 )
                 num_bytes = sum(row.num_bytes for row in chain.rows)
             given = {item["id"]: item for item in items if _has_id(item)}
             others = [one for one in references if one not in given]
-            return earlier, num_bytes, given | _stored_items(connection, others, caller.owner, now, limits)
+            return earlier, num_bytes, given | stored_items(connection, others, caller.owner, now, limits)
 
         earlier, num_bytes, found = await services.store.run(read)
         resolved = [found[item["id"]] if item_type(item) == "item_reference" else item for item in items]
@@ -275,8 +272,12 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
         check_calls(items)
         if api_request.instructions:
             items.insert(0, Message("system", api_request.instructions))
-        conversation = Conversation(items, None, _template_options(api_request))
-        parsed = parsed_request(
+        conversation = Conversation(
+            items,
+            template_options=api_request.chat_template_kwargs,
+            reasoning_effort=api_request.reasoning.effort,
+        )
+        return parsed_request(
             api_request,
             conversation,
             params,
@@ -285,7 +286,6 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
             stored_bytes=stored_bytes,
             drops_oldest=api_request.truncation == "auto",
         )
-        return replace(parsed, session_id=_session_id(api_request))
 
     def writer(self, api_request: ResponsesRequest, context: AnswerContext) -> AnswerWriter:
         return ResponsesWriter(api_request, context)
@@ -309,6 +309,9 @@ def _check(api_request: ResponsesRequest, *, stores_nothing: bool) -> None:
         raise _refusal(f"n is {api_request.n}; a response has one answer: leave it out", "n")
     if api_request.truncation not in ("auto", "disabled"):
         raise _refusal(f"truncation is {api_request.truncation!r:.80}; allowed: auto, disabled", "truncation")
+    effort = api_request.reasoning.effort
+    if effort is not None and effort not in EFFORTS:
+        raise _refusal(f"reasoning.effort is {effort!r:.80}; allowed: {', '.join(EFFORTS)}", "reasoning")
     if api_request.background:
         if api_request.stream:
             raise _refusal(
@@ -327,16 +330,6 @@ def _check(api_request: ResponsesRequest, *, stores_nothing: bool) -> None:
             )
 
 
-def _template_options(api_request: ResponsesRequest) -> dict[str, Any]:
-    effort = api_request.reasoning.effort
-    if effort is None:
-        return api_request.chat_template_kwargs
-    options: dict[str, Any] = {"reasoning_effort": effort}
-    if effort in _NO_THINKING:
-        options["enable_thinking"] = False
-    return {**options, **api_request.chat_template_kwargs}
-
-
 def _grammar(api_request: ResponsesRequest) -> Grammar | None:
     form = api_request.text.format
     other = structured.requested_grammar(api_request)
@@ -352,87 +345,8 @@ def _grammar(api_request: ResponsesRequest) -> Grammar | None:
     return structured.grammar_of_schema(form.get("schema"), "text.format.schema")
 
 
-def _session_id(api_request: ResponsesRequest) -> str | None:
-    """The session of the conversation. `prompt_cache_key` names it, if `session_id` does not."""
-    key = api_request.session_id or api_request.prompt_cache_key
-    if key is None or len(key) <= MAX_NAME_LENGTH:
-        return key
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
-
-
 def _has_id(item: Mapping[str, Any]) -> bool:
     return item_type(item) != "item_reference" and isinstance(item.get("id"), str)
-
-
-class _Output(msgspec.Struct):
-    """What is read of a stored response object."""
-
-    output: list[dict[str, Any]]
-
-
-_read_input = msgspec.json.Decoder(list[dict[str, Any]]).decode
-_read_output = msgspec.json.Decoder(_Output).decode
-
-
-def _stored_conversation(chain: table.Chain, previous: str, *, is_cut_allowed: bool) -> list[Item]:
-    """The items of stored responses. Runs in the thread of the store."""
-    if chain.missing_id == previous:
-        raise _not_found(
-            f"there is no stored response {previous!r:.80}", "previous_response_id", "previous_response"
-        )
-    if chain.missing_id is not None and not is_cut_allowed:
-        message = (
-            f"the conversation of {previous!r:.80} is not whole any more: its response {chain.missing_id!r:.80} was "
-            "deleted or has expired; send the items themselves, or truncation: auto"
-        )
-        raise _not_found(message, "previous_response_id", "previous_response")
-    if chain.is_cut and not is_cut_allowed:
-        raise _refusal(
-            f"the stored conversation of {previous!r:.80} has more than {MAX_ENTRIES['input']} items, or more bytes "
-            "than max_body_bytes; begin a new one, or send truncation: auto",
-            "previous_response_id",
-            "context_length_exceeded",
-        )
-    items: list[Item] = []
-    for row in chain.rows:
-        if not row.is_finished or row.status in ("failed", "cancelled"):
-            raise _refusal(
-                f"the response {row.id!r:.80} has the status {row.status}; only a completed one can be continued",
-                "previous_response_id",
-            )
-        items += conversation_items([*_read_input(row.input), *_usable(_read_output(row.response).output)])
-    return without_lost_calls(items) if chain.is_cut or chain.missing_id is not None else items
-
-
-def _usable(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without calls that the token limit cut: they cannot have been run, so they have no output."""
-    return [item for item in output if not ("call_id" in item and item.get("status") == "incomplete")]
-
-
-def _stored_items(
-    connection: Any, ids: Sequence[str], owner: str, now: float, limits: Mapping[str, int]
-) -> dict[str, Any]:
-    """The stored items with these ids. Runs in the thread of the store."""
-    responses = {one: response_of_item(one) for one in ids}
-    rows = table.find_all(
-        connection,
-        [one for one in responses.values() if one is not None],
-        owner,
-        now,
-        max_bytes=limits["max_bytes"],
-    )
-    items: dict[str, Any] = {}
-    for row in rows.values():
-        for item in [*_read_input(row.input), *_read_output(row.response).output]:
-            items[item["id"]] = item
-    for one in ids:
-        if one not in items:
-            raise _not_found(f"there is no stored item {one!r:.80}", "input", "item")
-    return items
-
-
-def _not_found(message: str, param: str, what: str) -> ApiError:
-    return ApiError(404, message, param=param, code=f"{what}_not_found")
 
 
 def _refusal(message: str, param: str, code: str = "invalid_value") -> ApiError:

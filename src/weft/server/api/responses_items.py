@@ -15,8 +15,7 @@ from weft.server.api.responses_tools import custom_arguments, shown_name
 from weft.server.errors import ApiError
 from weft.text.conversation import Item, Message, Thought, ToolCall, ToolResult
 
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-"""The role that templates know, by the role in the API."""
+_ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = {
     **dict.fromkeys(("input_text", "output_text", "text", "summary_text", "reasoning_text"), "text"),
     "refusal": "refusal",
@@ -167,7 +166,7 @@ def _message(item: Mapping[str, Any], where: str) -> Message:
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise _refusal(f"{where}.role is {str(role)!r:.80}; allowed: {', '.join(_ROLES)}", f"{where}.role")
-    return Message(_ROLES[role], _texts(item.get("content"), f"{where}.content"))
+    return Message(role, _texts(item.get("content"), f"{where}.content"))
 
 
 def _call(item: Mapping[str, Any], is_custom: bool, where: str) -> ToolCall:

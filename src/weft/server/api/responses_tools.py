@@ -76,7 +76,7 @@ def known_tools(tools: Sequence[Any]) -> list[Mapping[str, Any]]:
 
 
 def ignored_tools(tools: Sequence[Any]) -> list[str]:
-    return [f"tools[{index}].{_type(tool)}" for index, tool in enumerate(tools) if _is_ignored(tool)]
+    return [f"tools.{index}.{_type(tool)}" for index, tool in enumerate(tools) if _is_ignored(tool)]
 
 
 def known_choice(choice: Any) -> Any:

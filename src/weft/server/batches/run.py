@@ -30,7 +30,7 @@ from weft.server.state.store import StoreError
 _MAX_ERRORS = 100
 """Wrong lines that a batch lists. The error file has all."""
 _SMALLEST_LINE = 40
-_RETRY_SECONDS = 5.0
+_RETRY_SECONDS = 2.0
 """Delay before results are saved again that could not be saved."""
 _SPACE_SECONDS = 5.0
 """Time between two checks of the space that is left for results."""

@@ -21,7 +21,7 @@ folder made or cancelled."""
 _SWEEP_SECONDS = 600.0
 _KEPT_SECONDS = 30 * 86400.0
 """A batch that has ended is forgotten this long after it was made. Its files are kept."""
-_RETRY_SECONDS = 5.0
+_RETRY_SECONDS = 2.0
 """Delay before a batch continues that stopped because of a full disk or a mistake."""
 _MAX_BYTES = 32 << 20
 """Limit for the bytes of all lines in flight."""

@@ -9,6 +9,7 @@ import sys
 import termios
 import uuid
 from http import HTTPStatus
+from typing import Any
 
 import h11
 import msgspec
@@ -17,7 +18,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from weft.server.errors import ApiError
+from weft.server.errors import ERROR_WRITER, ApiError
 from weft.server.http.uploads import UPLOADS
 
 # uvicorn logs a warning for each request that is not HTTP; a client must not be able to fill the log.
@@ -175,9 +176,8 @@ class TimedProtocol(H11Protocol):
             return
         # A request may have got an error response before its body was complete.
         if self._timed_state is h11.IDLE or not self.cycle.response_started:
-            self._send_error(
-                ApiError(408, "the request did not arrive in time; send it again", code="timeout")
-            )
+            error = ApiError(408, "the request did not arrive in time; send it again", code="timeout")
+            self._send_error(error, has_headers=self._timed_state is h11.SEND_BODY)
         self.transport.close()
 
     def _watch_reader(self, num_unread: int, num_checks: int) -> None:
@@ -214,11 +214,16 @@ class TimedProtocol(H11Protocol):
             self._send_error(ApiError(400, message, code="invalid_http"))
         self.transport.close()
 
-    def _send_error(self, error: ApiError) -> None:
-        """Sends an error without the application: there is no complete request."""
-        body = msgspec.json.encode(error.body)
+    def _send_error(self, error: ApiError, *, has_headers: bool = False) -> None:
+        """Sends an error without the application: there is no complete request. If its headers are complete, the error
+        has the form of its route."""
+        status, content = error.status, error.body
+        write: Any = self.scope.get(ERROR_WRITER) if has_headers else None
+        if write is not None:
+            status, content = write(error)
+        body = msgspec.json.encode(content)
         head = (
-            f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nconnection: close\r\n"
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nconnection: close\r\n"
             "content-type: application/json\r\n"
             f"content-length: {len(body)}\r\nx-request-id: {uuid.uuid4().hex}\r\n\r\n"
         )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from weft.server.state.paging import PageQuery, read_page
-from weft.server.state.store import Store, StoreFullError, storage_errors
+from weft.server.state.store import Store, StoreFullError, storage_errors, used_bytes
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -129,11 +129,7 @@ class FileStore:
 
     def check_space(self, connection: Connection, num_bytes: int) -> None:
         """Raises StoreFullError if the store may not hold `num_bytes` more bytes."""
-        [stored] = connection.execute(
-            "SELECT (SELECT COALESCE(SUM(num_bytes), 0) FROM files)"
-            " + (SELECT COALESCE(SUM(result_bytes), 0) FROM batches)"
-            " + (SELECT COALESCE(SUM(length(input) + length(response)), 0) FROM responses)"
-        ).fetchone()
+        stored = used_bytes(connection)
         if stored + num_bytes > self._max_bytes:
             raise StoreFullError(
                 f"the server stores {stored} bytes of files, responses and results of batches, and {num_bytes} more do "

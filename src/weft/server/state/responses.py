@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weft.server.settings import ServerSettings
-from weft.server.state.store import StoreFullError
+from weft.server.state.store import StoreFullError, used_bytes
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -155,7 +155,7 @@ def delete(connection: Connection, response_id: str, owner: str) -> None:
 
 
 def _make_room(connection: Connection, num_bytes: int, owner: str, max_bytes: int) -> None:
-    while _used_bytes(connection) + num_bytes > max_bytes:
+    while used_bytes(connection) + num_bytes > max_bytes:
         deleted = connection.execute(
             "DELETE FROM responses WHERE id IN (SELECT id FROM responses WHERE owner = ? AND "
             f"NOT {_UNFINISHED} ORDER BY created_at LIMIT {_EVICTED_AT_ONCE})",
@@ -163,16 +163,7 @@ def _make_room(connection: Connection, num_bytes: int, owner: str, max_bytes: in
         )
         if not deleted.rowcount:
             raise StoreFullError(
-                f"the response needs {num_bytes} bytes, but the store has {_used_bytes(connection)} of at most "
+                f"the response needs {num_bytes} bytes, but the store has {used_bytes(connection)} of at most "
                 f"{max_bytes} bytes (max_stored_bytes), and this key has no older responses to delete; delete files, "
                 "or send store: false"
             )
-
-
-def _used_bytes(connection: Connection) -> int:
-    """The size of the rows of all tables, and of the files beside the database."""
-    sizes = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count"))
-    pages, free = sizes
-    [page_size] = connection.execute("PRAGMA page_size").fetchone()
-    [files] = connection.execute("SELECT coalesce(sum(num_bytes), 0) FROM files").fetchone()
-    return int((pages - free) * page_size + files)

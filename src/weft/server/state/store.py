@@ -198,6 +198,15 @@ class Store:
         self.worker.close()
 
 
+def used_bytes(connection: Connection) -> int:
+    """The size of the rows of all tables, and of the files beside the database."""
+    sizes = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count"))
+    pages, free = sizes
+    [page_size] = connection.execute("PRAGMA page_size").fetchone()
+    [files] = connection.execute("SELECT coalesce(sum(num_bytes), 0) FROM files").fetchone()
+    return int((pages - free) * page_size + files)
+
+
 def _is_damaged(error: DatabaseError) -> bool:
     return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB"))
 
