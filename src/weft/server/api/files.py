@@ -71,10 +71,27 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         form={
             "type": "object",
             "properties": {
-                "file": {"type": "string", "contentMediaType": "application/octet-stream"},
-                "purpose": {"type": "string", "enum": list(PURPOSES)},
-                "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-                "expires_after[seconds]": {"type": "integer", "minimum": MIN_SECONDS, "maximum": MAX_SECONDS},
+                "file": {
+                    "type": "string",
+                    "contentMediaType": "application/octet-stream",
+                    "description": "The content.",
+                },
+                "purpose": {
+                    "type": "string",
+                    "enum": list(PURPOSES),
+                    "description": f"One of {', '.join(PURPOSES)}.",
+                },
+                "expires_after[anchor]": {
+                    "type": "string",
+                    "enum": ["created_at"],
+                    "description": "Always created_at.",
+                },
+                "expires_after[seconds]": {
+                    "type": "integer",
+                    "minimum": MIN_SECONDS,
+                    "maximum": MAX_SECONDS,
+                    "description": "Seconds until the file is deleted.",
+                },
             },
             "required": ["file", "purpose"],
         },
@@ -85,7 +102,10 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "Files",
         FileList,
         errors=(400, 404, 503),
-        query={"purpose": {"type": "string"}, **page_parameters(10_000)},
+        query={
+            "purpose": {"type": "string", "description": "Only files with this purpose."},
+            **page_parameters(10_000),
+        },
     ),
     ("get", "/v1/files/{id}"): Operation("Describe a file", _ID, "Files", File, errors=(404, 503)),
     ("delete", "/v1/files/{id}"): Operation(

@@ -36,8 +36,18 @@ def page_query(request: Request, *, default_limit: int, max_limit: int) -> PageQ
 def page_parameters(max_limit: int) -> dict[str, dict[str, Any]]:
     """What `page_query` reads, for the OpenAPI document."""
     return {
-        "limit": {"type": "integer", "minimum": 1, "maximum": max_limit},
-        "order": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
+        "limit": {
+            "type": "integer",
+            "minimum": 1,
+            "maximum": max_limit,
+            "description": "The most objects of a page.",
+        },
+        "order": {
+            "type": "string",
+            "enum": ["asc", "desc"],
+            "default": "desc",
+            "description": "asc: oldest first; desc: newest first.",
+        },
         "after": {"type": "string", "description": "The last id of the page before."},
     }
 
