@@ -131,6 +131,10 @@ class Streamed:
         return [one["choices"][0]["text"] for one in events if "choices" in one]
 
 
+async def nothing_to_store(choices: Choices) -> None:
+    """Formats that store nothing do nothing at the end."""
+
+
 async def run_loop(count: int = 10) -> None:
     """Runs `count` iterations of the event loop."""
     for _ in range(count):
@@ -152,6 +156,7 @@ async def streamed(
         began=0.0,
         silence_seconds=silence_seconds,
         headers={},
+        finish=nothing_to_store,
         on_end=lambda outcome: found.outcomes.append(outcome),
     )
     found = Streamed(stream, engine, tokenizer.encode(TEXT, add_bos=False))

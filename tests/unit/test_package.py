@@ -128,6 +128,7 @@ def test_help_imports_nothing_that_does_the_work() -> None:
     assert {name for name in modules if name.startswith("weft")} == {
         "weft",
         "weft.cli",
+        "weft.cli.batch",
         "weft.cli.bench",
         "weft.cli.entry",
         "weft.cli.main",

@@ -167,10 +167,11 @@ def _as_function(tool: Mapping[str, Any], namespace: str | None, where: str) -> 
     return _with_grammar(FunctionTool(name, description, _INPUT_ONLY, True, where), form)
 
 
-def _with_grammar(tool: FunctionTool, form: Mapping[str, Any]) -> FunctionTool:
+def _with_grammar(tool: FunctionTool, form: Any) -> FunctionTool:
     """A custom tool whose input follows a grammar."""
     where = f"{tool.where}.format"
-    definition, syntax = form.get("definition"), form.get("syntax")
+    given = form if isinstance(form, Mapping) else {}
+    definition, syntax = given.get("definition"), given.get("syntax")
     if _type(form) != "grammar" or not isinstance(definition, str) or len(definition) > MAX_GRAMMAR_LENGTH:
         raise _refusal(
             f'{where} is neither {{"type": "text"}} nor a grammar with a syntax and a definition; send one',
