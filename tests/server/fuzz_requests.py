@@ -298,7 +298,7 @@ def _remember(asked: Asked, reply: Reply, objects: Objects, known: set[str]) -> 
     prefix = "resp_" if path == "/v1/responses" else "file-"
     found = reply.body.partition(f'"id":"{prefix}'.encode())[2].partition(b'"')[0].decode()
     if not found:
-        objects.num_left += reply.status == 0
+        objects.num_left += reply.status in (0, 499)  # its client left, perhaps while it was stored
         return
     known.add(prefix + found)
     made = objects.made[prefix]
