@@ -15,7 +15,7 @@ from starlette.routing import Route
 from weft.server.api import schema
 from weft.server.api.answer_format import Operation
 from weft.server.api.files import check_seconds, not_found
-from weft.server.api.listing import owner_of, page_query, page_response
+from weft.server.api.listing import owner_of, page_parameters, page_query, page_response
 from weft.server.api.response_shapes import Shape
 from weft.server.api.services import Services
 from weft.server.errors import ApiError, json_response
@@ -117,10 +117,11 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("get", "/v1/batches"): Operation(
         "List batches",
-        "Newest first. Query: `limit` (1 to 100; default: 20), `after` (the last id of the page before).",
+        "Newest first. The default limit is 20.",
         "Batches",
         BatchList,
         errors=(400, 404, 503),
+        query=page_parameters(100),
     ),
     ("get", "/v1/batches/{id}"): Operation(
         "Describe a batch", _ID, "Batches", BatchObject, errors=(404, 503)

@@ -75,6 +75,17 @@ MODEL_OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "A server has one model. With the header anthropic-version, the answer has the form of the Anthropic API.",
         "Models",
         ModelList,
+        errors=(400, 404),
+        query={
+            "limit": {
+                "type": "integer",
+                "minimum": 1,
+                "maximum": 1000,
+                "description": "Only with anthropic-version.",
+            },
+            "before_id": {"type": "string", "description": "Only with anthropic-version."},
+            "after_id": {"type": "string", "description": "Only with anthropic-version."},
+        },
     ),
     ("get", "/v1/models/{name}"): Operation(
         "Describe a model", "Accepts any name of the model, and its aliases.", "Models", Model, errors=(404,)

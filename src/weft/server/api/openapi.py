@@ -184,11 +184,20 @@ def _described(method: str, path: str, operation: Operation, needs_key: bool) ->
     }
     if operation.description:
         described["description"] = operation.description
-    names = re.findall(r"{(\w+)}", path)
-    if names:
-        described["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    parameters += [
+        {"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()
+    ]
+    if parameters:
+        described["parameters"] = parameters
+    if operation.form is not None:
+        described["requestBody"] = {
+            "required": True,
+            "content": {"multipart/form-data": {"schema": operation.form}},
+        }
     if operation.request is not None:
         content: dict[str, Any] = {"schema": _reference(operation.request)}
         content["examples"] = {name: {"value": value} for name, value in operation.examples.items()}
@@ -197,8 +206,10 @@ def _described(method: str, path: str, operation: Operation, needs_key: bool) ->
 
 
 def _responses(operation: Operation) -> dict[str, Any]:
-    if operation.answer is None:
-        good: dict[str, Any] = {operation.media_type: {"schema": {"type": "string"}}}
+    if operation.media_type == "application/octet-stream":
+        good: dict[str, Any] = {operation.media_type: {}}  # any bytes
+    elif operation.answer is None:
+        good = {operation.media_type: {"schema": {"type": "string"}}}
     elif operation.answer is dict:
         good = {"application/json": {"schema": {"type": "object"}}}
     else:
