@@ -210,7 +210,7 @@ def _responses(operation: Operation) -> dict[str, Any]:
     shown = sorted({*operation.errors, *((401, 403) if not operation.is_open else ())})
     for status in shown:
         responses[str(status)] = _error(_STATUSES[status], operation)
-    if operation.is_open and 503 in operation.errors:  # a 503 of /health has its usual body
+    if operation.is_open and 503 in operation.errors:  # /health: the body with 503 is the same as with 200
         responses["503"] = {"description": "The engine is down.", "content": good}
     responses["default"] = _error("Any other error.", operation)
     return responses

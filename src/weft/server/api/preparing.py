@@ -225,7 +225,7 @@ class Preparer:
         )
         if written is None or written is grammar:
             return grammar
-        # The grammar of the content is checked already, so the tools cause any error here.
+        # The grammar of the content was checked before. So an error here comes from the tools.
         with renamed_fields({"grammar": "tools"} if tools.tools else {}):
             return await self._grammars.check(written, client_id)
 
