@@ -91,7 +91,7 @@ class Planner:
     def _fill(self, builder: PlanBuilder) -> None:
         """Adds idle work to a step with interactive sequences."""
         if self._sequences.active_queue is self._sequences.idle_queue:
-            return  # the whole step is idle work
+            return  # no interactive sequence is in the step
         sequences, may_admit = self._idle.fill(builder)
         if sequences or may_admit:
             self._sequences.active_queue = self._sequences.idle_queue

@@ -127,7 +127,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("post", "/v1/batches/{id}/cancel"): Operation(
         "Cancel a batch",
-        "Lines that run are stopped. Lines that have a result stay in the output file.",
+        "Lines in flight are stopped. The results of the others stay in the output file.",
         "Batches",
         BatchObject,
         errors=(404, 409, 503, 507),
