@@ -253,8 +253,12 @@ def _with_field_docs(
         docs = None if "description" in given else fields.get(name)
         content = dict(docs.schema if docs is not None and docs.schema is not None else given)
         default = content.pop("default", None)
+        if isinstance(default, dict):
+            default = {key: value for key, value in default.items() if value is not None}
         if may_be_null and name not in required and {"type": "null"} not in content.get("anyOf", ()):
             content = {"anyOf": [content, {"type": "null"}]}
+            if "description" in given:
+                content["description"] = content["anyOf"][0].pop("description")
         if default is not None:
             content["default"] = default
         if docs is not None:
