@@ -39,7 +39,7 @@ from weft.text.conversation import EFFORTS, Conversation, Item, Message
 
 _CHOICES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 _DEFAULT_EFFORT = "high"
-"""That of a request with thinking, as in the Anthropic API."""
+"""The effort of a request with thinking and without an effort, as in the Anthropic API."""
 _WEATHER = {
     "name": "weather",
     "description": "The weather in a city.",
@@ -233,7 +233,7 @@ def _grammar(output_config: Mapping[str, Any] | None) -> Grammar | None:
 
 
 def _is_own(tool: Mapping[str, Any]) -> bool:
-    """Whether the client runs the tool and describes it by a schema. The vendor runs or describes all others."""
+    """Whether the client runs the tool and describes it by a schema. Anthropic runs or describes all others."""
     return tool.get("type") in (None, "custom")
 
 

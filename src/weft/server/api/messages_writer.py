@@ -194,7 +194,8 @@ class MessagesWriter(AnswerWriter):
                 self._write_text(Content, piece.text, written)
             if piece.choice.result is not None:
                 if self._num_blocks == 0 and self._open_block is None:
-                    self._write_text(Content, "", written)  # clients read the first block of an answer
+                    # clients read the first block, so there must be one
+                    self._write_text(Content, "", written)
                 self._close(written)
         return written[0] if len(written) == 1 else b"".join(written)
 
