@@ -85,7 +85,7 @@ class MemoryPlanner:
         if is_prompt_in_tiers and all(s.priority >= sequence.priority for s in self._sequences.running):
             # Prompts share the full blocks that the tails leave free. These may be few, so a prompt may have to wait for
             # every other running sequence: allow one step for each. A prompt with a higher priority than a running
-            # sequence gets no longer wait: it can preempt that sequence.
+            # sequence need not wait for it: it can preempt that sequence.
             rotation = max(rotation, len(self._sequences.running))
         return step - max(sequence.last_step, sequence.admitted_step - 1) <= rotation
 
@@ -96,8 +96,9 @@ class MemoryPlanner:
     ) -> bool:
         """Whether a row and the `needed` blocks are free for a waiting sequence. May preempt others for it.
 
-        If it can preempt none and others run, `needed_soon` blocks must be free, not counting those that prompts in
-        progress still need. Otherwise the sequence could be preempted right after its start, which only costs time.
+        Without preempting, and while other sequences run, `needed_soon` blocks must be free after the prompts in
+        progress have taken theirs. Otherwise the sequence could be preempted right after its start, which only costs
+        time.
         """
         kv_cache = self._sequences.kv_cache
         available, has_row = kv_cache.available, kv_cache.free_rows > 0

@@ -96,7 +96,7 @@ class Planner:
     def _fill(self, builder: PlanBuilder) -> None:
         """Adds idle work to a step with interactive sequences."""
         if self._sequences.active_queue is self._sequences.idle_queue:
-            return  # the whole step is idle work
+            return  # no interactive sequence is in the step
         sequences, may_admit = self._idle.fill(builder)
         if sequences or may_admit:
             self._sequences.active_queue = self._sequences.idle_queue
@@ -185,20 +185,20 @@ class Planner:
             growing = [s for s in decodes if (s.scheduled + 1) % block_size < 2]
         else:
             growing = [s for s in decodes if s.scheduled % block_size == 0 and _is_full(s, block_size)]
-        kv_cache = self._sequences.kv_cache
+        memory, kv_cache = self._memory, self._sequences.kv_cache
         if growing and len(growing) > kv_cache.min_available:
             growing.sort(key=lambda s: (-s.priority, s.order))
         for sequence in growing:
             if sequence.state is not RequestState.RUNNING:
                 continue  # preempted for an earlier sequence of this loop
-            needed = self._memory.needed(sequence, 1) if self._info.store_blocks else _ONE_BLOCK
-            if not self._memory.grow(builder, sequence, needed):
-                if self._memory.may_skip_step(builder, sequence) or self._memory.victim_is_in_plan(
-                    builder, sequence
-                ):
-                    builder.drop(sequence)
-                else:
-                    self._memory.preempt(builder, sequence)  # preempting those below it would not free enough
+            needed = memory.needed(sequence, 1) if self._info.store_blocks else _ONE_BLOCK
+            if memory.grow(builder, sequence, needed):
+                continue
+            if memory.may_skip_step(builder, sequence) or memory.victim_is_in_plan(builder, sequence):
+                builder.drop(sequence)
+            else:
+                # preempting sequences of lower rank would not free enough blocks
+                memory.preempt(builder, sequence)
 
     def should_wait_for_tokens(self) -> bool:
         """Whether the next step should wait for the tokens of the step in flight, so that it can have draft tokens.

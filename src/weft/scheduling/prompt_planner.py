@@ -94,8 +94,8 @@ class PromptPlanner:
         allocation, block_size, start = sequence.allocation, self._info.block_size, sequence.scheduled
         assert allocation is not None
         held = len(allocation.blocks) * block_size - start
-        # NOTE: a sequence that has not run since its admission cannot be preempted. If it waited for another, or kept
-        # blocks without progress, the two could block each other forever.
+        # NOTE: a sequence that has not run since its admission must not wait here. Until it has run it cannot be
+        # preempted, so its blocks stay taken. If the other sequence needs them, both would wait forever.
         has_run = sequence.last_step >= sequence.admitted_step
         if held == 0 and has_run:
             producer = self._sequences.prefixes.producer(sequence, len(allocation.blocks))
@@ -142,7 +142,8 @@ class PromptPlanner:
         builder.prefills.append((sequence, start, count, samples))
         builder.registered += self._sequences.prefixes.register(sequence, start, end)
         if not sequence.is_idle_work and sequence.allocation is not None:
-            self._sequences.kv_cache.pool.note_interactive(sequence.allocation.blocks)
+            for pool in (self._sequences.kv_cache.pool, self._sequences.kv_cache.store):
+                pool.note_interactive(sequence.allocation.blocks)
 
     # ------------------------------------------------------------------ admission
 

@@ -218,6 +218,10 @@ class Operation:
     event_media_type: str = "text/event-stream"
     error: type | None = None
     """Type of the body of an error. None: that of weft's own routes."""
+    query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The parameters of the query and their JSON schemas. All are optional."""
+    form: Mapping[str, Any] | None = None
+    """JSON schema of the body, if it is a form (multipart/form-data)."""
 
 
 GENERATING = (400, 404, 408, 413, 429, 500, 503, 504)

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from weft.errors import WeftError
 from weft.server.api.answer_format import Operation
-from weft.server.api.listing import owner_of, page_query, page_response
+from weft.server.api.listing import owner_of, page_parameters, page_query, page_response
 from weft.server.api.response_shapes import Shape
 from weft.server.api.services import Services
 from weft.server.errors import ApiError, json_response, refusal
@@ -63,20 +63,49 @@ _ID = "Only the key that uploaded a file finds it; for others it does not exist 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("post", "/v1/files"): Operation(
         "Upload a file",
-        f"multipart/form-data with the parts `file` and `purpose` ({', '.join(PURPOSES)}), and optionally "
-        f"`expires_after[anchor]` (created_at) and `expires_after[seconds]` ({MIN_SECONDS} to {MAX_SECONDS}). The file is "
-        "written to disk while it arrives. Input files of batches expire after 30 days by default, others do not.",
+        "The file is written to disk while it arrives. Input files of batches expire after 30 days by default, others do "
+        "not.",
         "Files",
         File,
         errors=(400, 408, 413, 429, 503, 507),
+        form={
+            "type": "object",
+            "properties": {
+                "file": {
+                    "type": "string",
+                    "contentMediaType": "application/octet-stream",
+                    "description": "The content.",
+                },
+                "purpose": {
+                    "type": "string",
+                    "enum": list(PURPOSES),
+                    "description": f"One of {', '.join(PURPOSES)}.",
+                },
+                "expires_after[anchor]": {
+                    "type": "string",
+                    "enum": ["created_at"],
+                    "description": "Always created_at.",
+                },
+                "expires_after[seconds]": {
+                    "type": "integer",
+                    "minimum": MIN_SECONDS,
+                    "maximum": MAX_SECONDS,
+                    "description": "Seconds until the file is deleted.",
+                },
+            },
+            "required": ["file", "purpose"],
+        },
     ),
     ("get", "/v1/files"): Operation(
         "List files",
-        "Newest first. Query: `purpose`, `limit` (1 to 10000; default: 10000), `order` (asc, desc), `after` (the last id of "
-        "the page before).",
+        "Newest first. The default limit is 10000.",
         "Files",
         FileList,
         errors=(400, 404, 503),
+        query={
+            "purpose": {"type": "string", "description": "Only files with this purpose."},
+            **page_parameters(10_000),
+        },
     ),
     ("get", "/v1/files/{id}"): Operation("Describe a file", _ID, "Files", File, errors=(404, 503)),
     ("delete", "/v1/files/{id}"): Operation(

@@ -33,6 +33,25 @@ def page_query(request: Request, *, default_limit: int, max_limit: int) -> PageQ
     raise refusal(f"order is {order!r:.80}; allowed: asc, desc", "order")
 
 
+def page_parameters(max_limit: int) -> dict[str, dict[str, Any]]:
+    """What `page_query` reads, for the OpenAPI document."""
+    return {
+        "limit": {
+            "type": "integer",
+            "minimum": 1,
+            "maximum": max_limit,
+            "description": "The most objects of a page.",
+        },
+        "order": {
+            "type": "string",
+            "enum": ["asc", "desc"],
+            "default": "desc",
+            "description": "asc: oldest first; desc: newest first.",
+        },
+        "after": {"type": "string", "description": "The last id of the page before."},
+    }
+
+
 def page_response(found: tuple[list[dict[str, Any]], bool] | None, query: PageQuery) -> dict[str, Any]:
     """The list object. `found` is None if there is no object `query.after`."""
     if found is None:

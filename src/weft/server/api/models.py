@@ -38,8 +38,8 @@ class Architecture(Shape):
 
 
 class Model(Shape):
-    """With the names that clients of different servers read. `type` and the fields after it are in the form of the
-    Anthropic API only, which requests with the header anthropic-version get."""
+    """A model. Several fields have the same value: clients of different servers read different names. `type` and the
+    fields after it are only in the form of the Anthropic API, for requests with the header anthropic-version."""
 
     id: str
     object: Literal["model"] | UnsetType = UNSET
@@ -75,6 +75,17 @@ MODEL_OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "A server has one model. With the header anthropic-version, the answer has the form of the Anthropic API.",
         "Models",
         ModelList,
+        errors=(400, 404),
+        query={
+            "limit": {
+                "type": "integer",
+                "minimum": 1,
+                "maximum": 1000,
+                "description": "Only with anthropic-version.",
+            },
+            "before_id": {"type": "string", "description": "Only with anthropic-version."},
+            "after_id": {"type": "string", "description": "Only with anthropic-version."},
+        },
     ),
     ("get", "/v1/models/{name}"): Operation(
         "Describe a model", "Accepts any name of the model, and its aliases.", "Models", Model, errors=(404,)

@@ -184,11 +184,20 @@ def _described(method: str, path: str, operation: Operation, needs_key: bool) ->
     }
     if operation.description:
         described["description"] = operation.description
-    names = re.findall(r"{(\w+)}", path)
-    if names:
-        described["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    parameters += [
+        {"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()
+    ]
+    if parameters:
+        described["parameters"] = parameters
+    if operation.form is not None:
+        described["requestBody"] = {
+            "required": True,
+            "content": {"multipart/form-data": {"schema": operation.form}},
+        }
     if operation.request is not None:
         content: dict[str, Any] = {"schema": _reference(operation.request)}
         content["examples"] = {name: {"value": value} for name, value in operation.examples.items()}
@@ -197,8 +206,10 @@ def _described(method: str, path: str, operation: Operation, needs_key: bool) ->
 
 
 def _responses(operation: Operation) -> dict[str, Any]:
-    if operation.answer is None:
-        good: dict[str, Any] = {operation.media_type: {"schema": {"type": "string"}}}
+    if operation.media_type == "application/octet-stream":
+        good: dict[str, Any] = {operation.media_type: {}}  # any bytes
+    elif operation.answer is None:
+        good = {operation.media_type: {"schema": {"type": "string"}}}
     elif operation.answer is dict:
         good = {"application/json": {"schema": {"type": "object"}}}
     else:
@@ -210,7 +221,7 @@ def _responses(operation: Operation) -> dict[str, Any]:
     shown = sorted({*operation.errors, *((401, 403) if not operation.is_open else ())})
     for status in shown:
         responses[str(status)] = _error(_STATUSES[status], operation)
-    if operation.is_open and 503 in operation.errors:  # a 503 of /health has its usual body
+    if operation.is_open and 503 in operation.errors:  # /health: the body with 503 is the same as with 200
         responses["503"] = {"description": "The engine is down.", "content": good}
     responses["default"] = _error("Any other error.", operation)
     return responses
@@ -253,8 +264,12 @@ def _with_field_docs(
         docs = None if "description" in given else fields.get(name)
         content = dict(docs.schema if docs is not None and docs.schema is not None else given)
         default = content.pop("default", None)
+        if isinstance(default, dict):
+            default = {key: value for key, value in default.items() if value is not None}
         if may_be_null and name not in required and {"type": "null"} not in content.get("anyOf", ()):
             content = {"anyOf": [content, {"type": "null"}]}
+            if "description" in given:
+                content["description"] = content["anyOf"][0].pop("description")
         if default is not None:
             content["default"] = default
         if docs is not None:

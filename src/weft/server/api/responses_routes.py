@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from weft.server.api import responses_background as background
 from weft.server.api.answer_format import Operation
+from weft.server.api.listing import page_parameters
 from weft.server.api.responses_shapes import DeletedResponse, InputItems, ResponseObject
 from weft.server.api.services import Services, owner_of
 from weft.server.errors import ApiError, json_response, refusal
@@ -50,10 +51,11 @@ OPERATIONS = {
     ),
     ("get", f"{_ONE}/input_items"): Operation(
         "List the input items of a response",
-        "In the query: `limit` (1 to 100, default 20), `order` (asc or desc, default desc), `after` (the id of an item).",
+        "The default limit is 20.",
         "Stored responses",
         InputItems,
         errors=(400, 404),
+        query=page_parameters(_MOST_ITEMS),
     ),
 }
 

@@ -191,9 +191,11 @@ def _check_lengths(api_request: msgspec.Struct) -> None:
             _check_length(name, len(value), MAX_ENTRIES.get(name), "entries")
         elif isinstance(value, str):
             _check_length(name, len(value), MAX_CHARACTERS.get(name), "characters")
-    for index, message in enumerate(getattr(api_request, "messages", None) or ()):
-        if isinstance(content := message.get("content"), list):
-            _check_length(f"messages[{index}].content", len(content), MAX_ENTRIES["content"], "entries")
+    for name in ("messages", "input"):
+        items = getattr(api_request, name, None)
+        for index, item in enumerate(items if isinstance(items, list) else ()):
+            if isinstance(item, dict) and isinstance(content := item.get("content"), list):
+                _check_length(f"{name}[{index}].content", len(content), MAX_ENTRIES["content"], "entries")
 
 
 def _check_length(name: str, length: int, most: int | None, what: str) -> None:
