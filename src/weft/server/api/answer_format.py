@@ -281,3 +281,9 @@ class AnswerFormat(ABC, Generic[B]):
     def error(self, error: ApiError) -> tuple[int, Any]:
         """The status and the JSON of an error. Also used for errors before the body is read."""
         return error.status, error.body
+
+
+def around_text(content: bytes) -> tuple[bytes, bytes]:
+    """Splits JSON around its last string, which is empty. So an event with another text needs no encoding of the rest."""
+    split = content.rindex(b'""')
+    return content[:split], content[split + 2 :]

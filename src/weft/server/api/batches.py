@@ -15,10 +15,10 @@ from starlette.routing import Route
 from weft.server.api import schema
 from weft.server.api.answer_format import Operation
 from weft.server.api.files import MAX_SECONDS, MIN_SECONDS, check_seconds, not_found
-from weft.server.api.listing import owner_of, page_parameters, page_query, page_response
+from weft.server.api.listing import Page, owner_of, page_parameters, page_query, page_response
 from weft.server.api.response_shapes import Shape
 from weft.server.api.services import Services
-from weft.server.errors import ApiError, json_response, refusal
+from weft.server.errors import ApiError, json_response, refusal, warning_header
 from weft.server.http.bodies import read_body
 from weft.server.logs import current_record
 from weft.server.state import batches as rows
@@ -113,12 +113,8 @@ class BatchObject(Shape):
     metadata: dict[str, str] | None
 
 
-class BatchList(Shape):
-    object: Literal["list"]
+class BatchList(Page):
     data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 _ID = "Only the key that made a batch finds it; for others it does not exist (404)."
@@ -183,7 +179,7 @@ class _Batches:
         output_seconds = None
         if given.output_expires_after is not None:
             param = "output_expires_after.seconds"
-            output_seconds = check_seconds(given.output_expires_after.seconds, param)
+            output_seconds = check_seconds(str(given.output_expires_after.seconds), param)
         owner, now = owner_of(request), self._store.wall_clock()
         details = BatchDetails(given.endpoint, given.completion_window, given.metadata, output_seconds)
         batch = Batch(
@@ -205,13 +201,12 @@ class _Batches:
 
         await self._store.run(add)
         self._services.wake_batches()
-        warning = {"Warning": f'299 weft "unknown fields ignored: {", ".join(unknown)}"'} if unknown else {}
-        return json_response(described(batch), headers=warning)
+        return json_response(described(batch), headers=warning_header(unknown))
 
     async def list(self, request: Request) -> Response:
         query, owner = page_query(request, default_limit=20, max_limit=100), owner_of(request)
         found = await self._store.run(lambda connection: rows.read_batches(connection, owner, query))
-        return json_response(page_response(found and ([described(one) for one in found[0]], found[1]), query))
+        return json_response(page_response(found, query, described))
 
     async def describe(self, request: Request) -> Response:
         owner, batch_id = owner_of(request), request.path_params["id"]

@@ -20,6 +20,7 @@ from weft.server.api.answer_format import (
 )
 from weft.server.api.chat_request import CHAT_FIELDS, ChatRequest, check_words, predicted_text, sampling_of
 from weft.server.api.chat_tools import chat_tools, custom_names, is_named
+from weft.server.api.logprob_entries import TokenLogprob, logprob_entry
 from weft.server.api.openai import EVENT_NOTE, OpenAIFormat, OpenAIWriter, includes_usage, parsed_request
 from weft.server.api.requests import sampling_params
 from weft.server.api.response_shapes import FinishReason, Shape, Timings, Usage
@@ -50,19 +51,6 @@ class ToolCall(Shape):
     id: str | UnsetType = UNSET
     type: Literal["function", "custom"] | UnsetType = UNSET
     index: int | UnsetType = UNSET
-
-
-class TopLogprob(Shape):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(Shape):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(Shape):
@@ -314,20 +302,13 @@ class ChatWriter(OpenAIWriter):
     def logprobs(
         self, index: int, tokens: Sequence[int], token_logprobs: Sequence[TokenLogprobs | None]
     ) -> dict[str, list[Any]]:
-        return {"content": [self._entry(*pair) for pair in zip(tokens, token_logprobs, strict=True)]}
-
-    def _entry(self, token: int, logprobs: TokenLogprobs | None) -> dict[str, Any]:
-        assert logprobs is not None, (
-            "only the first token of an echoed prompt has no logprobs, and chats have no echo"
-        )
-        return {
-            **self._token_entry(token, logprobs.logprob),
-            "top_logprobs": [self._token_entry(*other) for other in logprobs.top],
-        }
-
-    def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
-        content = self._token_bytes(token)
-        return {"token": content.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(content)}
+        entries = []
+        for token, one in zip(tokens, token_logprobs, strict=True):
+            assert one is not None, (
+                "only the first token of an echoed prompt has none, and chats have no echo"
+            )
+            entries.append(logprob_entry(token, one, self._token_bytes))
+        return {"content": entries}
 
 
 def _choice(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from weft.errors import WeftError
 from weft.server.api.answer_format import Operation
-from weft.server.api.listing import owner_of, page_parameters, page_query, page_response
+from weft.server.api.listing import Page, checked_number, owner_of, page_parameters, page_query, page_response
 from weft.server.api.response_shapes import Shape
 from weft.server.api.services import Services
 from weft.server.errors import ApiError, json_response, refusal
@@ -44,12 +44,8 @@ class File(Shape):
     status_details: None
 
 
-class FileList(Shape):
-    object: Literal["list"]
+class FileList(Page):
     data: list[File]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class DeletedFile(Shape):
@@ -178,7 +174,7 @@ class _Files:
     async def list(self, request: Request) -> Response:
         query = page_query(request, default_limit=10_000, max_limit=10_000)
         found = await self._files.page(owner_of(request), request.query_params.get("purpose"), query)
-        return json_response(page_response(found and ([described(one) for one in found[0]], found[1]), query))
+        return json_response(page_response(found, query, described))
 
     async def describe(self, request: Request) -> Response:
         return json_response(described(await self._find(request)))
@@ -245,11 +241,6 @@ def _lifetime(form: UploadForm) -> int | None:
     return check_seconds(text or "", "expires_after.seconds")
 
 
-def check_seconds(given: str | int, param: str) -> int:
+def check_seconds(given: str, param: str) -> int:
     """A lifetime that a client chose."""
-    text = str(given)
-    seconds = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
-    if not MIN_SECONDS <= seconds <= MAX_SECONDS:
-        message = f"{param} is {text!r:.80}; allowed: {MIN_SECONDS} to {MAX_SECONDS}"
-        raise refusal(message, param)
-    return seconds
+    return checked_number(given, param, MIN_SECONDS, MAX_SECONDS)

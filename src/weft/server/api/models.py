@@ -13,9 +13,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from weft.server.api.answer_format import Operation
+from weft.server.api.listing import checked_number
 from weft.server.api.response_shapes import Shape
 from weft.server.api.services import Services
-from weft.server.errors import json_response, refusal
+from weft.server.errors import json_response
 
 _CONTEXT = Meta(description="Maximum context length in tokens, prompt and answer together.")
 _PARAMETERS = (
@@ -104,9 +105,7 @@ async def _list(services: Services, request: Request) -> Response:
     if not _is_anthropic(request):
         return json_response({"object": "list", "data": [_described(services)]})
     query = request.query_params
-    limit = query.get("limit", "20")
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 5 and 1 <= int(limit) <= 1000):
-        raise refusal(f"limit is {limit!r:.80}; allowed: 1 to 1000", "limit")
+    checked_number(query.get("limit", "20"), "limit", 1, 1000)
     models = [_in_anthropic_form(services)]
     for border in ("before_id", "after_id"):
         if query.get(border):

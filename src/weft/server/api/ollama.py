@@ -18,6 +18,7 @@ from weft.server.api.answer_format import (
     ServedModel,
 )
 from weft.server.api.field_docs import Field
+from weft.server.api.logprob_entries import TopLogprob
 from weft.server.api.ollama_writer import error_body, head
 from weft.server.api.response_shapes import Shape
 from weft.server.errors import ApiError, refusal
@@ -154,12 +155,6 @@ class OllamaError(Shape):
     """The body of every failed request; in a stream, the last line."""
 
     error: str
-
-
-class TopLogprob(Shape):
-    token: str
-    logprob: float
-    bytes: list[int]
 
 
 class Logprob(Shape):

@@ -16,14 +16,14 @@ from starlette.routing import Route
 
 from weft.server.api import responses_background as background
 from weft.server.api.answer_format import Operation
-from weft.server.api.listing import page_parameters
+from weft.server.api.listing import list_object, owner_of, page_parameters, page_query
 from weft.server.api.responses_shapes import DeletedResponse, InputItems, ResponseObject
-from weft.server.api.services import Services, owner_of
+from weft.server.api.services import Services
 from weft.server.errors import ApiError, json_response, refusal
-from weft.server.http.scope import KEY
 from weft.server.state import responses as table
+from weft.server.state.paging import PageQuery
 
-_MOST_ITEMS, _DEFAULT_ITEMS = 100, 20
+_MOST_ITEMS = 100
 _ONE = "/v1/responses/{id}"
 
 OPERATIONS = {
@@ -65,7 +65,7 @@ Handler = Callable[[Services, Request, str], Awaitable[Response]]
 def routes(services: Services) -> Sequence[Route]:
     def route(path: str, handler: Handler, method: str) -> Route:
         async def handle(request: Request) -> Response:
-            return await handler(services, request, owner_of(request.scope[KEY]))
+            return await handler(services, request, owner_of(request))
 
         return Route(path, handle, methods=[method])
 
@@ -107,39 +107,24 @@ async def _cancel(services: Services, request: Request, owner: str) -> Response:
 
 
 async def _input_items(services: Services, request: Request, owner: str) -> Response:
-    query = request.query_params
-    given, order, after = (
-        query.get("limit", str(_DEFAULT_ITEMS)),
-        query.get("order", "desc"),
-        query.get("after"),
-    )
-    if not (given.isascii() and given.isdigit() and len(given) < 4 and 1 <= int(given) <= _MOST_ITEMS):
-        raise refusal(f"limit is {given!r:.80}; allowed: 1 to {_MOST_ITEMS}", "limit")
-    if order not in ("asc", "desc"):
-        raise refusal(f"order is {order!r:.80}; allowed: asc, desc", "order")
+    query = page_query(request, default_limit=20, max_limit=_MOST_ITEMS)
     row = await _found(services, request, owner)
     # In a thread: the items may have megabytes.
-    return json_response(await asyncio.to_thread(_page, row.input, int(given), order == "desc", after))
+    return json_response(await asyncio.to_thread(_page, row.input, query))
 
 
-def _page(content: bytes, limit: int, is_reversed: bool, after: str | None) -> dict[str, Any]:
+def _page(content: bytes, query: PageQuery) -> dict[str, Any]:
     ids = [one.id for one in msgspec.json.decode(content, type=list[_Id])]
-    pairs = list(zip(ids, msgspec.json.decode(content, type=list[msgspec.Raw]), strict=True))
-    if is_reversed:
-        pairs.reverse()
-    if after is not None:
-        position = next((index for index, (one, _) in enumerate(pairs) if one == after), None)
-        if position is None:
-            raise refusal(f"after is {after!r:.80}, which is not the id of an input item", "after")
-        pairs = pairs[position + 1 :]
-    page = pairs[:limit]
-    return {
-        "object": "list",
-        "data": [item for _, item in page],
-        "first_id": page[0][0] if page else None,
-        "last_id": page[-1][0] if page else None,
-        "has_more": len(pairs) > len(page),
-    }
+    items = msgspec.json.decode(content, type=list[msgspec.Raw])
+    if query.order == "desc":
+        ids, items = ids[::-1], items[::-1]
+    start = 0
+    if query.after is not None:
+        if query.after not in ids:
+            raise refusal(f"after is {query.after!r:.80}, which is not the id of an input item", "after")
+        start = ids.index(query.after) + 1
+    end = start + query.limit
+    return list_object(items[start:end], ids[start:end], has_more=len(ids) > end)
 
 
 class _Id(msgspec.Struct):

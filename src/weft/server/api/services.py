@@ -74,8 +74,8 @@ class Caller:
     @property
     def owner(self) -> str:
         """The owner of the rows that the request stores."""
-        return owner_of(self.key)
+        return owner_of_key(self.key)
 
 
-def owner_of(key: ApiKey | None) -> str:
+def owner_of_key(key: ApiKey | None) -> str:
     return "" if key is None else key.name
