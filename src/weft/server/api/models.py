@@ -70,7 +70,7 @@ class ModelList(Shape):
     last_id: str | UnsetType | None = UNSET
 
 
-MODEL_OPERATIONS: Mapping[tuple[str, str], Operation] = {
+OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/v1/models"): Operation(
         "List models",
         "A server has one model. With the header anthropic-version, the answer has the form of the Anthropic API.",
@@ -94,7 +94,7 @@ MODEL_OPERATIONS: Mapping[tuple[str, str], Operation] = {
 }
 
 
-def model_routes(services: Services) -> Sequence[Route]:
+def routes(services: Services) -> Sequence[Route]:
     return (
         Route("/v1/models", partial(_list, services), methods=["GET"]),
         Route("/v1/models/{name:path}", partial(_one, services), methods=["GET"]),
