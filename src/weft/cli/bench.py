@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 bench_app = typer.Typer(
     help="Measure OpenAI-compatible servers, and the engine.",

@@ -91,7 +91,7 @@ class Planner:
     def _fill(self, builder: PlanBuilder) -> None:
         """Adds idle work to a step with interactive sequences."""
         if self._sequences.active_queue is self._sequences.idle_queue:
-            return  # the whole step is idle work
+            return  # no interactive sequence is in the step
         sequences, may_admit = self._idle.fill(builder)
         if sequences or may_admit:
             self._sequences.active_queue = self._sequences.idle_queue
@@ -222,7 +222,8 @@ class Planner:
                 if self._may_skip_step(builder, sequence) or self._victim_is_in_plan(builder, sequence):
                     builder.drop(sequence)
                 else:
-                    self._preempt(builder, sequence)  # preempting those below it would not free enough
+                    # preempting sequences of lower rank would not free enough blocks
+                    self._preempt(builder, sequence)
 
     def _needed(self, sequence: Sequence, count: int) -> BlockCounts:
         """Blocks that a running sequence lacks to compute `count` more positions."""
@@ -273,7 +274,7 @@ class Planner:
         if is_prompt_in_tiers and all(s.priority >= sequence.priority for s in self._sequences.running):
             # Prompts share the full blocks that the tails leave free. These may be few, so a prompt may have to wait for
             # every other running sequence: allow one step for each. A prompt with a higher priority than a running
-            # sequence gets no longer wait: it can preempt that sequence.
+            # sequence need not wait for it: it can preempt that sequence.
             rotation = max(rotation, len(self._sequences.running))
         return step - max(sequence.last_step, sequence.admitted_step - 1) <= rotation
 
@@ -297,8 +298,8 @@ class Planner:
         allocation, block_size, start = sequence.allocation, self._info.block_size, sequence.scheduled
         assert allocation is not None
         held = len(allocation.blocks) * block_size - start
-        # NOTE: a sequence that has not run since its admission cannot be preempted. If it waited for another, or kept
-        # blocks without progress, the two could block each other forever.
+        # NOTE: a sequence that has not run since its admission must not wait here. Until it has run it cannot be
+        # preempted, so its blocks stay taken. If the other sequence needs them, both would wait forever.
         has_run = sequence.last_step >= sequence.admitted_step
         if held == 0 and has_run:
             producer = self._sequences.prefixes.producer(sequence, len(allocation.blocks))
@@ -472,8 +473,9 @@ class Planner:
     ) -> bool:
         """Whether a row and the `needed` blocks are free for a waiting sequence. May preempt others for it.
 
-        If it can preempt none and others run, `needed_soon` blocks must be free, not counting those that prompts in
-        progress still need. Otherwise the sequence could be preempted right after its start, which only costs time.
+        Without preempting, and while other sequences run, `needed_soon` blocks must be free after the prompts in
+        progress have taken theirs. Otherwise the sequence could be preempted right after its start, which only costs
+        time.
         """
         kv_cache = self._sequences.kv_cache
         available, has_row = kv_cache.available, kv_cache.free_rows > 0

@@ -128,7 +128,7 @@ class _ServerRun:
         self._stop = asyncio.Event()
         self._state = ServerState()
         self._configs: list[uvicorn.Config]
-        """For connections through the main port, and through `ollama_port`."""
+        """One for connections through the main port, one for those through `ollama_port`."""
         self._engine = EngineClient(
             settings.backend,
             settings.backend_options,

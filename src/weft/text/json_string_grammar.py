@@ -21,7 +21,7 @@ _SPECIAL = {chr(code): json.dumps(chr(code))[1:-1] for code in (*range(0x20), or
 """The characters that JSON escapes, and their escapes."""
 _SAFE = r'[^"\\\x00-\x1f]'
 _NAME = re.compile(r"_?[A-Z][_A-Z0-9]*")
-"""A terminal, or its place in a rule."""
+"""The name of a terminal."""
 _SPACE = frozenset("\t\n\v\f\r ")
 _CATEGORIES = {
     parts.CATEGORY_DIGIT: r"\d",
@@ -54,7 +54,7 @@ _TOKEN = re.compile(
 _NOT_REWRITTEN = frozenset(
     ("<", "@", "%json", "%lark", "%regex", "%llguidance", "%override", "%declare", "%ignore", "&")
 )
-"""Parts of llguidance's grammars that are not rewritten."""
+"""Syntax of llguidance that `NotRewritableError` is raised for."""
 _COMMON = {
     "LF": r"\n",
     "CR": r"\r",

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from weft.server.api import schema
 from weft.server.api.answer_format import Operation
-from weft.server.api.files import check_seconds, not_found
+from weft.server.api.files import MAX_SECONDS, MIN_SECONDS, check_seconds, not_found
 from weft.server.api.listing import owner_of, page_parameters, page_query, page_response
 from weft.server.api.response_shapes import Shape
 from weft.server.api.services import Services
@@ -38,18 +38,36 @@ _STATUSES_WITH_TIME = [one for one in STATUSES if one != "validating"]
 class OutputExpiry(msgspec.Struct, frozen=True):
     """When the output files of a batch are deleted."""
 
-    seconds: int
-    anchor: Literal["created_at"] = "created_at"
+    seconds: Annotated[int, Meta(description=f"Lifetime of the files, {MIN_SECONDS} to {MAX_SECONDS}.")]
+    anchor: Annotated[Literal["created_at"], Meta(description="The lifetime begins when a file is made.")] = (
+        "created_at"
+    )
 
 
 class BatchRequest(msgspec.Struct, frozen=True):
     """A batch: a file of requests, run while clients leave capacity."""
 
-    input_file_id: str
-    endpoint: str
-    completion_window: str = "24h"
-    metadata: dict[str, str] | None = None
-    output_expires_after: OutputExpiry | None = None
+    input_file_id: Annotated[str, Meta(description="The id of an uploaded file with the purpose batch.")]
+    endpoint: Annotated[str, Meta(description="The route of all lines. Each line has it as its `url`.")]
+    completion_window: Annotated[
+        str,
+        Meta(
+            description="Lines that did not run in this time get an error. A number and s, m, h or d; at most 30d."
+        ),
+    ] = "24h"
+    metadata: Annotated[
+        dict[str, str] | None,
+        Meta(
+            description=f"Returned with the batch. At most {_MAX_METADATA} entries, with names of at most {_MAX_NAME} "
+            f"and values of at most {_MAX_VALUE} characters."
+        ),
+    ] = None
+    output_expires_after: Annotated[
+        OutputExpiry | None,
+        Meta(
+            description="When the output files are deleted: an object with `seconds`. Default: they are kept."
+        ),
+    ] = None
 
 
 class WrongLine(Shape):
@@ -128,7 +146,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("post", "/v1/batches/{id}/cancel"): Operation(
         "Cancel a batch",
-        "Lines that run are stopped. Lines that have a result stay in the output file.",
+        "Lines in flight are stopped. The results of the others stay in the output file.",
         "Batches",
         BatchObject,
         errors=(404, 409, 503, 507),

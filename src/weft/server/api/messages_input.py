@@ -158,7 +158,7 @@ def _without_billing_header(text: str) -> str:
 
 
 def _blocks(content: Any, where: str) -> Iterator[tuple[Any, str]]:
-    """The blocks of a content, with their places. A string is one block."""
+    """The blocks of a content, with their paths in the body. A string is one block."""
     if isinstance(content, str):
         yield content, where
         return
@@ -220,7 +220,7 @@ def _joined(texts: Sequence[str]) -> str:
 
 def _json(value: Any, where: str) -> str:
     try:
-        # With spaces, as most models write it: then the tokens of an answer are those of the next prompt.
+        # With spaces, as most models write it. Then the next prompt has the same tokens as the answer: a prefix hit.
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
         raise refusal(f"{where}.input is nested too deeply; use fewer levels", "messages") from None

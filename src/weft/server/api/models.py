@@ -38,8 +38,8 @@ class Architecture(Shape):
 
 
 class Model(Shape):
-    """With the names that clients of different servers read. `type` and the fields after it are in the form of the
-    Anthropic API only, which requests with the header anthropic-version get."""
+    """A model. Several fields have the same value: clients of different servers read different names. `type` and the
+    fields after it are only in the form of the Anthropic API, for requests with the header anthropic-version."""
 
     id: str
     object: Literal["model"] | UnsetType = UNSET

@@ -192,8 +192,8 @@ def _tool(tool: dict[str, Any], where: str) -> FunctionTool:
 
 
 def _items(messages: Sequence[GivenMessage]) -> list[Item]:
-    """Calls and results may leave out their ids. Templates of some models need them: a call gets one by its position,
-    and a result that of the first open call of its tool."""
+    """Calls and results may leave out their ids. Templates of some models need them. A call gets an id from its
+    position. A result gets the id of the first call of its tool that has no result yet."""
     items: list[Item] = []
     open_calls: list[ToolCall] = []
     for index, message in enumerate(messages):

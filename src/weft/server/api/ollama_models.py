@@ -40,7 +40,7 @@ _VERSION = "0.13.4"
 """The version of Ollama whose API this is. Codex refuses older ones."""
 _MAX_BODY = 64 << 10
 _NEVER = "2318-01-01T00:00:00Z"
-"""When a model is unloaded that stays loaded."""
+"""The `expires_at` of a model that is never unloaded."""
 _LONGEST_TEXT = 1000
 """Longer texts of a model's metadata, such as its template, are left out of model_info."""
 
@@ -266,7 +266,7 @@ class _OllamaModels:
         return self._known
 
     async def _root(self, request: Request) -> Response:
-        """Ollama's clients ask it whether the server runs. On the main port it does not exist."""
+        """Ollama's clients request `/` to see whether the server runs. The main port has no such route."""
         if not request.scope.get(OLLAMA_PORT):
             raise HTTPException(404)
         return PlainTextResponse("Ollama is running")

@@ -22,7 +22,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def error_body(error: ApiError) -> dict[str, str]:
-    """The body of an error. Programs have only its text, so the text names the field."""
+    """The body of an error. It has nothing but a text, so the text names the field."""
     text = error.message
     if error.param and error.param not in text:
         text = f"{error.param}: {text}"
@@ -61,7 +61,7 @@ class OllamaWriter(AnswerWriter):
         split = whole.rindex(b'""')  # the text is the last string
         self._around_text = whole[:split], whole[split + 2 :]
         self._call: ParsedCall | None = None
-        """The call whose arguments arrive."""
+        """The call whose arguments are arriving."""
         self._num_calls = 0
 
     @abstractmethod

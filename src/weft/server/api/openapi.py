@@ -221,7 +221,7 @@ def _responses(operation: Operation) -> dict[str, Any]:
     shown = sorted({*operation.errors, *((401, 403) if not operation.is_open else ())})
     for status in shown:
         responses[str(status)] = _error(_STATUSES[status], operation)
-    if operation.is_open and 503 in operation.errors:  # a 503 of /health has its usual body
+    if operation.is_open and 503 in operation.errors:  # /health: the body with 503 is the same as with 200
         responses["503"] = {"description": "The engine is down.", "content": good}
     responses["default"] = _error("Any other error.", operation)
     return responses
@@ -264,8 +264,12 @@ def _with_field_docs(
         docs = None if "description" in given else fields.get(name)
         content = dict(docs.schema if docs is not None and docs.schema is not None else given)
         default = content.pop("default", None)
+        if isinstance(default, dict):
+            default = {key: value for key, value in default.items() if value is not None}
         if may_be_null and name not in required and {"type": "null"} not in content.get("anyOf", ()):
             content = {"anyOf": [content, {"type": "null"}]}
+            if "description" in given:
+                content["description"] = content["anyOf"][0].pop("description")
         if default is not None:
             content["default"] = default
         if docs is not None:

@@ -174,7 +174,7 @@ class Preparer:
         index = 0  # the whole conversation is tried first
         while True:
             shorter = from_start(conversation, starts[index])
-            # The size decides where the work runs. A part of a conversation is not larger than the whole.
+            # `size` is that of the whole conversation. It only decides whether a worker process does the work.
             tokens = await self._tokens_if_short(shorter, parsed.tools, size, client_id)
             if tokens is not None and len(tokens) <= self._encoder.max_context - room:
                 found, most = tokens, index - 1
@@ -225,7 +225,7 @@ class Preparer:
         )
         if written is None or written is grammar:
             return grammar
-        # The grammar of the content is checked already, so the tools cause any error here.
+        # The grammar of the content was checked before. So an error here comes from the tools.
         with renamed_fields({"grammar": "tools"} if tools.tools else {}):
             return await self._grammars.check(written, client_id)
 

@@ -26,7 +26,8 @@ def sampling_params(
     values = ((name, getattr(api_request, name)) for name in _SAMPLING)
     given = {name: value for name, value in values if value is not None}
     if api_request.logit_bias is not None:
-        if len(api_request.logit_bias) > MAX_LOGIT_BIAS:  # before each entry is converted
+        # checked before `int(...)` of each entry, which takes longer
+        if len(api_request.logit_bias) > MAX_LOGIT_BIAS:
             message = (
                 f"logit_bias has {len(api_request.logit_bias)} entries; allowed: at most {MAX_LOGIT_BIAS}"
             )

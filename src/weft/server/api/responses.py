@@ -103,7 +103,8 @@ class ResponsesRequest(GenerationRequest, frozen=True, kw_only=True):
 
 
 class LoadedRequest(ResponsesRequest, frozen=True, kw_only=True):
-    """A request with what its body refers to. No body is read into this type. `input` has no references."""
+    """A request together with the stored items that its body refers to: `input` has no references any more. `load`
+    makes it; a body is never decoded into this type."""
 
     earlier: list[Item] = msgspec.field(default_factory=list)
     """The stored conversation before this request."""

@@ -137,7 +137,7 @@ def listed_items(items: Iterable[Mapping[str, Any]], request_id: str) -> list[di
 
 
 def response_of_item(item_id: str) -> str | None:
-    """The id of the response that an id made by this server belongs to."""
+    """The id of the response that an item belongs to. None if this server did not make the id of the item."""
     _, found, rest = item_id.partition("_")
     request_id, has_index, _ = rest.rpartition("_")
     return f"resp_{request_id}" if found and has_index else None
@@ -179,7 +179,8 @@ def _call(item: Mapping[str, Any], is_custom: bool, where: str) -> ToolCall:
 
 
 def _thought(item: Mapping[str, Any], where: str) -> str:
-    """The text of a reasoning item: its own, or what this server sealed, or else the summary."""
+    """The text of a reasoning item: its content, or its `encrypted_content` if this server made it, or else its
+    summary."""
     content, summary = (
         "" if (value := item.get(name)) is None else _texts(value, f"{where}.{name}")
         for name in ("content", "summary")

@@ -18,7 +18,7 @@ from weft.text.conversation import Item
 
 
 class _Output(msgspec.Struct):
-    """What is read of a stored response object."""
+    """The fields that are read from a stored response object."""
 
     output: list[dict[str, Any]]
 
@@ -35,7 +35,7 @@ def stored_conversation(chain: table.Chain, previous: str, *, is_cut_allowed: bo
         )
     if chain.missing_id is not None and not is_cut_allowed:
         message = (
-            f"the conversation of {previous!r:.80} is not whole any more: its response {chain.missing_id!r:.80} was "
+            f"the conversation of {previous!r:.80} is not complete any more: its response {chain.missing_id!r:.80} was "
             "deleted or has expired; send the items themselves, or truncation: auto"
         )
         raise _not_found(message, "previous_response_id", "previous_response")
@@ -58,7 +58,7 @@ def stored_conversation(chain: table.Chain, previous: str, *, is_cut_allowed: bo
 
 
 def _usable(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without calls that the token limit cut: they cannot have been run, so they have no output."""
+    """The output without calls that the token limit cut: clients cannot run them, so they have no output item."""
     return [item for item in output if not ("call_id" in item and item.get("status") == "incomplete")]
 
 

@@ -138,7 +138,7 @@ def _cut_input(arguments: str) -> str:
 
 
 def _walk(tools: Sequence[Any]) -> Iterator[tuple[Mapping[str, Any], str | None, str]]:
-    """Each function and custom tool, with its namespace and its place in the body."""
+    """Each function and custom tool, with its namespace and its path in the body."""
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         if not isinstance(tool, Mapping):

@@ -65,7 +65,7 @@ class ResponsesWriter(AnswerWriter):
             self._input, self._num_inputs = _encode(items), len(items)
         self._request = _body(api_request) if api_request.background else b""
         self._logprobs: list[dict[str, Any]] = []
-        """Those of tokens whose text has not arrived yet."""
+        """The logprobs of tokens whose text has not arrived yet."""
         self._last = b""
         self._status = "in_progress"
 
@@ -207,7 +207,7 @@ class ResponsesWriter(AnswerWriter):
 
 
 def _first_kind(deltas: Sequence[Delta] | None) -> type[Delta] | None:
-    """Content if there is any, else the kind of the first delta."""
+    """`Content` if one of the deltas is content, else the type of the first delta."""
     kinds = [type(delta) for delta in deltas or ()]
     return Content if Content in kinds else kinds[0] if kinds else None
 
@@ -258,5 +258,5 @@ def _body(api_request: ResponsesRequest) -> bytes:
 
 
 def _request_fields(kind: type[msgspec.Struct]) -> Sequence[str]:
-    """Without the fields that `load` added."""
+    """The fields of the body: those of the type without the ones that `load` added."""
     return [name for name in kind.__struct_fields__ if name not in ("earlier", "stored_bytes")]

@@ -31,7 +31,7 @@ LogEvent = Callable[[str, str, str], object]
 _DATABASE = "state.db"
 _LOCK = "lock"
 _BUSY_SECONDS = 10.0
-"""Another server with the same folder may hold the database for a transaction."""
+"""How long a transaction waits for the transaction of another server with the same folder."""
 _EXPIRY_SECONDS = 600.0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
