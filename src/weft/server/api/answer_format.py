@@ -114,7 +114,7 @@ class AnswerWriter(ABC):
         self.context = context
 
     async def start(self, caller: Caller) -> bytes | None:
-        """Work before the request is submitted. Bytes are the whole answer: nothing is generated."""
+        """Work before the request is submitted. If it returns bytes, they are the whole answer, and nothing is generated."""
         return None
 
     async def finish(self, caller: Caller, choices: Choices) -> None:
