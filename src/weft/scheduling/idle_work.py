@@ -51,7 +51,8 @@ class IdlePlanner:
         rows = min(len(table.queue), kv_cache.num_rows - len(table.running))
         blocks = self._blocks_needed()
         for sequence in sorted(table.paused, key=lambda s: (s.priority, -s.order)):
-            # The row of a sequence in flight becomes free only when its step ends. Other rows may be free by then too.
+            # The row of a sequence in flight becomes free only when its step ends. If the rows that are free by then
+            # are enough, preempting it gains nothing.
             has_rows = kv_cache.free_rows >= rows or (
                 table.is_in_flight(sequence) and kv_cache.free_rows + kv_cache.draining_rows >= rows
             )

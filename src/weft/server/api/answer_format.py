@@ -55,7 +55,7 @@ class ParsedRequest:
     tools: ToolUse = NO_TOOLS
     echoes_prompts: bool = False
     earlier_tokens: Sequence[int] = ()
-    """Tokens before a conversation."""
+    """Tokens that the prompt begins with, before those of the conversation."""
     max_context: int | None = None
     """Limit for prompt and answer together, if it is below that of the server."""
     priority: Priority | int = Priority.NORMAL

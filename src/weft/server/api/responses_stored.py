@@ -59,7 +59,7 @@ def stored_conversation(chain: table.Chain, previous: str, *, is_cut_allowed: bo
 
 
 def _usable(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The output without calls that the token limit cut: clients cannot run them, so they have no output item."""
+    """The output without calls that the token limit cut: clients cannot run them, so the next input has no output for them."""
     return [item for item in output if not ("call_id" in item and item.get("status") == "incomplete")]
 
 
