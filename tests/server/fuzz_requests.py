@@ -34,7 +34,8 @@ _FIELDS, _LEGAL = sorted(FIELDS), sorted(LEGAL)
 _METHODS = ("GET", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "POST", "X")
 _DOCUMENTED = {501: "/api/"}
 """Statuses from 500 on that are no problem, and the routes that may have them. 504 is the answer to a short deadline."""
-MAX_CONTEXT = 256
+SETTINGS: dict[str, Any] = {"max_context": 256, "max_file_bytes": 1 << 20}
+"""Uploads in chunks reserve the largest file each: several of 1 GiB would be refused as too much."""
 
 
 @dataclass
@@ -368,7 +369,7 @@ async def _main(arguments: argparse.Namespace) -> int:
     model = Path(pull("default"))
     with tempfile.TemporaryDirectory() as home:
         os.environ["WEFT_HOME"] = home  # /api/delete and /api/pull work there
-        async with in_process(model, max_context=MAX_CONTEXT) as server:
+        async with in_process(model, **SETTINGS) as server:
             began = time.monotonic()
             statuses, problems = await fuzz(server, arguments.seed, arguments.count)
             seconds = time.monotonic() - began

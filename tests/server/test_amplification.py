@@ -47,15 +47,18 @@ async def cost(
     key: str | None = None,
     path: str = "/v1/completions",
     statuses: tuple[int, ...] = (200,),
+    of_process: bool = False,
 ) -> tuple[float, float]:
-    """CPU seconds of the event loop and of the engine process for one answered request."""
+    """CPU seconds of the event loop (`of_process`: of all threads of the server) and of the engine process for one
+    answered request."""
     process = server.server.engine._process
     assert process is not None
     content = json.dumps({"max_tokens": 1, **body} if path == "/v1/completions" else body).encode()
     used = _process_seconds(process.pid)
-    began = time.thread_time()
+    clock = time.process_time if of_process else time.thread_time
+    began = clock()
     reply = await server.send(path, content, key=key)
-    seconds = time.thread_time() - began
+    seconds = clock() - began
     assert reply.status in statuses, reply.body
     return seconds, _process_seconds(process.pid) - used
 
@@ -195,16 +198,20 @@ EVERY_API: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("path", EVERY_API)
 def test_the_cost_of_each_list_of_an_api_is_bounded_by_its_bytes(default_model_path: Path, path: str) -> None:
-    """Also for requests that are refused, for example because the prompt is too long."""
+    """Also for requests that are refused, for example because the prompt is too long. Large bodies are read in threads,
+    which hold the interpreter, so these count too."""
     base, lists = EVERY_API[path]
 
     async def work(server: InProcess) -> None:
-        plain = [await cost(server, base, path=path) for _ in range(3)]
+        plain = [await cost(server, base, path=path, of_process=True) for _ in range(3)]
         for name, fields in lists.items():
             body = {**base, **fields}
-            listed = [await cost(server, body, path=path, statuses=(200, 400, 404)) for _ in range(2)]
+            listed = [
+                await cost(server, body, path=path, statuses=(200, 400, 404), of_process=True)
+                for _ in range(2)
+            ]
             num_bytes = len(json.dumps(body))
-            for index, process_name in enumerate(("the event loop", "the engine")):
+            for index, process_name in enumerate(("the server", "the engine")):
                 without, found = max(one[index] for one in plain), min(one[index] for one in listed)
                 assert found < 2 * without + num_bytes * _SECONDS_PER_BYTE, (
                     f"{process_name} needs {found:.3f} s for {num_bytes} bytes with {name}, and {without:.3f} s without"

@@ -149,8 +149,8 @@ class MemoryPlanner:
         builder.preempted.append(sequence.request_id)
 
     def _release_adopted(self, builder: PlanBuilder, sequence: Sequence) -> None:
-        """Releases the adopted blocks of a preempted sequence that the step of this plan is to fill, and all blocks
-        after them. A swap-out would copy them before that step."""
+        """A preempted sequence may have adopted blocks that another sequence fills in the step of this plan. Releases
+        these and all blocks after them: a swap-out would copy them before that step."""
         allocation = sequence.allocation
         assert allocation is not None
         filled = {block for block, _ in builder.registered}

@@ -54,7 +54,7 @@ class ServerSettings:
     ollama_port: Annotated[
         int | None,
         Range(0, 65535),
-        Flag("--ollama-port", "N", "Also listen on this port. Ollama's clients expect 11434."),
+        Flag("--ollama-port", "N", "A second port. Ollama's clients expect 11434."),
     ] = None
     """A second port on the same address, with the same routes. Ollama's clients expect a server at port 11434. 0: any
     free port. Not set: none."""

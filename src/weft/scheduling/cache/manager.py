@@ -258,7 +258,7 @@ class KvCacheManager:
     def move(
         self, allocation: KvCacheAllocation, hashes: Sequence[BlockHash], step: int
     ) -> tuple[list[Move], list[tuple[int, BlockHash]]]:
-        """Puts the `arriving` blocks into the table: the plan of `step` is final.
+        """Called when the plan of `step` is final. Puts the `arriving` blocks into the table.
 
         Returns the moves, and the store blocks that are new in the prefix cache, with their hashes."""
         moves, registered = [], []

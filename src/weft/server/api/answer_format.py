@@ -55,7 +55,7 @@ class ParsedRequest:
     tools: ToolUse = NO_TOOLS
     echoes_prompts: bool = False
     earlier_tokens: Sequence[int] = ()
-    """Tokens before a conversation."""
+    """Tokens that the prompt begins with, before those of the conversation."""
     max_context: int | None = None
     """Limit for prompt and answer together, if it is below that of the server."""
     priority: Priority | int = Priority.NORMAL
@@ -114,7 +114,7 @@ class AnswerWriter(ABC):
         self.context = context
 
     async def start(self, caller: Caller) -> bytes | None:
-        """Work before the request is submitted. Bytes are the whole answer: nothing is generated."""
+        """Work before the request is submitted. If it returns bytes, they are the whole answer, and nothing is generated."""
         return None
 
     async def finish(self, caller: Caller, choices: Choices) -> None:

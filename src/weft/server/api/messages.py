@@ -165,11 +165,10 @@ class MessagesFormat(AnswerFormat[MessagesRequest]):
 
     def parse(self, api_request: MessagesRequest, model: ServedModel) -> ParsedRequest:
         if api_request.thread is not None:
-            raise ApiError(
-                400,
+            raise refusal(
                 "thread is not supported: this API keeps no conversation on the server; leave it out and send all messages",
-                param="thread",
-                code=UNSUPPORTED_THREAD,
+                "thread",
+                UNSUPPORTED_THREAD,
             )
         items, continues_last = items_of_messages(api_request.system, api_request.messages)
         session_id = api_request.session_id

@@ -227,5 +227,5 @@ def _json(value: Any, where: str) -> str:
 
 
 def quoted(value: Any) -> str:
-    """A value that should be one of some names, for an error."""
+    """Quotes a wrong value for an error. The field accepts only certain names."""
     return f"{value!r:.80}" if isinstance(value, str) else "missing" if value is None else "not a string"

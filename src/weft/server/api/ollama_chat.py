@@ -216,7 +216,7 @@ def _items(messages: Sequence[GivenMessage]) -> list[Item]:
 
 
 def _answered_id(tool_name: str | None, open_calls: list[ToolCall]) -> str | None:
-    """The id of the call that a result belongs to. The call is no longer open."""
+    """The id of the call that a result belongs to. Removes the call from `open_calls`."""
     for index, call in enumerate(open_calls):
         if tool_name is None or call.name == tool_name:
             return open_calls.pop(index).id

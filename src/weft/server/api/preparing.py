@@ -146,7 +146,7 @@ class Preparer:
         return Prepared(requests, writer, answer_form, parsed.is_streamed)
 
     def _cacheable(self, num_tokens: int) -> int:
-        """The tokens in complete blocks. The last token is always computed."""
+        """How many tokens of a prompt are in complete blocks. The last token does not count: it is always computed."""
         block = self._cached_block
         return 0 if block is None else (num_tokens - 1) // block * block
 

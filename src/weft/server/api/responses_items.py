@@ -42,7 +42,7 @@ _PREFIXES = {
 }
 _TYPES = (*_PREFIXES, "item_reference")
 _SEALED = "weft-1:"
-"""Begins `encrypted_content` that this server made."""
+"""The first characters of every `encrypted_content` that this server makes."""
 
 
 def sealed(text: str) -> str:
@@ -112,8 +112,8 @@ def check_calls(items: Sequence[Item]) -> None:
         elif isinstance(item, ToolResult):
             if item.call_id not in open_calls:
                 raise refusal(
-                    f"there is no call with the call_id {item.call_id!r:.80} before its output, or it already has one; "
-                    "send the call as well",
+                    f"the output with the call_id {item.call_id!r:.80} has no call before it, or is a second one; "
+                    "send each call with one output",
                     "input",
                 )
             open_calls.discard(item.call_id)

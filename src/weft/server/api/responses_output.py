@@ -53,7 +53,7 @@ class _Item:
 
 
 class OutputItems:
-    """`tools`: by the names that the model sees."""
+    """`tools`: the tools by the name that the model sees."""
 
     def __init__(
         self,

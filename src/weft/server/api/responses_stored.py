@@ -28,7 +28,8 @@ _read_output = msgspec.json.Decoder(_Output).decode
 
 
 def stored_conversation(chain: table.Chain, previous: str, *, is_cut_allowed: bool) -> list[Item]:
-    """The items of stored responses."""
+    """The conversation of a chain of stored responses. Raises ApiError if the chain is incomplete, unless
+    `is_cut_allowed`, or if one of the responses cannot be continued."""
     if chain.missing_id == previous:
         raise _not_found(
             f"there is no stored response {previous!r:.80}", "previous_response_id", "previous_response"
@@ -58,7 +59,7 @@ def stored_conversation(chain: table.Chain, previous: str, *, is_cut_allowed: bo
 
 
 def _usable(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The output without calls that the token limit cut: clients cannot run them, so they have no output item."""
+    """The output without calls that the token limit cut: clients cannot run them, so the next input has no output for them."""
     return [item for item in output if not ("call_id" in item and item.get("status") == "incomplete")]
 
 

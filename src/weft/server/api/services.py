@@ -53,7 +53,7 @@ class Services(Protocol):
         ...
 
     def wake_batches(self) -> None:
-        """Makes the batches of the store run, or stop, as their rows say."""
+        """Call after a change of a batch in the store: starts or stops batches at once, and not only at the next poll."""
         ...
 
     async def send_internal(self, path: str, body: bytes, request: InternalRequest) -> InternalReply:

@@ -68,7 +68,7 @@ class BatchRunner:
         metrics.batches_running.set_function(lambda: len(self._running))
 
     def wake(self) -> None:
-        """Makes the runner look at the store now."""
+        """Makes the runner read the store now."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -91,7 +91,7 @@ class BatchRunner:
             await asyncio.gather(*map(self._stop, list(self._running)))
 
     async def _look(self) -> float:
-        """Begins and stops batches as their rows say. Returns the seconds until the next look."""
+        """Begins and stops batches as their rows say. Returns the seconds until the store must be read again."""
         unfinished = await self._store.run(rows.unfinished)
         if not self._store.is_primary or self._is_draining():
             return _POLL_SECONDS
