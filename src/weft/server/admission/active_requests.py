@@ -81,6 +81,7 @@ class ActiveRequest:
         self.deadline: float | None = None
         self.expiry: asyncio.TimerHandle | None = None
         """Timer that ends the request after its deadline."""
+        self.has_ended = False
 
     @asynccontextmanager
     async def until_deadline(self) -> AsyncIterator[None]:
@@ -271,8 +272,12 @@ class ActiveRequests:
         """Removes a request and charges its key. A request that was refused, or failed by a fault of the server, costs
         nothing. Any other costs the computed tokens, even after its deadline: a short deadline must not be
         free."""
-        if self._open.pop(active.id, None) is None:
+        if active.has_ended:
             return
+        active.has_ended = True
+        # A background response runs under the id of the request that began it. Both may be open for a moment.
+        if self._open.get(active.id) is active:
+            del self._open[active.id]
         if active.expiry is not None:
             active.expiry.cancel()
         num_generated = active.choices.num_tokens
