@@ -67,7 +67,15 @@ def shown_tools(tools: Sequence[Any]) -> dict[str, ShownTool]:
 
 def function_tools(tools: Sequence[Any]) -> list[FunctionTool]:
     """The tools as functions, not checked."""
-    return [_as_function(tool, namespace, where) for tool, namespace, where in _walk(tools)]
+    found: list[FunctionTool] = []
+    length = 0
+    for tool, namespace, where in _walk(tools):
+        found.append(_as_function(tool, namespace, where))
+        length += len(found[-1].arguments_grammar or "")
+        if length > MAX_GRAMMAR_LENGTH:
+            message = f"the grammars of the tools have more than {MAX_GRAMMAR_LENGTH} characters together; shorten them"
+            raise _refusal(message, f"{where}.format.definition")
+    return found
 
 
 def known_tools(tools: Sequence[Any]) -> list[Mapping[str, Any]]:
