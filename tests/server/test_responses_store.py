@@ -406,3 +406,27 @@ def test_a_background_request_that_begins_before_the_end_of_its_post_is_counted_
         assert await api.app.server.wait_until_idle(10) and not len(active)
 
     run(default_model_path, tmp_path, work, max_context=1 << 17)
+
+
+def test_what_a_running_response_keeps_of_its_request_counts_as_its_body_did(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    """The input that is stored at the end is in memory until then, and so are tools that are repeated."""
+    sealed = {"type": "reasoning", "summary": [], "encrypted_content": "x" * 300_000}
+    tool = {**TOOL, "unknown": "x" * 300_000}
+    stored: dict[str, Any] = {"input": [sealed, {"role": "user", "content": "Hello"}]}
+    repeated: dict[str, Any] = {"input": "Hello", "tools": [tool], "store": False}
+
+    async def work(api: Api) -> None:
+        for fields, expected in (({**stored, "store": False}, 200), (stored, 503), (repeated, 503)):
+            running = asyncio.create_task(api.post(**fields, **LONG, leaves_after=60))
+            while not any(one.requests for one in api.app.server._active_requests._open):
+                await asyncio.sleep(0.01)
+            reply = await api.post(input=[sealed, {"role": "user", "content": "Hi"}], store=False)
+            assert reply.status == expected, (list(fields), reply.body)
+            running.cancel()
+            await asyncio.wait([running])
+            assert await api.app.server.wait_until_idle(10)
+        assert (await api.post(**stored)).status == 200
+
+    run(default_model_path, tmp_path, work, max_context=1 << 17, max_buffered_bytes=400_000)

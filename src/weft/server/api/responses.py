@@ -249,7 +249,9 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
                 **{**values, "input": resolved}, earlier=earlier, stored_bytes=num_bytes + num_resolved_bytes
             )
 
-        return await services.store.run(read)
+        loaded = await services.store.run(read)
+        caller.body.add(loaded.stored_bytes)
+        return loaded
 
     def ignored(self, api_request: ResponsesRequest) -> Sequence[str]:
         found = [*ignored_tools(api_request.tools or ()), *ignored_items(api_request.input)]
