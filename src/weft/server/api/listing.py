@@ -15,7 +15,7 @@ from weft.server.state.paging import PageQuery
 def owner_of(request: Request) -> str:
     """The owner of what the request makes, and the only owner whose objects it sees."""
     key: ApiKey | None = request.scope[KEY]
-    return "" if key is None else key.name
+    return "" if key is None else key.owner
 
 
 def page_query(request: Request, *, default_limit: int, max_limit: int) -> PageQuery:

@@ -81,4 +81,4 @@ class Caller:
 
 
 def owner_of(key: ApiKey | None) -> str:
-    return "" if key is None else key.name
+    return "" if key is None else key.owner

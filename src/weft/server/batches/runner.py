@@ -59,7 +59,7 @@ class BatchRunner:
         self._is_draining = is_draining
         self._store = services.store
         self._sender = LineSender(services, is_draining)
-        self._keys = {key.name: key for key in services.settings.api_keys}
+        self._keys = {key.owner: key for key in services.settings.api_keys}
         self._max_lines = services.settings.engine.scheduler.sequences_per_step
         self._wake = asyncio.Event()
         self._running: dict[str, _Running] = {}

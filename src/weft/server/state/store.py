@@ -1,7 +1,6 @@
 """The database of the server. It opens the file, migrates it, runs transactions in one thread, and sets a damaged file aside.
 
-Each kind of row has a module of its own, which has its SQL. Every row has an owner, the name of an API key, and an
-expiry.
+Each kind of row has a module of its own, which has its SQL. Every row has an owner, an API key, and an expiry.
 """
 
 from __future__ import annotations
