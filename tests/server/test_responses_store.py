@@ -163,7 +163,7 @@ def test_a_server_that_keeps_nothing_says_so(default_model_path: Path, tmp_path:
     run(default_model_path, tmp_path, work, response_days=0)
 
 
-def test_when_the_store_is_full_the_oldest_responses_of_the_same_key_go(
+def test_when_the_store_is_full_the_oldest_responses_of_the_key_that_stores_most_go(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     async def work(api: Api) -> None:
@@ -173,6 +173,11 @@ def test_when_the_store_is_full_the_oldest_responses_of_the_same_key_go(
         found = [(await one.get(response_id))[0] for response_id in ids]
         num_lost = found.count(404)
         assert 0 < num_lost < 40 and found == [404] * num_lost + [200] * (40 - num_lost)
+        assert (await two.get(kept["id"]))[0] == 200
+        # A key that stores little can continue its conversation, although another one fills the store.
+        next_id = kept["id"]
+        for _ in range(10):
+            next_id = (await two.create(input="More", previous_response_id=next_id))["id"]
         assert (await two.get(kept["id"]))[0] == 200
         status, _, _, message = await two.error(input="x" * 600_000, truncation="auto")
         assert status in (400, 507), message
@@ -420,7 +425,7 @@ def test_what_a_running_response_keeps_of_its_request_counts_as_its_body_did(
     async def work(api: Api) -> None:
         for fields, expected in (({**stored, "store": False}, 200), (stored, 503), (repeated, 503)):
             running = asyncio.create_task(api.post(**fields, **LONG, leaves_after=60))
-            while not any(one.requests for one in api.app.server._active_requests._open):
+            while not any(one.choices.num_tokens for one in api.app.server._active_requests._open):
                 await asyncio.sleep(0.01)
             reply = await api.post(input=[sealed, {"role": "user", "content": "Hi"}], store=False)
             assert reply.status == expected, (list(fields), reply.body)
