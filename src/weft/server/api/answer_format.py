@@ -113,6 +113,11 @@ class AnswerWriter(ABC):
     def __init__(self, context: AnswerContext) -> None:
         self.context = context
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the request that the writer keeps until the end. They count as the body did."""
+        return 0
+
     async def start(self, caller: Caller) -> bytes | None:
         """Work before the request is submitted. If it returns bytes, they are the whole answer, and nothing is generated."""
         return None

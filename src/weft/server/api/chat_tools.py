@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.server.api.custom_tools import custom_tool
+from weft.server.api.custom_tools import custom_tool, listed_tools
 from weft.server.api.tool_use import FunctionTool, ToolChoice, ToolUse, chosen_tools
 from weft.server.errors import refusal
 
@@ -21,7 +21,7 @@ def chat_tools(
     tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None, may_be_parallel: bool | None
 ) -> ToolUse:
     """Raises ApiError if tools or tool_choice are invalid."""
-    given = [_function_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    given = listed_tools(_function_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools))
     allowed = None
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         choice, allowed = _allowed_tools(choice, given)

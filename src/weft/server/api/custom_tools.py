@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,19 @@ from weft.server.api.tool_use import FunctionTool
 from weft.server.errors import refusal
 from weft.text.custom_calls import INPUT, INPUT_ONLY
 from weft.text.json_string_grammar import NotRewritableError, in_json_string
+
+
+def listed_tools(tools: Iterable[FunctionTool]) -> list[FunctionTool]:
+    """The tools, as long as their grammars are not too long together. Each one may take long to rewrite."""
+    found: list[FunctionTool] = []
+    length = 0
+    for tool in tools:
+        found.append(tool)
+        length += len(tool.arguments_grammar or "")
+        if length > MAX_GRAMMAR_LENGTH:
+            message = f"the grammars of the tools have more than {MAX_GRAMMAR_LENGTH} characters together; shorten them"
+            raise refusal(message, f"{tool.where}.format.definition")
+    return found
 
 
 def custom_tool(name: Any, description: Any, form: Any, where: str) -> FunctionTool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -28,6 +29,8 @@ MIN_SECONDS, MAX_SECONDS = 3600, 30 * 86400
 """Lifetimes that a client may choose."""
 _MAX_UPLOADS = 16
 """Uploads at a time. Each holds up to two megabytes in memory."""
+_MAX_UPLOADS_OF_KEY = 4
+"""Of one of several keys. An upload may take hours, so one key could keep all places."""
 
 
 class File(Shape):
@@ -132,19 +135,26 @@ class _Files:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._files = services.files
-        self._num_uploads = 0
+        self._uploads = Counter[str]()
+        """By owner."""
+        has_keys = len(services.settings.api_keys) > 1
+        self._most_own = _MAX_UPLOADS_OF_KEY if has_keys else _MAX_UPLOADS
 
     async def upload(self, request: Request) -> Response:
-        body = request.stream()
+        body, owner = request.stream(), owner_of(request)
         try:
-            if self._num_uploads >= _MAX_UPLOADS:
-                message = f"{self._num_uploads} files are being uploaded; allowed: {_MAX_UPLOADS} at a time; try again later"
+            total, own = self._uploads.total(), self._uploads[owner]
+            if total >= _MAX_UPLOADS or own >= self._most_own:
+                message = (
+                    f"{total} files are being uploaded, {own} of them with this key; allowed: {_MAX_UPLOADS} at a time, "
+                    f"{self._most_own} with one key; try again later"
+                )
                 raise ApiError(429, message, code="too_many_uploads")
-            self._num_uploads += 1
+            self._uploads[owner] += 1
             try:
                 return json_response(described(await self._store_upload(request, body)))
             finally:
-                self._num_uploads -= 1
+                self._uploads[owner] -= 1
         except (ApiError, WeftError):
             # Read the rest: a client that is still sending would see a reset connection instead of this error.
             with suppress(ApiError, ClientDisconnect):

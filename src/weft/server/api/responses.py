@@ -49,6 +49,7 @@ from weft.server.api.responses_items import (
     ignored_items,
     item_type,
     referenced_ids,
+    with_references,
 )
 from weft.server.api.responses_shapes import ResponseEvent, ResponseInputTokens, ResponseObject
 from weft.server.api.responses_stored import stored_conversation, stored_items
@@ -230,7 +231,7 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
         services = caller.services
         limits = {"max_items": MAX_ENTRIES["input"], "max_bytes": services.settings.max_body_bytes}
 
-        def read(connection: Any) -> tuple[list[Item], int, dict[str, Any]]:
+        def read(connection: Any) -> LoadedRequest:
             now = services.store.wall_clock()
             earlier: list[Item] = []
             num_bytes = 0
@@ -242,12 +243,16 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
                 num_bytes = sum(row.num_bytes for row in chain.rows)
             given = {item["id"]: item for item in items if _has_id(item)}
             others = [one for one in references if one not in given]
-            return earlier, num_bytes, given | stored_items(connection, others, caller.owner, now, limits)
+            found = given | stored_items(connection, others, caller.owner, now, limits)
+            resolved, num_resolved_bytes = with_references(items, found, limits["max_bytes"])
+            values = {name: getattr(api_request, name) for name in api_request.__struct_fields__}
+            return LoadedRequest(
+                **{**values, "input": resolved}, earlier=earlier, stored_bytes=num_bytes + num_resolved_bytes
+            )
 
-        earlier, num_bytes, found = await services.store.run(read)
-        resolved = [found[item["id"]] if item_type(item) == "item_reference" else item for item in items]
-        values = {name: getattr(api_request, name) for name in api_request.__struct_fields__}
-        return LoadedRequest(**{**values, "input": resolved}, earlier=earlier, stored_bytes=num_bytes)
+        loaded = await services.store.run(read)
+        caller.body.add(loaded.stored_bytes)
+        return loaded
 
     def ignored(self, api_request: ResponsesRequest) -> Sequence[str]:
         found = [*ignored_tools(api_request.tools or ()), *ignored_items(api_request.input)]

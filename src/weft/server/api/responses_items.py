@@ -11,6 +11,8 @@ import base64
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from weft.server.api.responses_tools import shown_name
 from weft.server.errors import refusal
 from weft.text.conversation import Item, Message, Thought, ToolCall, ToolResult
@@ -86,6 +88,27 @@ def referenced_ids(items: Iterable[Mapping[str, Any]]) -> list[str]:
         if item_type(item) == "item_reference":
             found[_text(item, "id", f"input[{index}]")] = None
     return list(found)
+
+
+def with_references(
+    items: Iterable[Mapping[str, Any]], found: Mapping[str, Mapping[str, Any]], max_bytes: int
+) -> tuple[list[Mapping[str, Any]], int]:
+    """The items with those of `found` in place of references, and the bytes of these. An item counts each time that it
+    is referenced: a short body may refer to a long item thousands of times."""
+    sizes: dict[str, int] = {}
+    resolved = []
+    num_bytes = 0
+    for item in items:
+        if item_type(item) == "item_reference":
+            item = found[item_id := item["id"]]
+            if item_id not in sizes:
+                sizes[item_id] = len(msgspec.json.encode(item))
+            num_bytes += sizes[item_id]
+            if num_bytes > max_bytes:
+                message = f"the items that input refers to have more than {max_bytes} bytes (max_body_bytes); send fewer"
+                raise refusal(message, "input")
+        resolved.append(item)
+    return resolved, num_bytes
 
 
 def conversation_items(items: Sequence[Mapping[str, Any]], where: str = "input") -> list[Item]:

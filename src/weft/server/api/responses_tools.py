@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.server.api.custom_tools import custom_tool
+from weft.server.api.custom_tools import custom_tool, listed_tools
 from weft.server.api.tool_use import FunctionTool, ToolChoice
 from weft.server.errors import refusal
 
@@ -58,7 +58,7 @@ def shown_tools(tools: Sequence[Any]) -> dict[str, ShownTool]:
 
 def function_tools(tools: Sequence[Any]) -> list[FunctionTool]:
     """The tools as functions, not checked."""
-    return [_as_function(tool, namespace, where) for tool, namespace, where in _walk(tools)]
+    return listed_tools(_as_function(tool, namespace, where) for tool, namespace, where in _walk(tools))
 
 
 def known_tools(tools: Sequence[Any]) -> list[Mapping[str, Any]]:

@@ -70,6 +70,10 @@ class ResponsesWriter(AnswerWriter):
         self._last = b""
         self._status = "in_progress"
 
+    @property
+    def kept_bytes(self) -> int:
+        return len(self._parameters) + len(self._input) + len(self._request)
+
     # ------------------------------------------------------------------ beginning and end
 
     async def start(self, caller: Caller) -> bytes | None:
@@ -78,6 +82,7 @@ class ResponsesWriter(AnswerWriter):
         if not self._is_background:
             return None
         if caller.is_internal:
+            self._input = self._request = b""  # the row has them
             self._created = await take_over(caller, self._id)
             return None
         queued = self._object("queued")
