@@ -145,7 +145,7 @@ def measure(
     on_scalings: Callable[[list[Scaling]], object] = lambda _: None,
     on_mix: Callable[[Mix], object] = lambda _: None,
 ) -> Report:
-    """Measures the three parts. Each result is passed to its callback as soon as it is known."""
+    """Measures the comparisons, the scaling and the mix. Each result is passed to its callback as soon as it is known."""
     run(_continuous(), [Job(0.0, 64, 16)], None)  # warm-up: page in the weights, start threads, fill caches
     comparisons = _compare(run)
     on_comparisons(comparisons)

@@ -153,14 +153,28 @@ def routes_page() -> str:
     for path, methods in document["paths"].items():
         for method, one in methods.items():
             if "requestBody" in one:
-                reference = one["requestBody"]["content"]["application/json"]["schema"]["$ref"]
-                name = reference.rpartition("/")[2]
+                [(media_type, content)] = one["requestBody"]["content"].items()
+                name = content["schema"].get("$ref", "").rpartition("/")[2]
+                fields = schemas[name] if name else content["schema"]
                 lines += ["", f"## {method.upper()} {path}", ""]
                 if name in ("ChatRequest", "CompletionRequest"):
                     lines += ["The fields above, and:", ""]
                 else:
                     shared = set()
-                lines += [*_FIELDS_HEAD, *(row for row in _fields(schemas[name]) if row not in shared)]
+                if not name:
+                    lines += [f"The body is a form (`{media_type}`).", ""]
+                lines += [*_FIELDS_HEAD, *(row for row in _fields(fields) if row not in shared)]
+            elif queries := [each for each in one.get("parameters", ()) if each["in"] == "query"]:
+                lines += [
+                    "",
+                    f"## {method.upper()} {path}",
+                    "",
+                    "Parameters of the query:",
+                    "",
+                    *_FIELDS_HEAD,
+                ]
+                properties = {each["name"]: each["schema"] for each in queries}
+                lines += _fields({"properties": properties})
     return "\n".join(lines) + "\n"
 
 

@@ -19,13 +19,13 @@ struct QueryBlock {
   float *key_scales, *value_scales;   // [segment_keys + 16]: of the current segment
   Statistics* totals;       // [rows]: of the previous segments
 
-  // For the KV cache.
+  // Used only for positions in the KV cache.
   int16_t* queries;         // [rows, width]: codes of all rows
   float* query_factors;     // [rows]: value of one query code, times the task's scale; without a cap also times 1 / log 2
   int16_t* weights;         // [tile_rows, code_stride]: weight codes of the current tile and segment
   uint16_t *keys, *values;  // elements of the current segment, if they are copied
 
-  // For the store.
+  // Used only for positions in the store.
   int64_t stored;           // all rows read the positions before this one from the store
   float *key_zeros, *value_zeros;           // [segment_keys + 16]: of the current segment
   float *stored_keys, *stored_values;       // [segment_keys, width]: of the current segment, if they are copied

@@ -182,7 +182,7 @@ inline BlockSums<layout, rows> initial_block_sums(const uint8_t* group, int64_t 
   return BlockSums<layout, rows>();
 }
 
-// `from`: this group of the tile's first row.
+// `from`: the activations of this group in the first row of the tile.
 template <Layout layout, int rows, int first_part>
 inline void add_group(const RowGroup* from, const uint8_t* group, BlockSums<layout, rows>& blocks) {
   constexpr int together = Group<layout>::parts_together;

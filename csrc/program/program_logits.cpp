@@ -8,8 +8,8 @@
 namespace weft {
 namespace {
 
-// Bytes of LM head weights per item: few enough that they stay in the L2 cache while all row blocks are multiplied by
-// them.
+// Bytes of LM head weights that a thread takes at a time: few enough that they stay in the L2 cache while all row blocks
+// are multiplied by them.
 constexpr int64_t head_bytes = 128 << 10;
 
 }  // namespace

@@ -5,10 +5,13 @@ content of the file, which the model can only know from the result of the tool."
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 WORD = "kumquat"
 FILE = "hello.txt"
+PERSON_FILE = "person.txt"
+PERSON = "Ada, aged 36"
 FINAL = f"The file says {WORD}."
 READ = f"cat {FILE}"
 NUMBERS = " ".join(f"number {value}" for value in range(2000))
@@ -29,6 +32,8 @@ def by_tool(agent: str, tool: str, arguments: dict[str, Any]) -> list[dict[str, 
 SCRIPT: dict[str, Any] = {
     "rules": [
         {"contains": ["<tool_response>", WORD], "text": FINAL},
+        {"contains": ["<tool_response>", PERSON], "text": json.dumps({"name": "Ada", "age": 36})},
+        rule("Codex, describe the person", calls=[["exec_command", {"cmd": f"cat {PERSON_FILE}"}]]),
         *by_tool("Claude Code", "Bash", {"command": READ, "description": "Reads the file"}),
         *by_tool("Codex", "exec_command", {"cmd": READ}),
         *by_tool("opencode", "bash", {"command": READ, "description": "Reads the file"}),

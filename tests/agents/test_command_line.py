@@ -3,25 +3,24 @@ interrupted, refused for a while, or cut off by a restart."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from agent_script import FILE, FINAL, WORD
-from command_line_agents import AGENTS, Agent, aider
+from command_line_agents import AGENTS, Agent, aider, codex
 from scripted_server import ScriptedServer, wait_for
 
-from conftest import LIMITED, PER_MINUTE, Place, end_of, interrupt
+from conftest import LIMITED, Place, end_of, interrupt
 
 PLAIN = [agent for agent in AGENTS if agent.name in ("Claude Code", "Codex", "opencode")]
 
 
+QUESTION = "Name the capital of France."
+
+
 def named(agents: Any) -> Any:
     return pytest.mark.parametrize("agent", agents, ids=lambda agent: agent.name.replace(" ", "_"))
-
-
-def of_model(server: ScriptedServer, agent: Agent, since: int) -> list[dict[str, Any]]:
-    """The requests for answers."""
-    return [entry for entry in server.requests(since) if entry["route"] == agent.route]
 
 
 @named(AGENTS)
@@ -30,7 +29,7 @@ def test_a_whole_loop_is_streamed(served: ScriptedServer, place: Place, agent: A
     command, environment = agent.prepare(place, served.url, "agent-key")
     run = place.run([*command, agent.prompt], environment)
     assert run.code == 0 and FINAL in run.out, str(run)
-    first, second, *_ = of_model(served, agent, since)
+    first, second, *_ = wait_for(lambda: served.requests(since, agent.route, at_least=2))
     assert first["status"] == second["status"] == 200 and first["stream"] and second["stream"]
     assert not [entry for entry in served.requests(since) if entry["status"] >= 400]
     assert second["cached_tokens"] >= 0.95 * first["prompt_tokens"], (first, second)
@@ -45,27 +44,23 @@ def test_ctrl_c_ends_the_request_in_the_server(served: ScriptedServer, place: Pl
     interrupt(process)
     wait_for(lambda: served.num_running() == 0, 20)
     end_of(process)
-    (entry,) = of_model(served, agent, since)
+    (entry,) = wait_for(lambda: served.requests(since, agent.route))
     assert entry["client_gone"], entry
 
 
 @named(PLAIN)
-def test_a_429_is_tried_again_after_the_time_that_the_server_names(
-    served: ScriptedServer, place: Place, agent: Agent
-) -> None:
-    served.use_up(LIMITED, PER_MINUTE)
+def test_a_429_is_tried_again(served: ScriptedServer, place: Place, agent: Agent) -> None:
     since = len(served.requests())
+    served.use_up(LIMITED, lambda: served.refused(since, "/v1/completions"))
     command, environment = agent.prepare(place, served.url, LIMITED)
-    run = place.run([*command, agent.prompt], environment)
+    process = place.start([*command, agent.prompt], environment)
+    served.use_up(LIMITED, lambda: served.refused(since, agent.route))
+    run = end_of(process)
     assert run.code == 0 and FINAL in run.out, str(run)
-    statuses = [entry["status"] for entry in of_model(served, agent, since)]
-    assert 429 in statuses and statuses.count(200) >= 2, statuses
 
 
 @named(PLAIN)
-def test_a_loop_goes_on_after_a_restart_of_the_server(
-    served: ScriptedServer, place: Place, agent: Agent
-) -> None:
+def test_the_loop_goes_on_after_a_restart(served: ScriptedServer, place: Place, agent: Agent) -> None:
     command, environment = agent.prepare(place, served.url, "agent-key")
     process = place.start([*command, f"{agent.prompt} slowly"], environment)
     wait_for(lambda: served.num_running() == 1)
@@ -80,5 +75,41 @@ def test_aider_edits_a_file_by_a_streamed_answer(served: ScriptedServer, place: 
     command, environment = aider(place, served.url, "agent-key")
     run = place.run([*command, "aider, change it"], environment)
     assert (place.work / FILE).read_text() == f"hello {WORD}\n", str(run)
-    (entry,) = served.requests(since)
+    (entry,) = wait_for(lambda: served.requests(since))
     assert entry["status"] == 200 and entry["stream"]
+
+
+@named([agent for agent in AGENTS if agent.prepare_talk])
+def test_the_default_model_streams_an_answer(real: ScriptedServer, place: Place, agent: Agent) -> None:
+    since = len(real.requests())
+    assert agent.prepare_talk is not None
+    command, environment = agent.prepare_talk(place, real.url, "none")
+    run = place.run([*command, QUESTION], environment)
+    assert run.code == 0 and run.out.strip(), str(run)
+    entries = wait_for(lambda: real.requests(since, agent.route))
+    assert all(entry["stream"] and entry["completion_tokens"] for entry in entries), entries
+
+
+def test_the_default_model_answers_aider(real: ScriptedServer, place: Place) -> None:
+    since = len(real.requests())
+    command, environment = aider(place, real.url, "none")
+    run = place.run([*command, f"/ask {QUESTION}"], environment)
+    (entry,) = wait_for(lambda: real.requests(since))
+    assert run.code == 0 and entry["stream"] and entry["completion_tokens"], str(run)
+
+
+def test_codex_gets_a_structured_answer_after_a_call(served: ScriptedServer, place: Place) -> None:
+    """Not from the default model: it never stops calling the tools that Codex sends with the schema."""
+    properties = {"name": {"type": "string"}, "age": {"type": "integer"}}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    place.write("schema.json", json.dumps(schema))
+    answer = place.home / "answer.json"
+    command, environment = codex(place, served.url, "agent-key")
+    command += ["--output-schema", place.home / "schema.json", "--output-last-message", answer]
+    run = place.run([*command, "Codex, describe the person"], environment)
+    assert run.code == 0 and json.loads(answer.read_text()) == {"name": "Ada", "age": 36}, str(run)

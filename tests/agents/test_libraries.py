@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from agent_script import FINAL
 from command_line_agents import CHAT, MESSAGES, RESPONSES
 from scripted_server import ScriptedServer, wait_for
 
-from conftest import HERE, INSTALLED, LIMITED, NODE, PER_MINUTE, PYTHON, Place, end_of, interrupt
+from conftest import HERE, INSTALLED, LIMITED, NODE, PYTHON, Place, end_of, interrupt
 
 OLLAMA = "/api/chat"
 OF_NPM = {
@@ -60,15 +59,6 @@ def programs(npm_script: Path) -> dict[str, list[object]]:
     return {"npm": [NODE, npm_script], "python": [PYTHON, script], "clients": [sys.executable, script]}
 
 
-@pytest.fixture(scope="session")
-def real(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
-    """The default model itself."""
-    server = ScriptedServer(tmp_path_factory.mktemp("real"), default_model_path, {"rules": []}, backend="cpu")
-    server.start()
-    yield server
-    server.stop()
-
-
 def outcome(run: Any) -> Any:
     assert run.code == 0, str(run)
     return json.loads(run.out.strip().splitlines()[-1])
@@ -82,10 +72,12 @@ def test_a_whole_loop_is_streamed(
     run = place.run([*programs[source], client, "loop", served.url, "agent-key", "SDK, read it"], {})
     answer = outcome(run)
     assert answer["text"].strip().endswith(FINAL) and answer["pieces"] > 1, answer
-    entries = served.requests(since)
-    of_model = [entry for entry in entries if entry["route"] == SOURCES[source][client]]
-    assert len(of_model) == 2 and all(entry["stream"] for entry in of_model), entries
-    assert [entry["route"] for entry in entries if entry["status"] != 200] == []
+    route = SOURCES[source][client]
+    # The tool runner of the npm package first asks for a thread, which no server but its vendor's has.
+    refused = [400] if (source, client) == ("npm", "anthropic") else []
+    entries = wait_for(lambda: served.requests(since, route, at_least=2 + len(refused)))
+    assert [entry["status"] for entry in entries] == [*refused, 200, 200], entries
+    assert entries[-2]["stream"] and entries[-1]["stream"], entries
 
 
 @every_client
@@ -106,35 +98,44 @@ def test_the_default_model_gives_a_structured_answer(
     assert set(person) == {"name", "age"} and isinstance(person["age"], int), person
 
 
-AI_SDK = "ai-openai-compatible"
+AI_SDK = [("npm", "ai-openai-compatible")]
+of_ai_sdk = pytest.mark.parametrize(("source", "client"), AI_SDK, ids=["-".join(one) for one in AI_SDK])
 
 
-def test_ctrl_c_ends_the_request_of_the_ai_sdk(served: ScriptedServer, place: Place, programs: Any) -> None:
+@of_ai_sdk
+def test_ctrl_c_ends_the_request_in_the_server(
+    served: ScriptedServer, place: Place, programs: Any, source: str, client: str
+) -> None:
     since = len(served.requests())
     prompt = "Count to two thousand"
-    process = place.start([*programs["npm"], AI_SDK, "loop", served.url, "agent-key", prompt], {})
+    process = place.start([*programs[source], client, "loop", served.url, "agent-key", prompt], {})
     wait_for(lambda: served.num_running() == 1)
     interrupt(process)
     wait_for(lambda: served.num_running() == 0, 20)
     end_of(process)
-    (entry,) = served.requests(since)
+    (entry,) = wait_for(lambda: served.requests(since))
     assert entry["client_gone"], entry
 
 
-def test_the_ai_sdk_tries_a_429_again(served: ScriptedServer, place: Place, programs: Any) -> None:
-    served.use_up(LIMITED, PER_MINUTE)
-    since = len(served.requests())
-    run = place.run([*programs["npm"], AI_SDK, "loop", served.url, LIMITED, "SDK, read it"], {})
-    assert outcome(run)["text"].endswith(FINAL)
-    assert [entry["status"] for entry in served.requests(since)].count(429) >= 1
-
-
-def test_the_loop_of_the_ai_sdk_goes_on_after_a_restart(
-    served: ScriptedServer, place: Place, programs: Any
+@of_ai_sdk
+def test_a_429_is_tried_again(
+    served: ScriptedServer, place: Place, programs: Any, source: str, client: str
 ) -> None:
     since = len(served.requests())
+    served.use_up(LIMITED, lambda: served.refused(since, "/v1/completions"))
+    process = place.start([*programs[source], client, "loop", served.url, LIMITED, "SDK, read it"], {})
+    served.use_up(LIMITED, lambda: served.refused(since, CHAT))
+    assert outcome(end_of(process))["text"].endswith(FINAL)
+
+
+@of_ai_sdk
+def test_the_loop_goes_on_after_a_restart(
+    served: ScriptedServer, place: Place, programs: Any, source: str, client: str
+) -> None:
+    """Between the two turns: no SDK asks again for a stream that broke off."""
+    since = len(served.requests())
     (place.work / "WAIT").touch()
-    process = place.start([*programs["npm"], AI_SDK, "loop", served.url, "agent-key", "SDK, read it"], {})
+    process = place.start([*programs[source], client, "loop", served.url, "agent-key", "SDK, read it"], {})
     wait_for(lambda: len(served.requests(since)) == 1)
     served.kill()
     (place.work / "WAIT").unlink()

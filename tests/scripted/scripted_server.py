@@ -92,9 +92,15 @@ class ScriptedServer:
         self._process.kill()
         self._process.wait(60)
 
-    def requests(self, since: int = 0) -> list[dict[str, Any]]:
-        """The log entries of the requests that have ended, without the first `since`."""
-        return self._entries("request")[since:]
+    def requests(self, since: int = 0, route: str = "", at_least: int = 0) -> list[dict[str, Any]]:
+        """The log entries of the requests that have ended, without the first `since`; only those of `route`, if it is
+        given. None if there are not `at_least` so many: the log is written a moment after an answer."""
+        entries = [entry for entry in self._entries("request")[since:] if route in ("", entry["route"])]
+        return entries if len(entries) >= at_least else []
+
+    def refused(self, since: int, route: str) -> list[dict[str, Any]]:
+        """The log entries of requests that were told to come back later."""
+        return [entry for entry in self.requests(since, route) if entry["status"] == 429]
 
     def num_running(self) -> int:
         """The requests that the engine computes now."""
@@ -103,18 +109,20 @@ class ScriptedServer:
                 return int(float(line.rpartition(" ")[2]))
         return 0
 
-    def use_up(self, key: str, num_requests: int) -> None:
-        """Sends requests with a key until its limit refuses one."""
+    def use_up(self, key: str, is_enough: Callable[[], Any]) -> None:
+        """Takes all requests that the limit of a key allows, until `is_enough`."""
         body = json.dumps({"model": "default", "prompt": "x", "max_tokens": 1}).encode()
-        for _ in range(num_requests + 5):
+
+        def take() -> Any:
             request = urllib.request.Request(f"{self.url}/v1/completions", body)
             request.add_header("Authorization", f"Bearer {key}")
             try:
                 urllib.request.urlopen(request, timeout=60).close()
             except urllib.error.HTTPError as error:
                 assert error.code == 429, error
-                return
-        raise AssertionError(f"no limit after {num_requests} requests")
+            return is_enough()
+
+        wait_for(take, 120)
 
     def _get(self, path: str) -> str:
         request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {self._key}"})

@@ -1,260 +1,186 @@
-"""Sends mutated requests, by seed, to the application: `python fuzz_requests.py --count 1000000`. The engine is real,
-on noop.
+"""Sends mutated requests, by seed, to every route of the application: `python fuzz_requests.py --count 1000000`. The
+engine is real, on noop.
 
-Valid requests get wrong types, ranges, nesting, text, numbers and bytes. Every response must be an answer or an error
-in the format of the API, never a 5xx. In the end nothing may be held.
+Valid requests (`fuzz_cases.py`) get wrong types, ranges, nesting, text, numbers, ids, queries, methods and bytes. Every
+response must be an answer or an error in the format of its API, never a 5xx. In the end nothing may be held: no request,
+no block, no bytes, no row and no file of a request that was refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
+import os
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
-from anthropic_types import EventStream
+import api_shapes
+from batch_client import BOUNDARY, FORM_TYPE, form, line, lines
+from fuzz_cases import CASES, FIELDS, HELLO, IDS, LEGAL, NASTY, RAW, Case
 from in_process import InProcess, Reply, in_process
 
-CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
-TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
-_CALL = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}}
-_RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "x"}]}
-_TURNS = [
-    *CHAT["messages"],
-    {"role": "assistant", "content": [{"type": "thinking", "thinking": "a", "signature": "b"}, _CALL]},
-    {"role": "user", "content": [_RESULT, {"type": "text", "text": "y", "cache_control": {}}]},
-    {"role": "system", "content": "z"},
-]
-_ANTHROPIC_TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
-OLLAMA: dict[str, Any] = {"options": {"num_predict": 3, "top_k": 4, "stop": ["a"], "seed": 3, "num_ctx": 60}}
-RESPONSE: dict[str, Any] = {
-    "input": [
-        {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
-        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}]},
-        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "c", "output": "x"},
-        {"type": "custom_tool_call", "call_id": "d", "name": "g", "input": "x"},
-        {"type": "custom_tool_call_output", "call_id": "d", "output": [{"type": "input_text", "text": "x"}]},
-    ],
-    "tools": [
-        {"type": "function", "name": "f", "parameters": {"type": "object"}},
-        {"type": "custom", "name": "g", "format": {"type": "text"}},
-        {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "h"}]},
-    ],
-    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
-    "include": ["reasoning.encrypted_content"],
-    "max_output_tokens": 3,
-}
-VALID: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("/v1/chat/completions", CHAT),
-    ("/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "n": 2}),
-    ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2, "stop": ["a", "b"], "seed": 3}),
-    (
-        "/v1/chat/completions",
-        {**CHAT, "tools": [TOOL], "tool_choice": "none", "temperature": 0.5, "top_p": 0.9},
-    ),
-    (
-        "/v1/chat/completions",
-        {**CHAT, "logit_bias": {"5": -1}, "priority": "high", "response_format": {"type": "text"}},
-    ),
-    (
-        "/v1/chat/completions",
-        {
-            "messages": [
-                {"role": "developer", "content": [{"type": "text", "text": "a"}]},
-                *CHAT["messages"],
-            ],
-            "max_completion_tokens": 3,
-            "reasoning_effort": "low",
-            "prediction": {"type": "content", "content": [{"type": "text", "text": "a"}]},
-            "prompt_cache_key": "k",
-            "verbosity": "low",
-            "modalities": ["text"],
-        },
-    ),
-    (
-        "/v1/chat/completions",
-        {
-            "messages": [
-                *CHAT["messages"],
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "refusal": None,
-                    "tool_calls": [
-                        {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-                    ],
-                },
-                {"role": "tool", "tool_call_id": "1", "content": "a"},
-            ],
-            "max_tokens": 3,
-            "tools": [TOOL],
-            "tool_choice": {
-                "type": "allowed_tools",
-                "allowed_tools": {
-                    "mode": "auto",
-                    "tools": [{"type": "function", "function": {"name": "f"}}],
-                },
-            },
-        },
-    ),
-    ("/v1/completions", {"prompt": "Hello", "max_tokens": 3}),
-    ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 3, "logprobs": 2, "echo": True}),
-    ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2, "n": 2, "stream": True, "stop": "x"}),
-    (
-        "/v1/completions",
-        {"prompt": "x", "max_tokens": 2, "deadline": 5, "cache_salt": "s", "session_id": "t"},
-    ),
-    ("/v1/messages", {**CHAT, "stop_sequences": ["a"], "thinking": {"type": "enabled"}, "stream": True}),
-    ("/v1/messages", {**CHAT, "system": [{"type": "text", "text": "a"}], "output_config": {"effort": "low"}}),
-    (
-        "/v1/messages",
-        {**CHAT, "messages": _TURNS, "tools": [_ANTHROPIC_TOOL], "tool_choice": {"type": "none"}},
-    ),
-    ("/v1/messages/count_tokens", {"messages": _TURNS, "metadata": {"user_id": "u"}}),
-    ("/api/chat", {**OLLAMA, "messages": CHAT["messages"]}),
-    ("/api/chat", {**OLLAMA, "messages": CHAT["messages"], "stream": False, "tools": [TOOL], "think": False}),
-    ("/api/chat", {"messages": [], "keep_alive": 0}),
-    ("/api/generate", {**OLLAMA, "prompt": "Hello", "system": "x", "context": [1, 2, 3]}),
-    ("/api/generate", {**OLLAMA, "prompt": "Hello", "raw": True, "stream": False, "logprobs": True}),
-    ("/api/show", {"model": "test-model"}),
-    ("/api/pull", {"model": "test-model"}),
-    ("/v1/responses", {"input": "Hello", "max_output_tokens": 3}),
-    ("/v1/responses", {**RESPONSE, "stream": True, "top_logprobs": 2, "reasoning": {"effort": "low"}}),
-    ("/v1/responses", {**RESPONSE, "truncation": "auto", "metadata": {"a": "b"}, "store": False}),
-    ("/v1/responses/input_tokens", {"input": "Hello", "instructions": "x", "text": {"verbosity": "low"}}),
-    ("/tokenize", {"prompt": "Hello"}),
-    ("/tokenize", {"messages": CHAT["messages"]}),
-    ("/detokenize", {"tokens": [1, 2, 3]}),
-)
-FIELDS = tuple({name for _, body in VALID for name in body} | {
-    *("model", "min_tokens", "top_k", "min_p", "typical_p", "repetition_penalty", "frequency_penalty"),
-    *("xtc_probability", "xtc_threshold"),
-    *("presence_penalty", "stop_token_ids", "ignore_eos", "ttft_target", "metadata", "suffix", "best_of"),
-    *("documents", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "user"),
-    *("num_predict", "num_ctx", "images", "keep_alive", "template", "suffix", "format", "top_logprobs"),
-    *("max_completion_tokens", "parallel_tool_calls", "guided_json", "grammar", "json_schema", "chat_template"),
-})  # fmt: skip
-NASTY: tuple[Any, ...] = (
-    *(None, True, False, 0, -1, 1, 2, 0.5, 1e308, -0.0, 2**31, 2**63, -(2**63) - 1, 10**30, 1e-320),
-    *(
-        "",
-        "a",
-        "0",
-        "null",
-        "\x00",
-        "\u202e",
-        "\ud7ff",
-        "🧵" * 9,
-        "<|im_end|>",
-        "{{ 7 * 7 }}",
-        "../../x",
-        "a" * 5000,
-    ),
-    *(
-        [],
-        [[]],
-        [None],
-        [0] * 70,
-        [{}],
-        {},
-        {"a": {}},
-        {"type": "x"},
-        {"": ""},
-        {"type": ["text"]},
-        [["a"]],
-        [1, "a"],
-    ),
-    *({"role": "user"}, {"role": "user", "content": [{"type": "text", "text": "x"}]}, {"content": None}),
-    *(
-        {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "http://127.0.0.1:1/"}}},
-        "required",
-    ),
-)
-LEGAL: dict[str, tuple[Any, ...]] = {
-    "n": (1, 2, 5),
-    "max_tokens": (1, 7, 60, 2**31 - 1, None),
-    "min_tokens": (0, 2),
-    "temperature": (0, 0.01, 1, 100),
-    "top_p": (1e-9, 1),
-    "top_k": (-1, 0, 1, 10**9),
-    "seed": (0, -(2**63), 2**63 - 1),
-    "stop": ("", ["\n", "🧵"], "e", []),
-    "stop_token_ids": ([], [0, 5], [49151]),
-    "logit_bias": ({}, {"0": 100}, {"49151": -100.0}),
-    "priority": (0, 3, "low", "CRITICAL"),
-    "deadline": (0, 1e-9, 1e9),
-    "stream": (True, False),
-    "ignore_eos": (True, False),
-    "echo": (True, False),
-    "prompt": ("", "x", [0], ["", "y"], [[1], [2]], ["\u0000"], "word " * 100),
-    "messages": (
-        [{"role": "system", "content": ""}],
-        [{"role": "tool", "content": "x"}],
-        [{"role": "user", "content": "a" * 2000}],
-    ),
-    "continue_final_message": (True,),
-    "cache_salt": ("", "\ud7ff"),
-}
-"""Unusual values that are mostly valid, so that the code after the checks is tested too."""
-RAW = (
-    b"NaN",
-    b"Infinity",
-    b"1e400",
-    b"-",
-    b'"\\ud800"',
-    b'"\xff"',
-    b"01",
-    b"1" + b"0" * 400,
-    b'"\\u0000"',
-    b"\xef\xbb\xbf",
-)
+from weft.server.http.byte_budget import ByteBudget
+
+_FIELDS, _LEGAL = sorted(FIELDS), sorted(LEGAL)
+_METHODS = ("GET", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "POST", "X")
+_DOCUMENTED = {501: "/api/"}
+"""Statuses from 500 on that are no problem, and the routes that may have them. 504 is the answer to a short deadline."""
+SETTINGS: dict[str, Any] = {"max_context": 256, "max_file_bytes": 1 << 20}
+"""Uploads in chunks reserve the largest file each: several of 1 GiB would be refused as too much."""
 
 
-def mutated(chance: random.Random) -> tuple[str, bytes]:
-    path, valid = chance.choice(VALID)
+@dataclass
+class Asked:
+    """A mutated request."""
+
+    method: str
+    path: str
+    body: bytes
+    headers: dict[bytes, bytes] = field(default_factory=dict)
+
+
+@dataclass
+class Objects:
+    """The objects of the store that requests may name."""
+
+    ids: dict[str, str]
+    made: dict[str, list[str]] = field(default_factory=lambda: {"resp_": [], "file-": []})
+    """Ids of objects that earlier requests made and that may be deleted, newest last."""
+    num_left: int = 0
+    """Requests that may have made objects without a response."""
+
+    def put_into(self, text: str) -> str:
+        for name in IDS:
+            text = text.replace(name, self.ids[name])
+        return text
+
+
+# ---------------------------------------------------------------------- mutation
+
+
+def mutated(chance: random.Random, objects: Objects) -> Asked:
+    case = chance.choice(CASES)
+    path, method, headers = _path(chance, case, objects), case.method, {}
+    if chance.random() < 0.02:
+        method = chance.choice(_METHODS)
+    if path.startswith(("/v1/messages", "/v1/models")) and chance.random() < 0.7:
+        headers[b"anthropic-version"] = b"2023-06-01"
+    if case.upload is not None:
+        body = _upload(chance, case.upload)
+        if chance.random() < 0.9:  # else it is as with chunks
+            headers[b"content-length"] = b"%d" % len(body)
+        return Asked(method, path, body, {**FORM_TYPE, **headers})
+    body = (
+        b""
+        if case.body is None
+        else objects.put_into(_body(chance, case.body).decode("latin-1")).encode("latin-1")
+    )
+    if chance.random() < 0.03:
+        headers[b"content-type"] = chance.choice(
+            (b"", b"text/plain", b"application/x-www-form-urlencoded", b"a/b;c")
+        )
+    return Asked(method, path, body, headers)
+
+
+def _path(chance: random.Random, case: Case, objects: Objects) -> str:
+    path = case.path
+    if path.endswith("/OLD"):
+        made = objects.made["resp_" if "responses" in path else "file-"]
+        old = made.pop(chance.randrange(len(made))) if made and chance.random() < 0.7 else "resp_none"
+        path = path.removesuffix("OLD") + old
+    path = objects.put_into(path)
+    if chance.random() < 0.9 - 0.5 * (case.method == "GET"):
+        return path
+    path, _, query = path.partition("?")
+    if chance.random() < 0.6:
+        name = chance.choice(
+            ("limit", "order", "after", "purpose", "stream", "before_id", "after_id", "include", "")
+        )
+        value = chance.choice([str(one) for one in NASTY if isinstance(one, str | int | float)])
+        query += f"&{name}={quote(value, errors='replace')}" + chance.choice(("", "&", f"&{name}=1", "=%ff"))
+    else:
+        *rest, last = path.rpartition("/")
+        value = chance.choice([one for one in NASTY if isinstance(one, str)])
+        path = "".join(rest) + chance.choice(
+            (last + value, value, last[:-1], last.upper(), f"{last}/{value}")
+        )
+        path = unquote(quote(path, errors="replace"))
+    return f"{path}?{query}" if query else path.replace("?", "")
+
+
+def _upload(chance: random.Random, upload: dict[str, Any]) -> bytes:
+    parts = dict(upload)
+    for _ in range(chance.choice((0, 0, 1, 2))):
+        name = chance.choice(
+            ("content", "purpose", "name", "expires_after[seconds]", "expires_after[anchor]", "x")
+        )
+        value = chance.choice(
+            ("", "a", "-1", "9" * 400, "batch", "user_data", "created_at", "\x00", "../../x", "é" * 600)
+        )
+        parts[name] = value.encode() if name == "content" else value
+    content = form(**parts)
+    kind = chance.random()
+    if kind < 0.2:
+        return _broken_bytes(chance, content)
+    if kind < 0.25:
+        return content.replace(
+            BOUNDARY, chance.choice((b"", b"--", BOUNDARY + b"x")), chance.choice((1, 2, -1))
+        )
+    return content * 20 if kind < 0.27 else content
+
+
+def _body(chance: random.Random, valid: dict[str, Any]) -> bytes:
     body = json.loads(json.dumps(valid))
     if chance.random() < 0.4:
-        names = chance.sample(sorted(LEGAL), chance.randint(1, 4))
-        return path, json.dumps({**body, **{name: chance.choice(LEGAL[name]) for name in names}}).encode()
+        names = chance.sample(_LEGAL, chance.randint(1, 4))
+        # Mostly fields that the route has.
+        names = [name for name in names if name in valid or chance.random() < 0.5]
+        return json.dumps({**body, **{name: chance.choice(LEGAL[name]) for name in names}}).encode()
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         body = _changed(chance, body, 0)
     if chance.random() < 0.5 and isinstance(body, dict):
-        body = {**body, chance.choice(FIELDS): chance.choice(NASTY)}
-    if chance.random() < 0.03 and isinstance(body, dict) and "messages" in valid:
-        # Long enough to be tokenised in a worker process.
-        long = {"role": "user", "content": "word " * 2000, "extra": chance.choice((*NASTY, _nested(900)))}
-        body = {**body, "messages": [*CHAT["messages"], long]}
+        body = {**body, chance.choice(_FIELDS): chance.choice(NASTY)}
+    for name in ("messages", "input"):
+        if chance.random() < 0.03 and isinstance(body, dict) and name in valid:
+            # Long enough to be tokenised in a worker process.
+            long = {"role": "user", "content": "word " * 2000, "extra": chance.choice((*NASTY, _nested(900)))}
+            body = {**body, name: [*HELLO, long]}
     content = json.dumps(body).encode()
     kind = chance.random()
     if kind < 0.1:
-        return path, _broken_bytes(chance, content)
+        return _broken_bytes(chance, content)
     if kind < 0.15 and content.startswith(b"{") and len(content) > 2:
-        name = json.dumps(chance.choice(FIELDS)).encode()
-        return path, b"{" + name + b": " + chance.choice(RAW) + b", " + content[1:]
+        name = json.dumps(chance.choice(_FIELDS)).encode()
+        return b"{" + name + b": " + chance.choice(RAW) + b", " + content[1:]
     if kind < 0.17:
         depth = chance.choice((10, 1000, 20_000))
-        return path, content[:-1] + b', "metadata": ' + b'{"a":' * depth + b"1" + b"}" * (depth + 1)
-    return path, content
+        return content[:-1] + b', "metadata": ' + b'{"a":' * depth + b"1" + b"}" * (depth + 1)
+    return content
 
 
 def _changed(chance: random.Random, value: Any, depth: int) -> Any:
     """`value` with a change at one position."""
-    if depth < 5 and isinstance(value, dict) and value and chance.random() < 0.8:
+    if depth < 7 and isinstance(value, dict) and value and chance.random() < 0.8:
         name = chance.choice(list(value))
         kind = chance.random()
         if kind < 0.1:
             return {other: one for other, one in value.items() if other != name}
         if kind < 0.2:
-            return {**value, chance.choice(FIELDS): value[name]}
+            return {**value, chance.choice(_FIELDS): value[name]}
         return {**value, name: _changed(chance, value[name], depth + 1)}
-    if depth < 5 and isinstance(value, list) and value and chance.random() < 0.7:
+    if depth < 7 and isinstance(value, list) and value and chance.random() < 0.8:
         at = chance.randrange(len(value))
+        if chance.random() < 0.15:
+            return [*value[:at], *value[at:][::-1]]  # another order
         return [*value[:at], _changed(chance, value[at], depth + 1), *value[at + chance.randrange(2) :]]
     if isinstance(value, int) and not isinstance(value, bool) and chance.random() < 0.5:
         return value * chance.choice((-1, 10, 1000, 2**40)) + chance.choice((-1, 0, 1))
@@ -283,64 +209,54 @@ def _broken_bytes(chance: random.Random, content: bytes) -> bytes:
     )
 
 
-def problem_of(reply: Reply, path: str) -> str | None:
+# ---------------------------------------------------------------------- checks
+
+
+def problem_of(asked: Asked, reply: Reply) -> str | None:
     """The problem of a response; None if there is none."""
-    if reply.status == 0:
+    path, status = asked.path.partition("?")[0], reply.status
+    if status == 0:
         return "no response"
-    if reply.status >= 500 and reply.status != 504:
-        return f"status {reply.status}: {reply.body[:300]!r}"
+    documented = status in _DOCUMENTED and path.startswith(_DOCUMENTED[status])
+    if status >= 500 and status != 504 and not documented:
+        return f"status {status}: {reply.body[:300]!r}"
     if b"x-request-id" not in reply.headers:
         return "no x-request-id"
-    if reply.headers.get(b"content-type", b"").startswith(b"text/event-stream"):
-        return _problem_of_stream(reply.body)
-    if reply.headers.get(b"content-type", b"").startswith(b"application/x-ndjson"):
-        return _problem_of_lines(reply.body)
-    content = json.loads(reply.body)
-    if reply.status == 200:
-        return "an error with status 200" if content.get("error") else None
-    if path.startswith("/api/"):
-        return None if _is_ollama_error(content) else f"not an error of Ollama's API: {content!r:.300}"
-    return _problem_of_error(content)
+    if asked.method in ("HEAD", "OPTIONS") or status == 307:  # a path with a slash at its end
+        return None  # the HTTP implementation leaves the body out
+    media_type = reply.headers.get(b"content-type", b"").partition(b";")[0]
+    if status >= 400:
+        family = api_shapes.family(path, asked.headers)
+        return api_shapes.problem_of_error(family, json.loads(reply.body))
+    if media_type in (b"text/event-stream", b"application/x-ndjson"):
+        return api_shapes.problem_of_stream(path, reply.body)
+    if media_type == b"application/json":
+        content = json.loads(reply.body)
+        # A stored response or batch has the error that it ended with.
+        return (
+            "an error with the status of a success"
+            if content.get("error") and "object" not in content
+            else None
+        )
+    return None if path.startswith(("/v1/files/", "/api/delete", "/docs", "/metrics")) else f"{media_type!r}"
 
 
-def _is_ollama_error(content: Any) -> bool:
-    return set(content) == {"error"} and isinstance(content["error"], str) and content["error"] != ""
+async def prepared(server: InProcess) -> Objects:
+    """Makes the objects that requests name."""
 
+    async def made(path: str, **body: Any) -> dict[str, Any]:
+        reply = await server.send(path, json.dumps(body).encode())
+        assert reply.status == 200, reply.body
+        content: dict[str, Any] = json.loads(reply.body)
+        return content
 
-def _problem_of_lines(body: bytes) -> str | None:
-    *lines, last = [json.loads(line) for line in body.splitlines()]
-    is_over = last.get("done") or last.get("status") == "success"
-    if any("error" in line or line.get("done") for line in lines) or not (is_over or _is_ollama_error(last)):
-        return f"not a stream of lines: {body[:200]!r}"
-    return None
-
-
-def _problem_of_stream(body: bytes) -> str | None:
-    if body.startswith(b"event: "):
-        if body.startswith(b"event: response."):
-            return f"in a stream: {body[-500:]!r}" if b"internal server error" in body else None
-        try:
-            failed = EventStream(body).error
-        except (AssertionError, ValueError) as problem:
-            return f"{problem!r} in {body[:400]!r}"
-        return f"in a stream: {failed}" if failed and failed["type"] == "api_error" else None
-    *events, last, end = body.split(b"\n\n")
-    if end or not all(event.startswith(b"data: {") for event in events):
-        return f"not an event stream: {body[:200]!r}"
-    if last == b"data: [DONE]":
-        return None
-    error = json.loads(last.removeprefix(b"data: "))
-    return _problem_of_error(error) or (
-        f"in a stream: {error}" if error["error"]["code"] == "failed" else None
-    )
-
-
-def _problem_of_error(content: Any) -> str | None:
-    if set(content) == {"type", "error", "request_id"} and set(content["error"]) == {"type", "message"}:
-        return None if content["error"]["message"] and content["request_id"] else "an error without a message"
-    if set(content) != {"error"} or set(content["error"]) != {"message", "type", "param", "code"}:
-        return f"not an error of the API: {content!r:.300}"
-    return None if content["error"]["message"] else "an error without a message"
+    response = await made("/v1/responses", input="Hello", max_output_tokens=4)
+    background = await made("/v1/responses", input="Hello", max_output_tokens=4, background=True)
+    upload = await server.send("/v1/files", form(lines([line(0)]), purpose="batch"), more_headers=FORM_TYPE)
+    file_id = json.loads(upload.body)["id"]
+    batch = await made("/v1/batches", input_file_id=file_id, endpoint="/v1/completions")
+    found = (response["id"], background["id"], response["output"][0]["id"], file_id, batch["id"])
+    return Objects(dict(zip(IDS, found, strict=True)))
 
 
 async def fuzz(server: InProcess, seed: int, count: int, at_once: int = 16) -> tuple[Counter[int], list[str]]:
@@ -348,40 +264,99 @@ async def fuzz(server: InProcess, seed: int, count: int, at_once: int = 16) -> t
     statuses: Counter[int] = Counter()
     problems: list[str] = []
     numbers = iter(range(count))
+    objects = await prepared(server)
+    known = set(objects.ids.values())
 
     async def ask_some() -> None:
         for number in numbers:
             chance = random.Random(f"{seed}:{number}")
-            path, body = mutated(chance)
+            asked = mutated(chance, objects)
             leaves_after = chance.choice((0.0, 0.001, 0.01)) if chance.random() < 0.03 else None
             try:
-                reply = await asyncio.wait_for(server.send(path, body, leaves_after), 60)
-                problem = None if leaves_after is not None else problem_of(reply, path)
+                sending = server.send(
+                    asked.path, asked.body, leaves_after, asked.method, more_headers=asked.headers
+                )
+                reply = await asyncio.wait_for(sending, 60)
+                problem = None if leaves_after is not None else problem_of(asked, reply)
                 statuses[reply.status] += 1
+                _remember(asked, reply, objects, known)
             except Exception as error:
                 problem = repr(error)
             if problem:
-                problems.append(f"seed {seed}, number {number}: {path} {body[:400]!r}: {problem}")
+                problems.append(
+                    f"seed {seed}, number {number}: {asked.method} {asked.path} {asked.body[:400]!r}: {problem}"
+                )
 
     await asyncio.gather(*(ask_some() for _ in range(at_once)))
+    problems += await _strangers(server, known, objects.num_left)
     return statuses, problems
 
 
-HELD = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "http_requests_open")
+def _remember(asked: Asked, reply: Reply, objects: Objects, known: set[str]) -> None:
+    path = asked.path.partition("?")[0]
+    if asked.method != "POST" or path not in ("/v1/responses", "/v1/files"):
+        return
+    prefix = "resp_" if path == "/v1/responses" else "file-"
+    found = reply.body.partition(f'"id":"{prefix}'.encode())[2].partition(b'"')[0].decode()
+    if not found:
+        objects.num_left += reply.status in (0, 499)  # its client left, perhaps while it was stored
+        return
+    known.add(prefix + found)
+    made = objects.made[prefix]
+    made.append(prefix + found)
+    del made[:-50]
+
+
+async def _strangers(server: InProcess, known: set[str], num_left: int) -> list[str]:
+    """Rows and files that no answered request made, and files without a row or rows without a file."""
+    for _ in range(1200):
+        rows = await server.server.store.run(
+            lambda connection: {
+                table: dict(connection.execute(f"SELECT id, {column} FROM {table}").fetchall())
+                for table, column in (("responses", "status"), ("files", "purpose"), ("batches", "status"))
+            }
+        )
+        unfinished = [id for id, status in rows["responses"].items() if status in ("queued", "in_progress")]
+        unfinished += [id for id, status in rows["batches"].items() if status in ("validating", "in_progress", "finalizing", "cancelling")]  # fmt: skip
+        if not unfinished:
+            break
+        await asyncio.sleep(0.05)
+    problems = [f"{len(unfinished)} rows do not end: {unfinished[:5]}"] if unfinished else []
+    strangers = rows["responses"].keys() - known
+    strangers |= {id for id, purpose in rows["files"].items() if purpose != "batch_output"} - known
+    if len(strangers) > num_left:
+        problems.append(f"{len(strangers)} rows of requests without a response: {sorted(strangers)[:5]}")
+    on_disk = {path.name for path in (server.server.store.folder / "files").iterdir()}
+    if on_disk != rows["files"].keys():
+        problems.append(
+            f"files without rows or rows without files: {sorted(on_disk ^ rows['files'].keys())[:5]}"
+        )
+    return problems
+
+
+HELD = (
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "http_requests_open"),
+    *("num_requests_held", "batch_lines_running"),
+)
 
 
 async def leftovers(server: InProcess) -> dict[str, float]:
-    """The gauges that are not zero after all requests have ended. It must be empty."""
+    """What is still held after all requests have ended. It must be empty."""
     held: dict[str, float] = {}
     for _ in range(1200):
         page = (await server.send("/metrics", method="GET")).body.decode()
         held = {}
-        for line in page.splitlines():
-            name, _, value = line.rpartition(" ")
+        for metric in page.splitlines():
+            name, _, value = metric.rpartition(" ")
             if name.partition("{")[0].removeprefix("weft:") in HELD and float(value):
                 held[name] = float(value)
         if server.server.engine.num_unfinished:
             held["answers"] = server.server.engine.num_unfinished
+        if server.server.tasks._tasks:
+            held["tasks"] = len(server.server.tasks._tasks)
+        budgets = [one for one in gc.get_objects() if isinstance(one, ByteBudget)]
+        assert budgets
+        held |= {f"bytes {index}": one.num_bytes for index, one in enumerate(budgets) if one.num_bytes}
         if not held:
             break
         await asyncio.sleep(0.05)
@@ -391,11 +366,14 @@ async def leftovers(server: InProcess) -> dict[str, float]:
 async def _main(arguments: argparse.Namespace) -> int:
     from weft.loading.pull import pull
 
-    async with in_process(Path(pull("default"))) as server:
-        began = time.monotonic()
-        statuses, problems = await fuzz(server, arguments.seed, arguments.count)
-        seconds = time.monotonic() - began
-        held = await leftovers(server)
+    model = Path(pull("default"))
+    with tempfile.TemporaryDirectory() as home:
+        os.environ["WEFT_HOME"] = home  # /api/delete and /api/pull work there
+        async with in_process(model, **SETTINGS) as server:
+            began = time.monotonic()
+            statuses, problems = await fuzz(server, arguments.seed, arguments.count)
+            seconds = time.monotonic() - began
+            held = await leftovers(server)
     print(
         f"{arguments.count} requests in {seconds:.1f} s, {arguments.count / seconds:.0f}/s; {dict(statuses)}"
     )

@@ -45,22 +45,29 @@ class InProcess:
         key: str | None = None,
         more_headers: Mapping[bytes, bytes] = MappingProxyType({}),
         query: str = "",
+        leaves_at: bytes | None = None,
     ) -> Reply:
-        """Sends a request and returns the response. The client disconnects after `leaves_after` seconds. `path` may have
-        a query."""
+        """Sends a request and returns the response. The client disconnects after `leaves_after` seconds, or when it has
+        received `leaves_at`. `path` may have a query."""
         path, _, in_path = path.partition("?")
         query = in_path or query
         messages = [{"type": "http.request", "body": body, "more_body": False}]
         sent: list[Any] = []
+        left = asyncio.Event()
 
         async def receive() -> Any:
             if messages:
                 return messages.pop()
-            await asyncio.sleep(3600 if leaves_after is None else leaves_after)
+            if leaves_at is not None:
+                await left.wait()
+            else:
+                await asyncio.sleep(3600 if leaves_after is None else leaves_after)
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
             sent.append(message)
+            if leaves_at is not None and leaves_at in message.get("body", b""):
+                left.set()
 
         scope = {
             "type": "http",
@@ -82,7 +89,8 @@ class InProcess:
 async def in_process(
     model_path: Path, *, max_context: int = 64, formats: Formats = FORMATS, **settings: Any
 ) -> AsyncIterator[InProcess]:
-    """`settings` may also have `seconds_per_step` of the backend, and fields of the `scheduler`."""
+    """`settings` may also have `seconds_per_step` of the backend, fields of the `scheduler`, and `backend_options`:
+    then the backend is not noop but that of `backend`."""
     with TemporaryDirectory() as folder:
         async with _in_process(
             model_path, max_context, formats, {"state_path": folder, **settings}
@@ -96,13 +104,14 @@ async def _in_process(
 ) -> AsyncIterator[InProcess]:
     checkpoint = open_checkpoint(model_path)
     text = open_model_text(checkpoint, settings.get("chat_template"))
-    options: dict[str, float] = {"vocabulary_size": 49152, "max_context": max_context}
+    options: dict[str, Any] = settings.pop("backend_options", None) or {"vocabulary_size": 49152}
+    options["max_context"] = max_context
     if "seconds_per_step" in settings:
         options["seconds_per_step"] = settings.pop("seconds_per_step")
     if "scheduler" in settings:
         settings["engine"] = ServingEngineConfig(SchedulerConfig(**settings.pop("scheduler")))
     chosen = ServerSettings(str(model_path), (MODEL,), **settings)
-    engine = EngineClient("noop", options, chosen.engine)
+    engine = EngineClient(settings.get("backend", "noop"), options, chosen.engine)
     await engine.start()
     server = ServerApp(chosen, text, checkpoint.generation, engine, ServerLog("off"), formats)
     application = InProcess(server)

@@ -41,15 +41,25 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-async def cost(server: InProcess, body: dict[str, Any], key: str | None = None) -> tuple[float, float]:
-    """CPU seconds of the event loop and of the engine process for one answered request."""
+async def cost(
+    server: InProcess,
+    body: dict[str, Any],
+    key: str | None = None,
+    path: str = "/v1/completions",
+    statuses: tuple[int, ...] = (200,),
+    of_process: bool = False,
+) -> tuple[float, float]:
+    """CPU seconds of the event loop (`of_process`: of all threads of the server) and of the engine process for one
+    answered request."""
     process = server.server.engine._process
     assert process is not None
+    content = json.dumps({"max_tokens": 1, **body} if path == "/v1/completions" else body).encode()
     used = _process_seconds(process.pid)
-    began = time.thread_time()
-    reply = await server.send("/v1/completions", json.dumps({"max_tokens": 1, **body}).encode(), key=key)
-    seconds = time.thread_time() - began
-    assert reply.status == 200, reply.body
+    clock = time.process_time if of_process else time.thread_time
+    began = clock()
+    reply = await server.send(path, content, key=key)
+    seconds = clock() - began
+    assert reply.status in statuses, reply.body
     return seconds, _process_seconds(process.pid) - used
 
 
@@ -58,9 +68,9 @@ def _process_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
-def with_server(model_path: Path, work: Callable[[InProcess], Any]) -> Any:
+def with_server(model_path: Path, work: Callable[[InProcess], Any], **settings: Any) -> Any:
     async def run() -> Any:
-        async with in_process(model_path) as server:
+        async with in_process(model_path, **settings) as server:
             await cost(server, {"prompt": [5]})
             return await work(server)
 
@@ -124,6 +134,90 @@ def test_submitting_a_thousand_answers_does_not_block_the_event_loop(
             assert len({iteration for iteration, _ in sent}) == len(sent) >= 8
 
     asyncio.run(run())
+
+
+def functions(**more: Any) -> list[dict[str, Any]]:
+    return [{"name": f"f{index}", "description": "d" * 200, **more} for index in range(128)]
+
+
+SCHEMA = {"type": "object"}
+TOOLS = [{"type": "function", "function": one} for one in functions(parameters=SCHEMA)]
+MESSAGES = [{"role": ("user", "assistant")[index % 2], "content": "x"} for index in range(4001)]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1024}]
+STOPS = ["é" * 1000 + str(number) for number in range(16)]
+USES = [{"type": "tool_use", "id": f"t{n}", "name": "f", "input": {}} for n in range(1000)]
+RESULTS = [{"type": "tool_result", "tool_use_id": f"t{n}"} for n in reversed(range(1000))]
+CALLS = [{"type": "function_call", "call_id": f"t{n}", "name": "f", "arguments": "{}"} for n in range(2000)]
+OUTPUTS = [{"type": "function_call_output", "call_id": f"t{n}", "output": ""} for n in reversed(range(2000))]
+NAMESPACE = {"type": "namespace", "name": "n", "tools": functions(type="function") * 8}
+OLLAMA_STOPS = {"options": {"num_predict": 1, "stop": STOPS}}
+EVERY_API: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "/v1/chat/completions": (
+        {"messages": MESSAGES[:1], "max_tokens": 1},
+        {"messages": {"messages": MESSAGES}, "parts": {"messages": PARTS}, "tools": {"tools": TOOLS}},
+    ),
+    "/v1/messages": (
+        {"messages": MESSAGES[:1], "max_tokens": 1},
+        {
+            "messages": {"messages": MESSAGES},
+            "parts": {"messages": PARTS, "system": PARTS[0]["content"]},
+            "tools": {"tools": functions(input_schema=SCHEMA)},
+            "stop_sequences": {"stop_sequences": STOPS},
+            "results": {
+                "messages": [
+                    *MESSAGES[:1],
+                    {"role": "assistant", "content": USES},
+                    {"role": "user", "content": RESULTS},
+                ]
+            },
+        },
+    ),
+    "/v1/responses": (
+        {"input": "x", "max_output_tokens": 1, "store": False},
+        {
+            "items": {"input": MESSAGES},
+            "parts": {"input": PARTS},
+            "tools": {"tools": functions(type="function", parameters=SCHEMA)},
+            "namespaces": {"tools": [NAMESPACE]},
+            "metadata": {"metadata": {str(number): "x" * 100 for number in range(64)}},
+            "include": {"include": ["reasoning.encrypted_content"] * 1000},
+            "references": {"input": [{"type": "item_reference", "id": f"msg_{n}"} for n in range(4000)]},
+            "results": {"input": [*CALLS, *OUTPUTS]},
+        },
+    ),
+    "/api/chat": (
+        {"messages": MESSAGES[:1], "options": {"num_predict": 1}, "stream": False},
+        {"messages": {"messages": MESSAGES}, "tools": {"tools": TOOLS}, "stop": OLLAMA_STOPS},
+    ),
+    "/api/generate": (
+        {"prompt": "x", "options": {"num_predict": 1}, "stream": False},
+        {"context": {"context": [5] * 10_000}, "stop": OLLAMA_STOPS},
+    ),
+}
+
+
+@pytest.mark.parametrize("path", EVERY_API)
+def test_the_cost_of_each_list_of_an_api_is_bounded_by_its_bytes(default_model_path: Path, path: str) -> None:
+    """Also for requests that are refused, for example because the prompt is too long. Large bodies are read in threads,
+    which hold the interpreter, so these count too."""
+    base, lists = EVERY_API[path]
+
+    async def work(server: InProcess) -> None:
+        plain = [await cost(server, base, path=path, of_process=True) for _ in range(3)]
+        for name, fields in lists.items():
+            body = {**base, **fields}
+            listed = [
+                await cost(server, body, path=path, statuses=(200, 400, 404), of_process=True)
+                for _ in range(2)
+            ]
+            num_bytes = len(json.dumps(body))
+            for index, process_name in enumerate(("the server", "the engine")):
+                without, found = max(one[index] for one in plain), min(one[index] for one in listed)
+                assert found < 2 * without + num_bytes * _SECONDS_PER_BYTE, (
+                    f"{process_name} needs {found:.3f} s for {num_bytes} bytes with {name}, and {without:.3f} s without"
+                )
+
+    with_server(default_model_path, work, max_context=4096)
 
 
 @pytest.mark.parametrize(

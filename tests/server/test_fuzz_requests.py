@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzz_requests import fuzz, leftovers
+from fuzz_requests import SETTINGS, fuzz, leftovers
 from in_process import in_process
 from server_process import MESSAGES, Server
 
 
 def test_no_mutated_request_breaks_the_server_or_leaves_anything_behind(default_model_path: Path) -> None:
     async def run() -> tuple[Counter[int], list[str], dict[str, float]]:
-        async with in_process(default_model_path) as server:
+        async with in_process(default_model_path, **SETTINGS) as server:
             statuses, problems = await fuzz(server, seed=1, count=4000)
             return statuses, problems, await leftovers(server)
 

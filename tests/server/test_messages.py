@@ -359,6 +359,13 @@ def test_19_a_prompt_that_is_too_long_is_refused_with_both_numbers(shared_app: S
         assert int(words[4]) > 4095
 
 
+def test_a_thread_is_refused_in_the_words_at_which_the_package_sends_all_messages(shared_app: Send) -> None:
+    reply = shared_app({"thread": {"type": "continue", "previous_message_id": "msg_1"}})
+    error = json.loads(reply.body)["error"]  # the types of the package for Python have no details
+    assert reply.status == 400 and error["type"] == "invalid_request_error"
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
 def test_max_tokens_beyond_the_context_is_lowered(default_model_path: Path) -> None:
     [reply] = served(default_model_path, {"max_tokens": 32_000, "seed": 1}, max_context=64)
     message = message_of(reply.body)

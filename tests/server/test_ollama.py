@@ -487,7 +487,7 @@ def test_a_silent_stream_sends_lines_without_content(default_model_path: Path) -
     served(default_model_path, work=work)
 
 
-def test_a_key_pays_for_its_answers(default_model_path: Path) -> None:
+def test_the_tokens_of_an_answer_count_for_the_limit_of_its_key(default_model_path: Path) -> None:
     key = ApiKey("narrow", plain_keys(["secret"])[0].key_sha256, tokens_per_minute=60)
 
     async def work(server: InProcess) -> list[Reply]:

@@ -20,23 +20,17 @@ from weft.errors import InvalidRequestError
 from weft.request import InferenceRequest, SamplingParams
 from weft.server.admission.keys import plain_keys
 from weft.server.api import response_shapes as shapes
-from weft.server.api.chat import ChatRequest
-from weft.server.api.completion import CompletionFormat, CompletionRequest
+from weft.server.api.batches import OutputExpiry
+from weft.server.api.completion import CompletionFormat
 from weft.server.api.field_docs import FIELDS, Field
-from weft.server.api.messages import MessagesRequest
 from weft.server.api.ollama import OllamaOptions
-from weft.server.api.ollama_chat import OllamaChatRequest
-from weft.server.api.ollama_generate import OllamaGenerateRequest
-from weft.server.api.ollama_models import DeleteRequest, PullRequest, ShowRequest
 from weft.server.api.openapi import OPERATIONS
-from weft.server.api.responses import ResponsesRequest
-from weft.server.api.schema import DetokenizeRequest, StreamOptions, TokenizeRequest
+from weft.server.api.schema import StreamOptions
 
-KINDS = (
-    *(ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest),
-    *(TokenizeRequest, DetokenizeRequest, StreamOptions),
-    *(OllamaChatRequest, OllamaGenerateRequest, OllamaOptions, ShowRequest, PullRequest, DeleteRequest),
-)
+KINDS = {
+    *(operation.request for operation in OPERATIONS.values() if operation.request is not None),
+    *(StreamOptions, OllamaOptions, OutputExpiry),
+}
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from weft.request import FinishReason, TokenLogprobs
 from weft.server.api.answer_format import AnswerContext
 from weft.server.api.responses import ResponsesFormat, ResponsesRequest
 from weft.server.api.responses_items import conversation_items
-from weft.server.api.responses_tools import custom_input, function_tools
+from weft.server.api.responses_tools import function_tools
 from weft.server.api.schema import read
 from weft.server.errors import ApiError
 from weft.server.stream.choices import Piece
@@ -30,6 +30,7 @@ from weft.text.conversation import (
     from_start,
     starts_of_rest,
 )
+from weft.text.custom_calls import custom_input
 from weft.text.json_string_grammar import NotRewritableError, in_json_string
 
 PATCH = {"type": "custom", "name": "patch"}

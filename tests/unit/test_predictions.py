@@ -154,7 +154,7 @@ def test_the_search_in_a_prediction_is_bounded() -> None:
     assert near.propose(1) == (9,)
 
 
-def test_siblings_follow_the_prediction_on_their_own() -> None:
+def test_each_answer_of_a_request_follows_the_prediction_independently() -> None:
     first, second = [1], [1]
     proposer = DraftProposer(first, (5, 6, 7))
     sibling = proposer.sibling(second)

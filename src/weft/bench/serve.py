@@ -1,4 +1,4 @@
-"""`weft bench serve`: load-tests an OpenAI-compatible server and reports what its clients see."""
+"""`weft bench serve`: load-tests a server and reports what its clients see."""
 
 from __future__ import annotations
 

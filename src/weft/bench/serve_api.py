@@ -42,7 +42,8 @@ class Dialect:
     takes_exact_length: bool = True
     """Accepts `ignore_eos` and `min_tokens`: every answer has exactly `max_tokens` tokens."""
     takes_usage: bool = True
-    """Accepts `stream_options`: the server reports token counts. Other APIs than chat and completion always do."""
+    """Whether the server accepts `stream_options` and so reports token counts. APIs other than chat and completion
+    always report them."""
 
     @property
     def path(self) -> str:

@@ -51,7 +51,7 @@ def submit(
 
 @batch_app.command("list")
 def list_batches(
-    limit: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="The newest N batches.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="How many batches to list.")] = 20,
     url: Url = DEFAULT_URL,
     api_key: Key = None,
     json: AsJson = False,

@@ -171,7 +171,9 @@ class BatchClient:
                     advance(len(piece))
             os.replace(partial, path)
         except http.client.IncompleteRead:
-            raise WeftError(f"{self._url}: the connection ended before the file did; try again") from None
+            raise WeftError(
+                f"{self._url}: the connection ended before the whole file had arrived; try again"
+            ) from None
         finally:
             partial.unlink(missing_ok=True)
         return num_bytes

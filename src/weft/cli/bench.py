@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 bench_app = typer.Typer(
-    help="Measure OpenAI-compatible servers, and the engine.",
+    help="Measure servers, and the engine.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -95,7 +95,7 @@ def bench_serve(
 ) -> None:
     """Load-test a server and measure what its clients see.
 
-    Works with any server that has one of these APIs. Exit code 1: some requests failed.
+    Works with any server that has one of the APIs that --api names. Exit code 1: some requests failed.
     """
     from weft.bench.serve import main as run_bench
     from weft.bench.serve import parse_duration, parse_lengths, parse_rates

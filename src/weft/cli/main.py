@@ -302,7 +302,7 @@ def serve(
     ] = False,
     **flags: Any,
 ) -> None:
-    """Serve the OpenAI API and Ollama's over HTTP.
+    """Serve the APIs of OpenAI, Anthropic and Ollama over HTTP.
 
     MODEL is 'default', 'hf:owner/name', or the path of a GGUF file or of a folder with safetensors. Try it at /docs.
 

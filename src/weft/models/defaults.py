@@ -55,8 +55,9 @@ _GEMMA2: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
 }
 
-# By `model_type`. Some fields have two keys (see `fields`). Their default has the second key, and a file may replace it
-# with either key. Gemma's `hidden_activation` is an exception: its classes ignore `hidden_act`.
+# By `model_type`. A field may have two keys in config.json (see `fields`). Defaults are listed under the second key, and
+# either key in a file replaces them. Gemma is an exception: its classes ignore `hidden_act`, so the default of
+# `hidden_activation` is listed under that key.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": _LLAMA,
     "mistral": _MISTRAL,

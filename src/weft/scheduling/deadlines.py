@@ -22,7 +22,7 @@ class Deadlines:
             heapq.heappush(self._heap, (sequence.deadline_at, sequence.order, sequence))
 
     def take_expired(self, now: float) -> Iterator[Sequence]:
-        """Removes and yields the sequences whose deadline has passed. Some may have ended before it."""
+        """Removes and yields the sequences whose deadline has passed. Some of them may have ended already."""
         while self._heap and self._heap[0][0] <= now:
             yield heapq.heappop(self._heap)[2]
 

@@ -41,8 +41,8 @@ class DraftProposer:
     """Proposes draft tokens for one sequence. While there is a match, every new token updates the acceptance rate, even
     if no step checked a draft token at its position.
 
-    A match is a position in the sequence's own text or in its prediction. The answer is first expected to begin like
-    the prediction. After a mismatch the longer match of the two is used, and the prediction if both are as long.
+    A match is an index in the sequence's own text or in its prediction. The first match is the beginning of the
+    prediction. After a mismatch both are searched. The longer match is used, and the prediction if both are as long.
     """
 
     __slots__ = (
@@ -67,7 +67,7 @@ class DraftProposer:
         self._prediction = prediction
         self._predicted_bytes = array("i", prediction).tobytes()
         self._anchor = 0
-        """Index in the prediction up to which the answer has followed it. The search begins here."""
+        """Index after the last long match in the prediction. The search begins here."""
         self._first = 0
         """Index at which the current match began."""
         self._is_predicted = bool(prediction)
@@ -126,7 +126,7 @@ class DraftProposer:
             self.num_predicted_rejected += num_drafts - num_accepted
 
     def _end_match(self, end: int) -> None:
-        """A short match may be an accident. Only a long one moves the place from which the prediction is searched."""
+        """A short match may be a coincidence. Only a long one moves the index at which the search in the prediction begins."""
         if self._is_predicted and end - self._first >= MATCH_LENGTHS[-1]:
             self._anchor = end
 

@@ -51,6 +51,8 @@ class IdlePlanner:
         rows = min(len(table.queue), kv_cache.num_rows - len(table.running))
         blocks = self._blocks_needed()
         for sequence in sorted(table.paused, key=lambda s: (s.priority, -s.order)):
+            # The row of a sequence in flight becomes free only when its step ends. If the rows that are free by then
+            # are enough, preempting it gains nothing.
             has_rows = kv_cache.free_rows >= rows or (
                 table.is_in_flight(sequence) and kv_cache.free_rows + kv_cache.draining_rows >= rows
             )
@@ -67,7 +69,7 @@ class IdlePlanner:
             allocation = sequence.allocation
             held, stored = (0, 0) if allocation is None else (len(allocation.blocks), allocation.stored)
             if allocation is not None and allocation.is_swapped:
-                total += allocation.size
+                total += allocation.size  # the swap-in needs them all
                 held, stored = allocation.size.full + allocation.size.store, allocation.stored
             total += table.kv_cache.needed(held, stored, sequence.target + 1 + num_drafts)
         return total
@@ -94,7 +96,7 @@ class IdlePlanner:
                 break
             if sequence.target - sequence.scheduled > 1:
                 if not num_drafts and room.full > 0:
-                    chosen.append(sequence)  # sized by what the decodes leave
+                    chosen.append(sequence)  # its chunk gets what the decodes leave
                 continue
             allocation = sequence.allocation
             assert allocation is not None

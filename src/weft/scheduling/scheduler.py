@@ -216,8 +216,8 @@ class ContinuousBatchScheduler:
         return outputs, results
 
     def _end_early(self, sequence: Sequence | None, failure: Failure | None) -> bool:
-        """Ends a request without a new token: with a failure or, at a stop string, without one. Returns False if the
-        request has ended already. Its id may then belong to a new request."""
+        """Ends a request without a new token. `failure` is None if it ends at a stop string. Returns False if the request
+        has ended already: its id may then belong to a new request."""
         if sequence is None or sequence.finish_reason is not None:
             return False
         self._sequence_table.remove(sequence)

@@ -27,7 +27,7 @@ from weft.server.admission.active_requests import ActiveRequest, ActiveRequests,
 from weft.server.admission.keys import ApiKey
 from weft.server.api import docs_page
 from weft.server.api.answer_format import AnswerFormat, B
-from weft.server.api.formats import FORMATS, ROUTES, Formats
+from weft.server.api.formats import FORMATS, OTHER_ROUTES, Formats
 from weft.server.api.model_names import is_model_name
 from weft.server.api.preparing import Prepared, Preparer
 from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
@@ -145,7 +145,7 @@ class ServerApp:
                 for one in self.formats.values()
                 if one.counting is not None
             ),
-            *(route for make in ROUTES for route in make(self)),
+            *(route for one in OTHER_ROUTES for route in one.routes(self)),
             Route("/tokenize", self._tokenize, methods=post),
             Route("/detokenize", self._detokenize, methods=post),
             Route("/tokenizer_info", self._tokenizer_info, methods=get),

@@ -1,6 +1,6 @@
 """Requests that the server sends to itself: lines of batches and background responses.
 
-They take the same way as the requests of clients, so limits, log and metrics count them. Only the checks of the guard
+They are handled like the requests of clients, so limits, log and metrics apply to them. Only the checks of the guard
 are left out: the key is known, and there is no connection.
 """
 

@@ -128,7 +128,7 @@ class _ServerRun:
         self._stop = asyncio.Event()
         self._state = ServerState()
         self._configs: list[uvicorn.Config]
-        """For connections through the main port, and through `ollama_port`."""
+        """One for connections through the main port, one for those through `ollama_port`."""
         self._engine = EngineClient(
             settings.backend,
             settings.backend_options,
@@ -209,7 +209,7 @@ class _ServerRun:
     async def _listen(
         self, servers: Sequence[asyncio.Server], app: ServerApp, tasks: list[asyncio.Task[None]]
     ) -> None:
-        """Serves until a signal arrives. Adds tasks that run while the server does to `tasks`."""
+        """Serves until a signal arrives. Adds to `tasks` those that run as long as the server."""
         settings = self._settings
         asgi = app.asgi()
         self._configs = [self._config(asgi), self._config(_through_ollama_port(asgi))]

@@ -147,8 +147,8 @@ class ServerMetrics:
             [*labels, "status"],
             registry=registry,
         )
-        self.batches_running = gauge("batches_running", "Batches that run: at most one for each API key.")
-        self.batch_lines_running = gauge("batch_lines_running", "Lines of batches that are requests now.")
+        self.batches_running = gauge("batches_running", "Running batches: at most one for each API key.")
+        self.batch_lines_running = gauge("batch_lines_running", "Lines of batches in flight.")
         self._batch_lines = Counter(
             "weft:batch_lines",
             "Lines of batches that have a result, by outcome: completed, failed.",
@@ -167,8 +167,8 @@ class ServerMetrics:
         self._between.observe(seconds / num_tokens)
 
     def answered(self, results: Sequence[GenerationResult], prompts: int, seconds: float | None) -> None:
-        """Records a completed request; `prompts` is its number of prompts. `seconds` is None for idle work: it pauses, so
-        its times say nothing about those of clients."""
+        """Records a completed request; `prompts` is its number of prompts. `seconds` is None for idle work: it can be
+        paused, so its times do not describe what clients see."""
         per_prompt = len(results) // prompts
         for index, result in enumerate(results):
             if index % per_prompt == 0:

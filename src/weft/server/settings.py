@@ -54,10 +54,10 @@ class ServerSettings:
     ollama_port: Annotated[
         int | None,
         Range(0, 65535),
-        Flag("--ollama-port", "N", "Also listen here, for Ollama's clients: 11434."),
+        Flag("--ollama-port", "N", "A second port. Ollama's clients expect 11434."),
     ] = None
-    """A second port on the same address, where clients of Ollama look: 11434. It serves the same routes. 0: any free
-    port. Not set: none."""
+    """A second port on the same address, with the same routes. Ollama's clients expect a server at port 11434. 0: any
+    free port. Not set: none."""
     api_keys: Annotated[
         tuple[ApiKey, ...], Flag("--api-key", "KEY", "Require this key; may be repeated.", repeats=True)
     ] = ()

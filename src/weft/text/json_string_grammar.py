@@ -25,7 +25,7 @@ _SPECIAL = {chr(code): json.dumps(chr(code))[1:-1] for code in (*range(0x20), or
 _PATTERNS = {character: re.escape(escape) for character, escape in _SPECIAL.items()}
 _SAFE = r'[^"\\\x00-\x1f]'
 _NAME = re.compile(r"_?[A-Z][_A-Z0-9]*")
-"""A terminal, or its place in a rule."""
+"""The name of a terminal, or its place in a rule."""
 _CATEGORIES = {
     parts.CATEGORY_DIGIT: r"\d",
     parts.CATEGORY_NOT_DIGIT: r"\D",
@@ -61,7 +61,7 @@ _COUNT = re.compile(r"\s*\d")
 _NOT_REWRITTEN = frozenset(
     ("<", "@", "%json", "%lark", "%regex", "%llguidance", "%override", "%declare", "%ignore", "&")
 )
-"""Parts of llguidance's grammars that are not rewritten."""
+"""Syntax of llguidance that `NotRewritableError` is raised for."""
 _COMMON = {
     "LF": r"\n",
     "CR": r"\r",

@@ -179,7 +179,7 @@ class ToolParser:
                 else:
                     held = yield from self._held_arguments()
             elif key == "name" or key in _ARGUMENTS:
-                raise _NotACall  # a second one: which is meant is unknown, and its text must not be lost
+                raise _NotACall  # a second value: it is unknown which one is meant, and no text may be lost
             else:
                 yield from self._value(self._hold)
             if held and name and not is_started:

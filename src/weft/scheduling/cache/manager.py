@@ -258,7 +258,7 @@ class KvCacheManager:
     def move(
         self, allocation: KvCacheAllocation, hashes: Sequence[BlockHash], step: int
     ) -> tuple[list[Move], list[tuple[int, BlockHash]]]:
-        """Puts the `arriving` blocks into the table: the plan of `step` is final.
+        """Called when the plan of `step` is final. Puts the `arriving` blocks into the table.
 
         Returns the moves, and the store blocks that are new in the prefix cache, with their hashes."""
         moves, registered = [], []
@@ -471,7 +471,8 @@ class KvCacheManager:
         return True
 
     def _drop_moves(self, allocation: KvCacheAllocation, first: int = 0) -> None:
-        """Releases the blocks that are held for moves of entries from `first` on."""
+        """Releases the blocks that are held because a move is in flight. Of the moves to the store, only those of table
+        entries from `first` on."""
         if allocation.arriving:
             self.store.release(allocation.arriving)
             allocation.arriving = []

@@ -45,9 +45,9 @@ class PrefixSharing:
             0 ........... border ............ length
             [ store blocks  )[ full blocks          ]
 
-        The position after the hit reads its tail from full blocks, so the border is at most its `tiers.stored_blocks`.
-        If the store holds fewer blocks, the border is earlier, and the first step moves the missing blocks to the
-        store.
+        The first position after the hit reads its tail from full blocks. So at most `tiers.stored_blocks` of that
+        position can come from the store: that is the border. If the store holds fewer blocks, the border is earlier,
+        and the first step moves the missing blocks to the store.
 
         If the hit is shorter only because full blocks are missing, their hashes are noted. Once computed again, they
         stay cached for the next lookup.

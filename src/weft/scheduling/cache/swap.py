@@ -82,7 +82,7 @@ class SwapSlots:
         return True
 
     def note_writes(self, blocks: Iterable[int]) -> None:
-        """Makes the step being planned depend on the swaps that guard these blocks: the step writes to them."""
+        """The step being planned writes to these blocks. Makes it depend on the swaps that still read them."""
         if self._block_guards:
             self._dependencies.update(self._block_guards[b] for b in blocks if b in self._block_guards)
 

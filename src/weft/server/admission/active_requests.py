@@ -69,7 +69,7 @@ class ActiveRequest:
         self.choices = choices
         self.began = began
         self.is_idle_work = is_idle_work
-        """It takes no place of a client: no limit of its key, no turn at the gate, no part of `max_requests`."""
+        """Idle work does not count for `max_requests` or the limits of its key, and does not wait in `FairGate`."""
         self.idle_answers = IdleAnswers()
         self.requests: Sequence[InferenceRequest] = ()
         """Set when the request is prepared."""
@@ -149,7 +149,7 @@ class ActiveRequests:
         self._num_of_clients = 0
         """Active requests that are not idle work."""
         self._idle_answers = IdleAnswers()
-        """Of all requests together."""
+        """The sum of all active requests."""
         self._idle = asyncio.Event()
         self._idle.set()
         metrics.open_requests.set_function(lambda: len(self._open))
@@ -380,8 +380,8 @@ class ActiveRequests:
         self._idle_answers.num_answers -= count
 
     def _count_answers(self) -> tuple[int, int] | None:
-        """Answers of clients in the engine, and how many of them have no token. Idle work gives way to them, so it does
-        not count."""
+        """Answers of clients in the engine, and how many of them have no token. Idle work does not delay them, so it is
+        not counted."""
         engine = self._engine
         if engine.state is EngineState.STARTING:
             return None  # the gate releases no answers until the engine is ready

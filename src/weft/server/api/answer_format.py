@@ -55,7 +55,7 @@ class ParsedRequest:
     tools: ToolUse = NO_TOOLS
     echoes_prompts: bool = False
     earlier_tokens: Sequence[int] = ()
-    """Tokens before a conversation."""
+    """Tokens that the prompt begins with, before those of the conversation."""
     max_context: int | None = None
     """Limit for prompt and answer together, if it is below that of the server."""
     priority: Priority | int = Priority.NORMAL
@@ -119,7 +119,7 @@ class AnswerWriter(ABC):
         return 0
 
     async def start(self, caller: Caller) -> bytes | None:
-        """Work before the request is submitted. Bytes are the whole answer: nothing is generated."""
+        """Work before the request is submitted. If it returns bytes, they are the whole answer, and nothing is generated."""
         return None
 
     async def finish(self, caller: Caller, choices: Choices) -> None:
@@ -223,6 +223,10 @@ class Operation:
     event_media_type: str = "text/event-stream"
     error: type | None = None
     """Type of the body of an error. None: that of weft's own routes."""
+    query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The parameters of the query and their JSON schemas. All are optional."""
+    form: Mapping[str, Any] | None = None
+    """JSON schema of the body, if it is a form (multipart/form-data)."""
 
 
 GENERATING = (400, 404, 408, 413, 429, 500, 503, 504)
@@ -282,3 +286,9 @@ class AnswerFormat(ABC, Generic[B]):
     def error(self, error: ApiError) -> tuple[int, Any]:
         """The status and the JSON of an error. Also used for errors before the body is read."""
         return error.status, error.body
+
+
+def around_text(content: bytes) -> tuple[bytes, bytes]:
+    """Splits JSON around its last string, which is empty. So an event with another text needs no encoding of the rest."""
+    split = content.rindex(b'""')
+    return content[:split], content[split + 2 :]

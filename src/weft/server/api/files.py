@@ -14,10 +14,10 @@ from starlette.routing import Route
 
 from weft.errors import WeftError
 from weft.server.api.answer_format import Operation
-from weft.server.api.listing import owner_of, page_query, page_response
+from weft.server.api.listing import Page, checked_number, owner_of, page_parameters, page_query, page_response
 from weft.server.api.response_shapes import Shape
 from weft.server.api.services import Services
-from weft.server.errors import ApiError, json_response
+from weft.server.errors import ApiError, json_response, refusal
 from weft.server.http.uploads import UploadForm, read_upload
 from weft.server.logs import current_record
 from weft.server.state.files import StoredFile
@@ -47,12 +47,8 @@ class File(Shape):
     status_details: None
 
 
-class FileList(Shape):
-    object: Literal["list"]
+class FileList(Page):
     data: list[File]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class DeletedFile(Shape):
@@ -66,20 +62,49 @@ _ID = "Only the key that uploaded a file finds it; for others it does not exist 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("post", "/v1/files"): Operation(
         "Upload a file",
-        f"multipart/form-data with the parts `file` and `purpose` ({', '.join(PURPOSES)}), and optionally "
-        f"`expires_after[anchor]` (created_at) and `expires_after[seconds]` ({MIN_SECONDS} to {MAX_SECONDS}). The file is "
-        "written to disk while it arrives. Input files of batches expire after 30 days by default, others do not.",
+        "The file is written to disk while it arrives. Input files of batches expire after 30 days by default, others do "
+        "not.",
         "Files",
         File,
         errors=(400, 408, 413, 429, 503, 507),
+        form={
+            "type": "object",
+            "properties": {
+                "file": {
+                    "type": "string",
+                    "contentMediaType": "application/octet-stream",
+                    "description": "The content.",
+                },
+                "purpose": {
+                    "type": "string",
+                    "enum": list(PURPOSES),
+                    "description": f"One of {', '.join(PURPOSES)}.",
+                },
+                "expires_after[anchor]": {
+                    "type": "string",
+                    "enum": ["created_at"],
+                    "description": "Always created_at.",
+                },
+                "expires_after[seconds]": {
+                    "type": "integer",
+                    "minimum": MIN_SECONDS,
+                    "maximum": MAX_SECONDS,
+                    "description": "Seconds until the file is deleted.",
+                },
+            },
+            "required": ["file", "purpose"],
+        },
     ),
     ("get", "/v1/files"): Operation(
         "List files",
-        "Newest first. Query: `purpose`, `limit` (1 to 10000; default: 10000), `order` (asc, desc), `after` (the last id of "
-        "the page before).",
+        "Newest first. The default limit is 10000.",
         "Files",
         FileList,
         errors=(400, 404, 503),
+        query={
+            "purpose": {"type": "string", "description": "Only files with this purpose."},
+            **page_parameters(10_000),
+        },
     ),
     ("get", "/v1/files/{id}"): Operation("Describe a file", _ID, "Files", File, errors=(404, 503)),
     ("delete", "/v1/files/{id}"): Operation(
@@ -143,7 +168,7 @@ class _Files:
         async with self._files.incoming(f"file-{current_record().id}", min(announced, most)) as new:
             form = await read_upload(request.headers.get("content-type", ""), body, new)
             if form.file_name is None:
-                raise ApiError(400, "the form has no part file; add it", param="file", code="missing_field")
+                raise refusal("the form has no part file; add it", "file", "missing_field")
             if new.num_bytes > most:
                 message = f"the file has {new.num_bytes} bytes; allowed: {most} (max_file_bytes); split it"
                 raise ApiError(413, message, param="file", code="file_too_large")
@@ -159,7 +184,7 @@ class _Files:
     async def list(self, request: Request) -> Response:
         query = page_query(request, default_limit=10_000, max_limit=10_000)
         found = await self._files.page(owner_of(request), request.query_params.get("purpose"), query)
-        return json_response(page_response(found and ([described(one) for one in found[0]], found[1]), query))
+        return json_response(page_response(found, query, described))
 
     async def describe(self, request: Request) -> Response:
         return json_response(described(await self._find(request)))
@@ -212,7 +237,7 @@ def _purpose(form: UploadForm) -> str:
     if purpose not in PURPOSES:
         found = "purpose is missing" if purpose is None else f"purpose is {purpose!r:.80}"
         message = f"{found}; allowed: {', '.join(PURPOSES)}"
-        raise ApiError(400, message, param="purpose", code="invalid_value")
+        raise refusal(message, "purpose")
     return purpose
 
 
@@ -222,15 +247,10 @@ def _lifetime(form: UploadForm) -> int | None:
         return _BATCH_SECONDS if form.fields["purpose"] == "batch" else None
     if anchor not in (None, "created_at"):
         message = f"expires_after.anchor is {anchor!r:.80}; allowed: created_at"
-        raise ApiError(400, message, param="expires_after.anchor", code="invalid_value")
+        raise refusal(message, "expires_after.anchor")
     return check_seconds(text or "", "expires_after.seconds")
 
 
-def check_seconds(given: str | int, param: str) -> int:
+def check_seconds(given: str, param: str) -> int:
     """A lifetime that a client chose."""
-    text = str(given)
-    seconds = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
-    if not MIN_SECONDS <= seconds <= MAX_SECONDS:
-        message = f"{param} is {text!r:.80}; allowed: {MIN_SECONDS} to {MAX_SECONDS}"
-        raise ApiError(400, message, param=param, code="invalid_value")
-    return seconds
+    return checked_number(given, param, MIN_SECONDS, MAX_SECONDS)

@@ -22,8 +22,9 @@ from weft.server.api.answer_format import (
     ServedModel,
 )
 from weft.server.api.field_docs import Field
-from weft.server.api.messages_input import items_of_messages, quoted, refusal
+from weft.server.api.messages_input import items_of_messages, quoted
 from weft.server.api.messages_writer import (
+    UNSUPPORTED_THREAD,
     ErrorBody,
     InputTokens,
     MessageAnswer,
@@ -33,12 +34,12 @@ from weft.server.api.messages_writer import (
 )
 from weft.server.api.schema import MAX_ENTRIES, MAX_NAMED, shown
 from weft.server.api.tool_use import FunctionTool, ToolChoice, ToolUse, chosen_tools
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, refusal
 from weft.text.conversation import EFFORTS, Conversation, Item, Message
 
 _CHOICES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 _DEFAULT_EFFORT = "high"
-"""That of a request with thinking, as in the Anthropic API."""
+"""The effort of a request with thinking and without an effort, as in the Anthropic API."""
 _WEATHER = {
     "name": "weather",
     "description": "The weather in a city.",
@@ -71,6 +72,8 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float | None = None
     session_id: str | None = None
     cache_salt: str = ""
+    # Refused.
+    thread: dict[str, Any] | None = None
     # Accepted without effect.
     service_tier: str | None = None
 
@@ -132,6 +135,9 @@ class MessagesFormat(AnswerFormat[MessagesRequest]):
             "`format`: a json_schema that the answer follows. `effort`: how much the model should think, if its chat "
             f"template has levels: {', '.join(EFFORTS)}."
         ),
+        "thread": Field(
+            "Refused with `thread_unsupported_request`, at which the official package for Node sends all messages."
+        ),
         "metadata": Field("`user_id` is part of the id of the session, if the request has a cache_control."),
         "cache_control": Field(
             "Here or in any block: keep the cached prefix of this conversation longer, as with a session_id."
@@ -158,6 +164,12 @@ class MessagesFormat(AnswerFormat[MessagesRequest]):
         return [shown(f"tools.{kind if isinstance(kind, str) else 'unknown'}") for kind in kinds[:MAX_NAMED]]
 
     def parse(self, api_request: MessagesRequest, model: ServedModel) -> ParsedRequest:
+        if api_request.thread is not None:
+            raise refusal(
+                "thread is not supported: this API keeps no conversation on the server; leave it out and send all messages",
+                "thread",
+                UNSUPPORTED_THREAD,
+            )
         items, continues_last = items_of_messages(api_request.system, api_request.messages)
         session_id = api_request.session_id
         if session_id is None and _has_mark(api_request):
@@ -220,7 +232,7 @@ def _grammar(output_config: Mapping[str, Any] | None) -> Grammar | None:
 
 
 def _is_own(tool: Mapping[str, Any]) -> bool:
-    """Whether the client runs the tool and describes it by a schema. The vendor runs or describes all others."""
+    """Whether the client runs the tool and describes it by a schema. Anthropic runs or describes all others."""
     return tool.get("type") in (None, "custom")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weft.server.api.schema import MAX_ENTRIES
-from weft.server.errors import ApiError
+from weft.server.errors import refusal
 from weft.text.conversation import Item, Message, Thought, ToolCall, ToolResult
 
 BILLING_HEADER = "x-anthropic-billing-header:"
@@ -158,7 +158,7 @@ def _without_billing_header(text: str) -> str:
 
 
 def _blocks(content: Any, where: str) -> Iterator[tuple[Any, str]]:
-    """The blocks of a content, with their places. A string is one block."""
+    """The blocks of a content, with their paths in the body. A string is one block."""
     if isinstance(content, str):
         yield content, where
         return
@@ -220,16 +220,12 @@ def _joined(texts: Sequence[str]) -> str:
 
 def _json(value: Any, where: str) -> str:
     try:
-        # With spaces, as most models write it: then the tokens of an answer are those of the next prompt.
+        # With spaces, as most models write it. Then the next prompt has the same tokens as the answer: a prefix hit.
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
         raise refusal(f"{where}.input is nested too deeply; use fewer levels", "messages") from None
 
 
 def quoted(value: Any) -> str:
-    """A value that should be one of some names, for an error."""
+    """Quotes a wrong value for an error. The field accepts only certain names."""
     return f"{value!r:.80}" if isinstance(value, str) else "missing" if value is None else "not a string"
-
-
-def refusal(message: str, param: str) -> ApiError:
-    return ApiError(400, message, param=param, code="invalid_value")

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from weft.request import FinishReason, GenerationResult
-from weft.server.api.answer_format import AnswerContext, AnswerWriter
+from weft.server.api.answer_format import AnswerContext, AnswerWriter, around_text
 from weft.server.api.response_shapes import Shape
 from weft.server.errors import ApiError
 from weft.server.logs import current_record
@@ -18,6 +18,7 @@ from weft.text.answer_parts import AnswerParts, Content, Delta, ParsedCall, Reas
 
 SIGNATURE = "weft"
 """The signature of thinking blocks. Clients expect one and send it back. It proves nothing, and none is checked."""
+UNSUPPORTED_THREAD = "thread_unsupported_request"
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -101,9 +102,17 @@ class MessageDelta(Shape):
     stop_sequence: str | UnsetType | None = UNSET
 
 
+class ErrorDetails(Shape):
+    error_code: str
+    unsupported: list[str]
+
+
 class ErrorContent(Shape):
     type: Annotated[str, Meta(description="The class of the error, such as invalid_request_error.")]
     message: str
+    details: Annotated[ErrorDetails | UnsetType, Meta(description="Only for a request with a `thread`.")] = (
+        UNSET
+    )
 
 
 class StreamEvent(Shape):
@@ -142,9 +151,12 @@ def error_body(error: ApiError) -> dict[str, Any]:
     if error.prompt_lengths is not None:
         # Claude Code recognises this sentence and reads both numbers.
         message = "prompt is too long: {} tokens > {} maximum".format(*error.prompt_lengths)
+    content: dict[str, Any] = {"type": kind, "message": message}
+    if error.code == UNSUPPORTED_THREAD:
+        content["details"] = {"error_code": error.code, "unsupported": [error.param]}
     return {
         "type": "error",
-        "error": {"type": kind, "message": message},
+        "error": content,
         "request_id": current_record().request_id,
     }
 
@@ -182,7 +194,8 @@ class MessagesWriter(AnswerWriter):
                 self._write_text(Content, piece.text, written)
             if piece.choice.result is not None:
                 if self._num_blocks == 0 and self._open_block is None:
-                    self._write_text(Content, "", written)  # clients read the first block of an answer
+                    # clients read the first block, so there must be one
+                    self._write_text(Content, "", written)
                 self._close(written)
         return written[0] if len(written) == 1 else b"".join(written)
 
@@ -222,9 +235,7 @@ class MessagesWriter(AnswerWriter):
     ) -> None:
         self._close(written)
         written.append(_event("content_block_start", index=self._num_blocks, content_block=block))
-        whole = self._delta_event({"type": delta_type, field: ""})
-        split = whole.rindex(b'""')  # the text is the last string
-        self._around_delta = whole[:split], whole[split + 2 :]
+        self._around_delta = around_text(self._delta_event({"type": delta_type, field: ""}))
         self._open_block = kind
 
     def _close(self, written: list[bytes]) -> None:

@@ -192,8 +192,8 @@ def _tool(tool: dict[str, Any], where: str) -> FunctionTool:
 
 
 def _items(messages: Sequence[GivenMessage]) -> list[Item]:
-    """Calls and results may leave out their ids. Templates of some models need them: a call gets one by its position,
-    and a result that of the first open call of its tool."""
+    """Calls and results may leave out their ids. Templates of some models need them. A call gets an id from its
+    position. A result gets the id of the first call of its tool that has no result yet."""
     items: list[Item] = []
     open_calls: list[ToolCall] = []
     for index, message in enumerate(messages):
@@ -216,7 +216,7 @@ def _items(messages: Sequence[GivenMessage]) -> list[Item]:
 
 
 def _answered_id(tool_name: str | None, open_calls: list[ToolCall]) -> str | None:
-    """The id of the call that a result belongs to. The call is no longer open."""
+    """The id of the call that a result belongs to. Removes the call from `open_calls`."""
     for index, call in enumerate(open_calls):
         if tool_name is None or call.name == tool_name:
             return open_calls.pop(index).id

@@ -10,12 +10,10 @@ import msgspec
 from starlette.routing import BaseRoute, Route
 
 from weft import __version__
-from weft.server.api import batches, files, ollama_models, responses_routes
 from weft.server.api import response_shapes as shapes
 from weft.server.api.answer_format import HELLO, Operation
 from weft.server.api.field_docs import FIELDS, Field
-from weft.server.api.formats import FORMATS, Formats
-from weft.server.api.models import MODEL_OPERATIONS
+from weft.server.api.formats import FORMATS, OTHER_ROUTES, Formats
 from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
 
 _REFERENCE = "#/components/schemas/{name}"
@@ -57,10 +55,7 @@ def _of_formats(formats: Formats) -> dict[tuple[str, str], Operation]:
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     **_of_formats(FORMATS),
-    **responses_routes.OPERATIONS,
-    **files.OPERATIONS,
-    **batches.OPERATIONS,
-    **MODEL_OPERATIONS,
+    **{key: operation for one in OTHER_ROUTES for key, operation in one.OPERATIONS.items()},
     ("post", "/tokenize"): Operation(
         "Tokenise text or messages",
         "Returns the prompt tokens of a completion (prompt) or a chat (messages). Send one of them.",
@@ -120,7 +115,6 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("delete", "/admin/requests/{id}"): Operation(
         "Cancel a request", "Needs an admin key.", "Administration", dict, errors=(403, 404)
     ),
-    **ollama_models.OPERATIONS,
 }
 
 _STATUSES = {
@@ -184,11 +178,20 @@ def _described(method: str, path: str, operation: Operation, needs_key: bool) ->
     }
     if operation.description:
         described["description"] = operation.description
-    names = re.findall(r"{(\w+)}", path)
-    if names:
-        described["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    parameters += [
+        {"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()
+    ]
+    if parameters:
+        described["parameters"] = parameters
+    if operation.form is not None:
+        described["requestBody"] = {
+            "required": True,
+            "content": {"multipart/form-data": {"schema": operation.form}},
+        }
     if operation.request is not None:
         content: dict[str, Any] = {"schema": _reference(operation.request)}
         content["examples"] = {name: {"value": value} for name, value in operation.examples.items()}
@@ -197,8 +200,10 @@ def _described(method: str, path: str, operation: Operation, needs_key: bool) ->
 
 
 def _responses(operation: Operation) -> dict[str, Any]:
-    if operation.answer is None:
-        good: dict[str, Any] = {operation.media_type: {"schema": {"type": "string"}}}
+    if operation.media_type == "application/octet-stream":
+        good: dict[str, Any] = {operation.media_type: {}}  # any bytes
+    elif operation.answer is None:
+        good = {operation.media_type: {"schema": {"type": "string"}}}
     elif operation.answer is dict:
         good = {"application/json": {"schema": {"type": "object"}}}
     else:
@@ -210,7 +215,7 @@ def _responses(operation: Operation) -> dict[str, Any]:
     shown = sorted({*operation.errors, *((401, 403) if not operation.is_open else ())})
     for status in shown:
         responses[str(status)] = _error(_STATUSES[status], operation)
-    if operation.is_open and 503 in operation.errors:  # a 503 of /health has its usual body
+    if operation.is_open and 503 in operation.errors:  # /health: the body with 503 is the same as with 200
         responses["503"] = {"description": "The engine is down.", "content": good}
     responses["default"] = _error("Any other error.", operation)
     return responses
@@ -236,7 +241,6 @@ def _schemas(operations: Iterable[Operation], formats: Formats) -> dict[str, Any
     _, request_schemas = msgspec.json.schema_components(list(requests), ref_template=_REFERENCE)
     body_types = {kind.__name__ for kind in requests}
     own_fields = {one.request_type.__name__: one.fields for one in formats.values()}
-    own_fields |= {kind.__name__: ollama_models.FIELDS for kind in ollama_models.REQUESTS}
     for name in request_schemas:
         fields = {**FIELDS, **own_fields.get(name, {})}
         found[name] = _with_field_docs(found[name], fields, may_be_null=name in body_types)
@@ -253,8 +257,12 @@ def _with_field_docs(
         docs = None if "description" in given else fields.get(name)
         content = dict(docs.schema if docs is not None and docs.schema is not None else given)
         default = content.pop("default", None)
+        if isinstance(default, dict):
+            default = {key: value for key, value in default.items() if value is not None}
         if may_be_null and name not in required and {"type": "null"} not in content.get("anyOf", ()):
             content = {"anyOf": [content, {"type": "null"}]}
+            if "description" in given:
+                content["description"] = content["anyOf"][0].pop("description")
         if default is not None:
             content["default"] = default
         if docs is not None:

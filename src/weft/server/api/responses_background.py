@@ -4,10 +4,10 @@
     task -> POST to the server itself, with the same id -> row `in_progress` -> row `completed` or `incomplete`
          `-> failed or refused -> row `failed`
 
-The request takes the usual way, so limits, fairness, log and metrics count it. While the server has no room for it (429,
-503), the task waits and tries again. The row has the state (`server/state/responses.py`); the task owns nothing. After a
-restart nothing is run again: the first reader sees that the worker of the row has ended, and changes it to `failed`. The
-client may have sent its request again by then.
+The request is handled like any other, so limits, fairness, log and metrics apply to it. While the server has no room
+for it (429, 503), the task waits and tries again. The row has the state (`server/state/responses.py`); the task owns
+nothing. After a restart nothing is run again: the first reader sees that the worker of the row has ended, and changes it
+to `failed`. The client may have sent its request again by then.
 """
 
 from __future__ import annotations

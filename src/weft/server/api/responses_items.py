@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 
-from weft.server.api.responses_tools import custom_arguments, shown_name
-from weft.server.errors import ApiError
+from weft.server.api.responses_tools import shown_name
+from weft.server.errors import refusal
 from weft.text.conversation import Item, Message, Thought, ToolCall, ToolResult
+from weft.text.custom_calls import custom_arguments
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = {
@@ -43,7 +44,7 @@ _PREFIXES = {
 }
 _TYPES = (*_PREFIXES, "item_reference")
 _SEALED = "weft-1:"
-"""Begins `encrypted_content` that this server made."""
+"""The first characters of every `encrypted_content` that this server makes."""
 
 
 def sealed(text: str) -> str:
@@ -68,7 +69,7 @@ def check_items(items: Any) -> list[Mapping[str, Any]]:
         return []
     for index, item in enumerate(items):
         if not isinstance(item, Mapping):
-            raise _refusal(f"input[{index}] is not an object; send an item with a type", f"input[{index}]")
+            raise refusal(f"input[{index}] is not an object; send an item with a type", f"input[{index}]")
     return list(items)
 
 
@@ -105,7 +106,7 @@ def with_references(
             num_bytes += sizes[item_id]
             if num_bytes > max_bytes:
                 message = f"the items that input refers to have more than {max_bytes} bytes (max_body_bytes); send fewer"
-                raise _refusal(message, "input")
+                raise refusal(message, "input")
         resolved.append(item)
     return resolved, num_bytes
 
@@ -133,15 +134,15 @@ def check_calls(items: Sequence[Item]) -> None:
             open_calls.add(item.id)
         elif isinstance(item, ToolResult):
             if item.call_id not in open_calls:
-                raise _refusal(
-                    f"there is no call with the call_id {item.call_id!r:.80} before its output, or it already has one; "
-                    "send the call as well",
+                raise refusal(
+                    f"the output with the call_id {item.call_id!r:.80} has no call before it, or is a second one; "
+                    "send each call with one output",
                     "input",
                 )
             open_calls.discard(item.call_id)
     if open_calls:
         first = min(map(str, open_calls))
-        raise _refusal(
+        raise refusal(
             f"the call {first!r:.80} has no output; send a function_call_output for each call", "input"
         )
 
@@ -160,7 +161,7 @@ def listed_items(items: Iterable[Mapping[str, Any]], request_id: str) -> list[di
 
 
 def response_of_item(item_id: str) -> str | None:
-    """The id of the response that an id made by this server belongs to."""
+    """The id of the response that an item belongs to. None if this server did not make the id of the item."""
     _, found, rest = item_id.partition("_")
     request_id, has_index, _ = rest.rpartition("_")
     return f"resp_{request_id}" if found and has_index else None
@@ -180,7 +181,7 @@ def _converted(item: Mapping[str, Any], where: str) -> list[Item]:
         return [ToolResult(_text(item, "call_id", where), content)]
     if kind in _HOSTED:
         return []
-    raise _refusal(
+    raise refusal(
         f"{where}.type is {str(item.get('type'))!r:.80}; allowed: {', '.join(_TYPES)}", f"{where}.type"
     )
 
@@ -188,7 +189,7 @@ def _converted(item: Mapping[str, Any], where: str) -> list[Item]:
 def _message(item: Mapping[str, Any], where: str) -> Message:
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise _refusal(f"{where}.role is {str(role)!r:.80}; allowed: {', '.join(_ROLES)}", f"{where}.role")
+        raise refusal(f"{where}.role is {str(role)!r:.80}; allowed: {', '.join(_ROLES)}", f"{where}.role")
     return Message(role, _texts(item.get("content"), f"{where}.content"))
 
 
@@ -202,7 +203,8 @@ def _call(item: Mapping[str, Any], is_custom: bool, where: str) -> ToolCall:
 
 
 def _thought(item: Mapping[str, Any], where: str) -> str:
-    """The text of a reasoning item: its own, or what this server sealed, or else the summary."""
+    """The text of a reasoning item: its content, or its `encrypted_content` if this server made it, or else its
+    summary."""
     content, summary = (
         "" if (value := item.get(name)) is None else _texts(value, f"{where}.{name}")
         for name in ("content", "summary")
@@ -213,7 +215,7 @@ def _thought(item: Mapping[str, Any], where: str) -> str:
             return base64.b64decode(given[len(_SEALED) :], b"-_", validate=True).decode()
         except ValueError:
             name = f"{where}.encrypted_content"
-            raise _refusal(f"{name} was changed; send it as it was received", name) from None
+            raise refusal(f"{name} was changed; send it as it was received", name) from None
     texts = content or summary
     return texts if isinstance(texts, str) else "\n\n".join(texts)
 
@@ -222,14 +224,14 @@ def _texts(content: Any, where: str) -> str | list[str]:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise _refusal(f"{where} is neither a string nor a list of parts; send one of them", where)
+        raise refusal(f"{where} is neither a string nor a list of parts; send one of them", where)
     return [_part(part, f"{where}[{index}]") for index, part in enumerate(content)] or ""
 
 
 def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str) or kind not in _TEXT_PARTS:
-        raise _refusal(
+        raise refusal(
             f"{where} has the type {str(kind)!r:.80}; weft reads only text: {{'type': 'input_text', 'text': '...'}}",
             where,
         )
@@ -239,7 +241,7 @@ def _part(part: Any, where: str) -> str:
 def _text(item: Mapping[str, Any], name: str, where: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise _refusal(f"{where}.{name} is missing or not a string; send a string", f"{where}.{name}")
+        raise refusal(f"{where}.{name} is missing or not a string; send a string", f"{where}.{name}")
     return value
 
 
@@ -283,7 +285,3 @@ def _part_texts(content: Any) -> list[str]:
     if isinstance(content, str):
         return [content]
     return [part[_TEXT_PARTS[part["type"]]] for part in content]
-
-
-def _refusal(message: str, param: str) -> ApiError:
-    return ApiError(400, message, param=param, code="invalid_value")

@@ -12,13 +12,13 @@ import msgspec
 
 from weft.server.api.responses_items import conversation_items, response_of_item, without_lost_calls
 from weft.server.api.schema import MAX_ENTRIES
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, refusal
 from weft.server.state import responses as table
 from weft.text.conversation import Item
 
 
 class _Output(msgspec.Struct):
-    """What is read of a stored response object."""
+    """The fields that are read from a stored response object."""
 
     output: list[dict[str, Any]]
 
@@ -28,19 +28,20 @@ _read_output = msgspec.json.Decoder(_Output).decode
 
 
 def stored_conversation(chain: table.Chain, previous: str, *, is_cut_allowed: bool) -> list[Item]:
-    """The items of stored responses."""
+    """The conversation of a chain of stored responses. Raises ApiError if the chain is incomplete, unless
+    `is_cut_allowed`, or if one of the responses cannot be continued."""
     if chain.missing_id == previous:
         raise _not_found(
             f"there is no stored response {previous!r:.80}", "previous_response_id", "previous_response"
         )
     if chain.missing_id is not None and not is_cut_allowed:
         message = (
-            f"the conversation of {previous!r:.80} is not whole any more: its response {chain.missing_id!r:.80} was "
+            f"the conversation of {previous!r:.80} is not complete any more: its response {chain.missing_id!r:.80} was "
             "deleted or has expired; send the items themselves, or truncation: auto"
         )
         raise _not_found(message, "previous_response_id", "previous_response")
     if chain.is_cut and not is_cut_allowed:
-        raise _refusal(
+        raise refusal(
             f"the stored conversation of {previous!r:.80} has more than {MAX_ENTRIES['input']} items, or more bytes "
             "than max_body_bytes; begin a new one, or send truncation: auto",
             "previous_response_id",
@@ -49,7 +50,7 @@ def stored_conversation(chain: table.Chain, previous: str, *, is_cut_allowed: bo
     items: list[Item] = []
     for row in chain.rows:
         if not row.is_finished or row.status in ("failed", "cancelled"):
-            raise _refusal(
+            raise refusal(
                 f"the response {row.id!r:.80} has the status {row.status}; only a completed one can be continued",
                 "previous_response_id",
             )
@@ -58,7 +59,7 @@ def stored_conversation(chain: table.Chain, previous: str, *, is_cut_allowed: bo
 
 
 def _usable(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without calls that the token limit cut: they cannot have been run, so they have no output."""
+    """The output without calls that the token limit cut: clients cannot run them, so the next input has no output for them."""
     return [item for item in output if not ("call_id" in item and item.get("status") == "incomplete")]
 
 
@@ -86,7 +87,3 @@ def stored_items(
 
 def _not_found(message: str, param: str, what: str) -> ApiError:
     return ApiError(404, message, param=param, code=f"{what}_not_found")
-
-
-def _refusal(message: str, param: str, code: str = "invalid_value") -> ApiError:
-    return ApiError(400, message, param=param, code=code)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from weft.request import FinishReason, GenerationResult, TokenLogprobs
+from weft.request import FinishReason, GenerationResult
 from weft.server.api.answer_format import AnswerContext, AnswerWriter
+from weft.server.api.logprob_entries import logprob_entry
 from weft.server.api.responses_background import begin_background, failure, take_over
 from weft.server.api.responses_items import check_items, listed_items
 from weft.server.api.responses_output import OutputItems, logprob_entries
@@ -65,7 +66,7 @@ class ResponsesWriter(AnswerWriter):
             self._input, self._num_inputs = _encode(items), len(items)
         self._request = _body(api_request) if api_request.background else b""
         self._logprobs: list[dict[str, Any]] = []
-        """Those of tokens whose text has not arrived yet."""
+        """The logprobs of tokens whose text has not arrived yet."""
         self._last = b""
         self._status = "in_progress"
 
@@ -191,7 +192,8 @@ class ResponsesWriter(AnswerWriter):
     def _take_logprobs(self, piece: Piece) -> bytes:
         """The logprobs of the message's text in this piece, as JSON without brackets. Tokens whose text is still held
         back wait for it; those of thoughts and calls have none."""
-        self._logprobs += map(self._entry, piece.tokens, piece.logprobs)
+        pairs = zip(piece.tokens, piece.logprobs, strict=True)
+        self._logprobs += [logprob_entry(*pair, self._token_bytes) for pair in pairs]
         kind = _first_kind(piece.deltas)
         if piece.deltas is None or kind is Content:
             entries, self._logprobs = self._logprobs, []
@@ -200,19 +202,9 @@ class ResponsesWriter(AnswerWriter):
             self._logprobs.clear()
         return b""
 
-    def _entry(self, token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
-        return {
-            **self._token_entry(token, logprobs.logprob),
-            "top_logprobs": [self._token_entry(*other) for other in logprobs.top],
-        }
-
-    def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
-        content = self._token_bytes(token)
-        return {"token": content.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(content)}
-
 
 def _first_kind(deltas: Sequence[Delta] | None) -> type[Delta] | None:
-    """Content if there is any, else the kind of the first delta."""
+    """`Content` if one of the deltas is content, else the type of the first delta."""
     kinds = [type(delta) for delta in deltas or ()]
     return Content if Content in kinds else kinds[0] if kinds else None
 
@@ -263,5 +255,5 @@ def _body(api_request: ResponsesRequest) -> bytes:
 
 
 def _request_fields(kind: type[msgspec.Struct]) -> Sequence[str]:
-    """Without the fields that `load` added."""
+    """The fields of the body: those of the type without the ones that `load` added."""
     return [name for name in kind.__struct_fields__ if name not in ("earlier", "stored_bytes")]

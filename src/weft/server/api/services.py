@@ -54,7 +54,7 @@ class Services(Protocol):
         ...
 
     def wake_batches(self) -> None:
-        """Makes the batches of the store run, or stop, as their rows say."""
+        """Call after a change of a batch in the store: starts or stops batches at once, and not only at the next poll."""
         ...
 
     async def send_internal(self, path: str, body: bytes, request: InternalRequest) -> InternalReply:
@@ -77,8 +77,8 @@ class Caller:
     @property
     def owner(self) -> str:
         """The owner of the rows that the request stores."""
-        return owner_of(self.key)
+        return owner_of_key(self.key)
 
 
-def owner_of(key: ApiKey | None) -> str:
+def owner_of_key(key: ApiKey | None) -> str:
     return "" if key is None else key.owner

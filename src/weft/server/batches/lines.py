@@ -55,7 +55,7 @@ class _Request(msgspec.Struct, frozen=True):
 
 
 class _PartialRequest(msgspec.Struct, frozen=True):
-    """The id of a line with other fields that are wrong."""
+    """Only the id of a line. For lines whose other fields are wrong."""
 
     custom_id: str | None = None
 

@@ -32,18 +32,18 @@ _MAX_ERRORS = 100
 """Wrong lines that a batch lists. The error file has all."""
 _SMALLEST_LINE = 40
 _RETRY_SECONDS = 2.0
-"""Delay before results are saved again that could not be saved."""
+"""If results could not be saved, the delay before the next attempt."""
 _SPACE_SECONDS = 5.0
-"""Time between two checks of the space that is left for results."""
+"""Time between two checks of the disk space that is left for results."""
 
 
 @dataclass(frozen=True)
 class LineLimits:
-    """What the lines of one batch may use at a time. A batch always has one line in flight."""
+    """What the lines in flight of one batch may use. One line is always allowed."""
 
     num_lines: int
     num_bytes: int
-    """Of bodies, and of results that are not saved yet."""
+    """Limit for the bytes of bodies, and of results that are not saved yet."""
 
 
 class BatchRun:
@@ -152,7 +152,7 @@ class BatchRun:
                 await self._wait_for_room(None)
                 saving.cancel()
         finally:
-            if self._unsaved:  # cancelled: what has a result must not run again
+            if self._unsaved:  # the run was cancelled; lines with a result must not run again
                 with suppress(StoreError):
                     await self._save(self._unsaved)
         return await self._change(("in_progress",), "finalizing")
@@ -178,7 +178,7 @@ class BatchRun:
         self._has_unsaved.set()
 
     async def _wait_for_room(self, num_bytes: int | None) -> None:
-        """Waits until one more line with this many bytes may begin. None: until no line is open."""
+        """Waits until one more line with this many bytes may begin. None: until no line is in flight."""
         while self._num_open:
             limits = self._limits()
             has_place = self._num_open < limits.num_lines

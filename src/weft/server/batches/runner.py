@@ -17,13 +17,13 @@ from weft.server.state.batches import Batch
 from weft.server.state.store import StoreError
 
 _POLL_SECONDS = 30.0
-"""Time between two looks at the store: for batches whose time has passed, and those that another server with the same
-folder made or cancelled."""
+"""How often the store is read again. It may have batches whose completion window has passed, or that another server with
+the same folder made or cancelled."""
 _SWEEP_SECONDS = 600.0
 _KEPT_SECONDS = 30 * 86400.0
-"""A batch that has ended is forgotten this long after it was made. Its files are kept."""
+"""The row of a batch that has ended is deleted this long after the batch was made. Its files are kept."""
 _RETRY_SECONDS = 2.0
-"""Delay before a batch continues that stopped because of a full disk or a mistake."""
+"""If a batch stopped because of a full disk or an error in the code, the delay before it continues."""
 _MAX_BYTES = 32 << 20
 """Limit for the bytes of all lines in flight."""
 
@@ -31,12 +31,12 @@ _MAX_BYTES = 32 << 20
 @dataclass(frozen=True)
 class _Running:
     batch: Batch
-    """As it was when the task began."""
+    """The row of the batch when the task began."""
     began: float
     task: asyncio.Task[None]
 
     def must_begin_again(self, batch: Batch | None, now: float) -> bool:
-        """Whether `batch`, the row of the owner now, needs another task than this one."""
+        """Whether this task must end, because `batch`, which the owner should run now, needs a new one."""
         if batch is None or batch.id != self.batch.id:
             return True
         is_cancelled = batch.status == "cancelling" != self.batch.status
@@ -69,7 +69,7 @@ class BatchRunner:
         metrics.batches_running.set_function(lambda: len(self._running))
 
     def wake(self) -> None:
-        """Makes the runner look at the store now."""
+        """Makes the runner read the store now."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -92,7 +92,7 @@ class BatchRunner:
             await asyncio.gather(*map(self._stop, list(self._running)))
 
     async def _look(self) -> float:
-        """Begins and stops batches as their rows say. Returns the seconds until the next look."""
+        """Begins and stops batches as their rows say. Returns the seconds until the store must be read again."""
         unfinished = await self._store.run(rows.unfinished)
         if not self._store.is_primary or self._is_draining():
             return _POLL_SECONDS
@@ -143,7 +143,7 @@ class BatchRunner:
         return LineLimits(max(1, self._max_lines // num_batches), _MAX_BYTES // num_batches)
 
     def _has_key(self, owner: str) -> bool:
-        """Whether the key of a batch is still configured. Without it, nobody could read the results."""
+        """Whether the key of a batch is still configured. Without it, no client could read the results."""
         has_key = owner in self._keys or not owner
         if not has_key and owner not in self._without_key:
             self._without_key.add(owner)

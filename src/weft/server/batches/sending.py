@@ -1,4 +1,4 @@
-"""Sends the lines of batches to the server itself, again and again while it has no place or no engine for them."""
+"""Sends the lines of batches to the server itself. While the server has no room or no running engine, it tries again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_CRASHES = 3
 
 
 class LineSender:
-    """Shared by all batches of a server."""
+    """Sends lines. All batches of a server share it."""
 
     def __init__(self, services: Services, is_draining: Callable[[], bool]) -> None:
         self._services = services
@@ -28,9 +28,9 @@ class LineSender:
     async def send(self, endpoint: str, body: bytes, key: ApiKey | None) -> InternalReply:
         """Returns the first response that is neither 429 nor 503.
 
-        A line may be the reason why the engine dies, and the others in flight cannot know which one. After the first
-        time, which often has another reason, they are sent together again; after the second, each alone. A line whose
-        engine died `_MAX_CRASHES` times gets the 503 as its result.
+        A line may cause a crash of the engine, and then it is unknown which line in flight did. After the first crash,
+        which often has another cause, they are sent together again; after the second, each alone. A line during which
+        the engine crashed `_MAX_CRASHES` times gets the 503 as its result.
         """
         request = InternalRequest(key, is_idle_work=True)
         delay, crashes = _FIRST_DELAY, 0
@@ -50,6 +50,6 @@ class LineSender:
             delay = min(2 * delay, _LONGEST_DELAY)
 
     async def _wait_until_ready(self) -> None:
-        """A server that drains starts no lines. They run after its restart."""
+        """Waits until the engine is ready. Never returns while the server drains: the lines run after its restart."""
         while self._is_draining() or self._services.engine.state is not EngineState.READY:
             await asyncio.sleep(_LOOK_SECONDS)

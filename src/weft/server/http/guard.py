@@ -36,7 +36,7 @@ class Guard:
         self._answers = ByteBudget(
             settings.max_answer_bytes, settings.max_buffered_answer_bytes, answer_budget_error
         )
-        # Batches have budgets of their own, so that clients keep theirs.
+        # Batches have budgets of their own, so that they cannot use up those of clients.
         self._bodies_of_batches = _part_of(self._bodies)
         self._answers_of_batches = _part_of(self._answers)
         self._keys = KeyRing(settings.api_keys)
@@ -166,7 +166,7 @@ class Guard:
                 raise self._too_large(scope, "more")
             try:
                 if is_upload:
-                    pass  # it is written to disk in pieces
+                    pass  # it is written to disk in pieces, so it needs no memory budget
                 elif announced == 0 or (is_first and size):
                     body.add(announced or num_bytes)
             except ApiError:

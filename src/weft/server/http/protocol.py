@@ -27,7 +27,7 @@ logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 WRITER = "weft.writer"
 """Entry of the scope's state with the `BodyWriter` of the connection."""
 _MIN_UPLOAD_BYTES = 1 << 20
-"""An upload may take longer than `body_seconds` while this many bytes arrive in each such time."""
+"""An upload may take longer than `body_seconds`, if at least this many bytes arrive in each period of that length."""
 _STALL_CHECKS = 4
 """Checks per `stalled_reader_seconds`. A stalled reader is found at most a quarter of that time late."""
 

@@ -7,12 +7,12 @@ import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, refusal
 from weft.server.state.files import NewFile
 
 UPLOADS = frozenset({"/v1/files"})
-"""Routes whose POST body is a file. It is never in memory as a whole, so it has a limit of its own, and as long to arrive
-as it needs."""
+"""Routes whose POST body is a file. It is never in memory as a whole, so it has its own size limit, and it
+may take longer to arrive than other bodies."""
 FORM_BYTES = 64 << 10
 """Bytes that the other parts of the form and its boundaries may have."""
 _PIECE_BYTES = 1 << 20
@@ -22,7 +22,7 @@ _MAX_HEADER_BYTES = 4096
 _MAX_NAME = 255
 _HINT = "send multipart/form-data with the parts purpose and file, as `curl -F purpose=batch -F file=@lines.jsonl` does"
 
-# It logs a warning for each body that is not valid; a client must not be able to fill the log.
+# This package logs a warning for each invalid body. A client must not be able to fill the log.
 logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
@@ -142,4 +142,4 @@ class _Parts:
 
 
 def _invalid(reason: str) -> ApiError:
-    return ApiError(400, f"{reason}; {_HINT}", param="file", code="invalid_upload")
+    return refusal(f"{reason}; {_HINT}", "file", "invalid_upload")

@@ -45,8 +45,8 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class NewFile:
-    """A file that is being written. It is locked until `close`, so that no server takes it for a leftover. Its methods
-    block: call them in a thread. A task that is cancelled leaves its thread running, so they exclude each other."""
+    """A file that is being written. It is locked until `close`, so that no server removes it as a leftover. Its methods
+    block: call them in a thread. The thread of a cancelled task goes on, so the methods take a mutex."""
 
     def __init__(self, folder: Path, file_id: str) -> None:
         self.id = file_id
@@ -104,8 +104,8 @@ class FileStore:
 
     @asynccontextmanager
     async def incoming(self, file_id: str, num_bytes: int) -> AsyncIterator[NewFile]:
-        """A new file of at most `num_bytes` bytes. It is discarded if the code inside does not keep it. Its bytes count
-        from the beginning, so that several files that arrive together cannot exceed the limit."""
+        """A new file of at most `num_bytes` bytes. At the end of the `with` block it is discarded, unless it was kept. All
+        its bytes count for the limit at once, so that files that arrive at the same time cannot exceed it together."""
         file = None
         self._incoming += num_bytes
         try:
@@ -117,8 +117,8 @@ class FileStore:
                 await asyncio.to_thread(file.discard)
 
     async def create(self, file_id: str, num_bytes: int = 0) -> NewFile:
-        """Begins a file, if there is space for `num_bytes` bytes. It is created in a transaction: the sweep of another server, which
-        is one too, cannot find it before it is locked."""
+        """Begins a file, if there is space for `num_bytes` bytes. It is created and locked in a transaction. `sweep` of
+        another server is a transaction too, so it cannot find the file before it is locked."""
 
         def create(connection: Connection) -> NewFile:
             self.check_space(connection, num_bytes)
@@ -182,7 +182,8 @@ class FileStore:
         )
 
     async def delete(self, owner: str, file_id: str) -> bool | str:
-        """Whether there was a file. The id of a batch if it still needs the file: then nothing is deleted."""
+        """Deletes a file. Returns whether there was one. If a batch still needs it, nothing is deleted, and the id of the
+        batch is returned."""
         now = self._store.wall_clock()
 
         def delete(connection: Connection) -> bool | str:

@@ -30,7 +30,7 @@ def read_page(
     row: Callable[..., T],
 ) -> tuple[list[T], bool] | None:
     """The rows of a page, and whether more follow. None: there is no row `after`. `select` is a query without WHERE;
-    `row` makes the result of the columns."""
+    `row` converts the columns of one row."""
     sign = "<" if query.order == "desc" else ">"
     position: Sequence[Any] = ()
     if query.after is not None:

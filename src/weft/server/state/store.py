@@ -32,8 +32,8 @@ _DATABASE = "state.db"
 _FILES = "files"
 _LOCK = "lock"
 _BUSY_SECONDS = 10.0
-"""Another process may hold the database. Transactions wait for it this long from their call on: those that waited for
-each other do not wait again."""
+"""How long a transaction waits for another process that holds the database. The time counts from its call: those that
+waited for each other do not wait again."""
 _LEAST_BUSY_SECONDS = 0.05
 _EXPIRY_SECONDS = 600.0
 _EXPIRED_AT_ONCE = 1000
@@ -230,7 +230,7 @@ def _is_damaged(error: DatabaseError) -> bool:
 
 
 def _is_full(error: DatabaseError) -> bool:
-    """SQLite reports a write that failed, by a limit on the size of files for example, as an I/O error."""
+    """Whether the disk is full. SQLite reports some causes, such as a limit on the size of files, as an I/O error."""
     return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_FULL", "SQLITE_IOERR_WRITE"))
 
 
@@ -247,7 +247,7 @@ def _migrate(connection: Connection) -> None:
     [version] = connection.execute("PRAGMA user_version").fetchone()
     if version > len(MIGRATIONS):
         raise StoreError(
-            f"the database of the server has version {version}; this weft knows {len(MIGRATIONS)}: "
+            f"the database of the server has version {version}; this version of weft reads up to {len(MIGRATIONS)}; "
             "use a newer weft, or set state_path to another folder"
         )
     for number, statements in enumerate(MIGRATIONS[version:], version + 1):
