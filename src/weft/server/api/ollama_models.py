@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from weft.errors import ModelFileError
 from weft.loading.checkpoint import open_checkpoint
+from weft.loading.pull import check_name
 from weft.server.admission.keys import ApiKey
 from weft.server.api.answer_format import Operation
 from weft.server.api.model_names import is_model_name
@@ -334,7 +335,7 @@ class _OllamaModels:
             if fetchable is None:
                 message = f"weft cannot pull {name!r:.200}; it pulls hf:OWNER/NAME, hf:OWNER/NAME:Q4_K_M and default"
                 raise ApiError(404, message, param="model", code="model_not_found")
-            await asyncio.to_thread(_check_hub_name, fetchable)
+            await asyncio.to_thread(_check_hub_name, fetchable)  # its import takes time
             work = self._store.pull(fetchable)
             if not asked.stream:
                 await unless_disconnected(request.receive, work.wait())
@@ -373,12 +374,8 @@ class _OllamaModels:
 
 
 def _check_hub_name(name: str) -> None:
-    """In a thread: the import takes time."""
-    from weft.loading.hub import parse_hub_name
-
     try:
-        if name != "default":
-            parse_hub_name(name)
+        check_name(name)
     except ModelFileError as error:
         raise ApiError(400, str(error), param="model", code="invalid_value") from None
 
