@@ -16,6 +16,7 @@ from weft.server.admission.keys import plain_keys
 from weft.server.api import responses_background as background
 from weft.server.api import responses_writer
 from weft.server.errors import ApiError
+from weft.server.state.store import StoreFullError
 from weft.server.stream.choices import Choices
 
 LONG = {"max_output_tokens": 100_000}
@@ -454,3 +455,23 @@ def test_what_a_running_response_keeps_of_its_request_counts_as_its_body_did(
         assert (await api.post(**stored)).status == 200
 
     run(default_model_path, tmp_path, work, max_context=1 << 17, max_buffered_bytes=400_000)
+
+
+def test_a_background_response_whose_end_could_not_be_stored_has_failed(
+    default_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would be in progress for as long as the server runs."""
+
+    async def work(api: Api) -> None:
+        async def full(work: Any) -> Any:
+            raise StoreFullError("the disk is full")
+
+        queued = await api.create(input="Hello", background=True, max_output_tokens=500)
+        with monkeypatch.context() as patch:
+            patch.setattr(api.app.server.store, "run", full)
+            while queued["id"] in api.app.server.tasks:
+                await asyncio.sleep(0.01)
+        ended = await api.ended(queued["id"])
+        assert ended["status"] == "failed" and ended["error"]["code"] == "server_error"
+
+    run(default_model_path, tmp_path, work)

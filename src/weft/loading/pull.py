@@ -56,6 +56,14 @@ def pull(model: str = "default", progress: Progress | None = None, verify: bool 
     return path
 
 
+def check_name(model: str) -> None:
+    """Raises ModelFileError if the hub cannot have a model with this name."""
+    if model.startswith("hf:"):
+        from weft.loading.hub import parse_hub_name
+
+        parse_hub_name(model)
+
+
 def cached_models() -> list[CachedModel]:
     """The models in the cache, the default model first. A GGUF file that a user put there is named by its path."""
     from weft.loading.hub import incomplete_repositories, manifests

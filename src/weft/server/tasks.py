@@ -24,6 +24,9 @@ class Tasks:
             )
             raise ApiError(429, message, code="queue_full")
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._tasks
+
     def start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         task = self._tasks[name] = asyncio.create_task(work, name=name)
         task.add_done_callback(lambda _: self._tasks.pop(name))

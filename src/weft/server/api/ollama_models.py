@@ -18,7 +18,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from weft.errors import ModelFileError
 from weft.loading.checkpoint import open_checkpoint
+from weft.loading.pull import check_name
 from weft.server.admission.keys import ApiKey
 from weft.server.api.answer_format import Operation
 from weft.server.api.model_names import is_model_name
@@ -333,6 +335,7 @@ class _OllamaModels:
             if fetchable is None:
                 message = f"weft cannot pull {name!r:.200}; it pulls hf:OWNER/NAME, hf:OWNER/NAME:Q4_K_M and default"
                 raise ApiError(404, message, param="model", code="model_not_found")
+            await asyncio.to_thread(_check_hub_name, fetchable)  # its import takes time
             work = self._store.pull(fetchable)
             if not asked.stream:
                 await unless_disconnected(request.receive, work.wait())
@@ -368,6 +371,13 @@ class _OllamaModels:
                 "start it with --api-key-file and an admin key, or use `weft pull` and `weft remove`"
             )
             raise ApiError(403, message, code="admin_key_required")
+
+
+def _check_hub_name(name: str) -> None:
+    try:
+        check_name(name)
+    except ModelFileError as error:
+        raise ApiError(400, str(error), param="model", code="invalid_value") from None
 
 
 async def _success() -> AsyncIterator[dict[str, Any]]:

@@ -66,12 +66,16 @@ async def take_over(caller: Caller, response_id: str) -> float:
 
 
 async def read_state(services: Services, response_id: str, owner: str) -> table.StoredResponse | None:
-    """A stored response. One whose worker has ended becomes `failed`."""
+    """A stored response. One whose worker has ended becomes `failed`. So does one whose task could not store its end,
+    because the disk was full for example."""
     store = services.store
+    is_own_task = response_id in services.tasks
 
     def read(connection: Any) -> table.StoredResponse | None:
         row = table.find(connection, response_id, owner, store.wall_clock())
-        if row is None or row.is_finished or store.worker.is_alive(row.worker):
+        if row is None or row.is_finished:
+            return row
+        if is_own_task if row.worker == store.worker.name else store.worker.is_alive(row.worker):
             return row
         return _end(connection, row, owner, "failed", failure(503, None, _STOPPED))
 
