@@ -34,8 +34,7 @@ _FIELDS, _LEGAL = sorted(FIELDS), sorted(LEGAL)
 _METHODS = ("GET", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "POST", "X")
 _DOCUMENTED = {501: "/api/"}
 """Statuses from 500 on that are no problem, and the routes that may have them. 504 is the answer to a short deadline."""
-SETTINGS: dict[str, Any] = {"max_context": 256, "max_file_bytes": 1 << 20}
-"""Uploads in chunks reserve the largest file each: several of 1 GiB would be refused as too much."""
+SETTINGS: dict[str, Any] = {"max_context": 256}
 
 
 @dataclass
