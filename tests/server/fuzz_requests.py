@@ -221,7 +221,7 @@ def problem_of(asked: Asked, reply: Reply) -> str | None:
         return f"status {status}: {reply.body[:300]!r}"
     if b"x-request-id" not in reply.headers:
         return "no x-request-id"
-    if asked.method in ("HEAD", "OPTIONS") or status == 307:  # a path with a slash at its end
+    if asked.method in ("HEAD", "OPTIONS"):
         return None  # the HTTP implementation leaves the body out
     media_type = reply.headers.get(b"content-type", b"").partition(b";")[0]
     if status >= 400:

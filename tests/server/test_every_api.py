@@ -276,6 +276,10 @@ def test_errors_before_and_after_the_body_have_the_status_and_the_shape_of_the_a
                 (await post(server, api, {"padding": "x" * 200_000}, key="a"), 413),
                 (await server.send(api.path, b"{", key="a"), 400),
                 (await server.send(api.path, b"", key="a", method="PUT"), 405),
+                (
+                    await server.send(f"{api.path}/", json.dumps(api.body(asks("plain"))).encode(), key="a"),
+                    404,
+                ),
             ):
                 assert reply.status == status, (api.path, reply)
                 assert api.error(reply.body)

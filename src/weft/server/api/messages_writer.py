@@ -315,8 +315,10 @@ def _blocks(answer: AnswerParts) -> tuple[list[dict[str, Any]], bool]:
     """The blocks of an answer, in the order of the stream, and whether some are calls."""
     blocks: list[dict[str, Any]] = []
     for kind, group in groupby(map(_block, answer.parts), lambda block: block["type"]):
-        is_text = kind == "text"
-        blocks += [{"type": "text", "text": "".join(one["text"] for one in group)}] if is_text else group
+        if kind == "text":
+            blocks.append({"type": "text", "text": "".join(one["text"] for one in group)})
+        else:
+            blocks += group
     return blocks or [{"type": "text", "text": ""}], any(one["type"] == "tool_use" for one in blocks)
 
 
