@@ -72,6 +72,7 @@ class ReadAnswer:
         reason: FinishReason = FinishReason.END_OF_SEQUENCE,
         is_named_call: bool = False,
         wants_logprobs: bool = False,
+        custom_tools: frozenset[str] = frozenset(),
     ) -> None:
         answer, outputs = answered(text, tokenizer, reason)
         params = SamplingParams(logprobs=0)
@@ -80,7 +81,7 @@ class ReadAnswer:
         )
         self.choice = Choice(0, answer, answer_text, AnswerReader(form))
         context = AnswerContext("m", tokenizer, "id", has_parts=True, wants_logprobs=wants_logprobs)
-        writer = ChatWriter(context, is_named_call=is_named_call)
+        writer = ChatWriter(context, is_named_call=is_named_call, custom_tools=custom_tools)
         events = b""
         whole = WholeAnswer(writer, RequestBytes(ByteBudget(1 << 20, 1 << 20, answer_budget_error)))
         for start in range(0, len(outputs), step):
@@ -98,7 +99,12 @@ class ReadAnswer:
         self.whole = ChatCompletion.model_validate_json(b"".join(whole._body)).choices[0]
         state: Any = ChatCompletionStreamState()
         for chunk in self.chunks:
-            state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+            # The package has no type for chunks with custom tools. Its client does not check types either.
+            state.handle_chunk(
+                ChatCompletionChunk.construct(**chunk)
+                if custom_tools
+                else ChatCompletionChunk.model_validate(chunk)
+            )
         self.added_up = state.current_completion_snapshot.choices[0]
 
     def check_same(self) -> None:
@@ -145,6 +151,35 @@ def test_the_first_delta_of_a_call_has_its_name_and_the_others_its_arguments(
     assert first["function"] == {"name": "get_weather", "arguments": ""}
     assert len(others) > 3 and all(set(other) == {"index", "function"} for other in others)
     assert "".join(other["function"]["arguments"] for other in others) == '{"city": "Paris"}'
+
+
+PATCH = '<tool_call>\n{"name": "patch", "arguments": {"input": "say \\"hi\\"\\nbye"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("step", [1, 5, 1000])
+def test_a_call_of_a_custom_tool_has_its_input_as_text(default_tokenizer: Tokenizer, step: int) -> None:
+    text = f"{PATCH}\n{CALL}\n{PATCH}"
+    read = ReadAnswer(text, default_tokenizer, TOOLS, step=step, custom_tools=frozenset(["patch"]))
+    calls: Any = read.whole.message.tool_calls
+    assert [call.type for call in calls] == ["custom", "function", "custom"]
+    assert calls[0].custom.name == "patch" and calls[0].custom.input == 'say "hi"\nbye'
+    assert calls[1].function.arguments == '{"city": "Paris"}' and read.whole.finish_reason == "tool_calls"
+    streamed = [call.model_dump(exclude_none=True) for call in read.added_up.message.tool_calls or ()]
+    for call in streamed:
+        call.pop("index", None)
+    assert streamed == [call.model_dump() for call in calls]
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+def test_the_input_of_a_custom_call_that_was_cut_is_kept(default_tokenizer: Tokenizer, step: int) -> None:
+    text, tools = PATCH[: PATCH.index("bye") + 2], frozenset(["patch"])
+    read = ReadAnswer(
+        text, default_tokenizer, TOOLS, step=step, reason=FinishReason.LENGTH, custom_tools=tools
+    )
+    calls: Any = read.whole.message.tool_calls
+    streamed: Any = read.added_up.message.tool_calls
+    assert calls[0].custom.input == streamed[0].custom["input"] == 'say "hi"\nby'
+    assert read.whole.finish_reason == read.added_up.finish_reason == "length"
 
 
 def test_content_before_a_call_is_kept(default_tokenizer: Tokenizer) -> None:

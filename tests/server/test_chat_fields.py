@@ -26,6 +26,15 @@ def tool(name: str, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": WORDS, "parameters": parameters}}
 
 
+def custom(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "custom", "custom": {"name": name, **more}}
+
+
+def custom_call(**fields: Any) -> dict[str, Any]:
+    call = {"id": "c1", "type": "custom", "custom": {"name": "patch", "input": 'a "b"\n', **fields}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 class Server:
     """One server for all tests of this file. It notes what reaches the engine."""
 
@@ -86,6 +95,20 @@ ACCEPTED: dict[str, Any] = {
     "prediction": {"prediction": {"type": "content", "content": "It is fine."}},
     "no prediction": {"prediction": None, "audio": None, "web_search_options": None, "functions": None},
     "tools": {"tools": [tool("a")], "tool_choice": "auto", "parallel_tool_calls": False},
+    "custom tools": {
+        "tools": [
+            tool("a"),
+            custom("b", description="Takes text.", format={"type": "text"}),
+            custom("c", format={"type": "grammar", "grammar": {"syntax": "regex", "definition": "[ab]+"}}),
+            custom(
+                "d", format={"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "a"'}}
+            ),
+        ],
+        "tool_choice": {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto", "tools": [{"type": "custom", "custom": {"name": "b"}}]},
+        },
+    },
     "text format": {"response_format": {"type": "text"}},
     "sampling": {"seed": 3, "logit_bias": {"5": 1}, "top_p": 0.9, "stop": None, "n": 1, "logprobs": False},
     "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": "ann"}]},
@@ -142,7 +165,22 @@ def test_fields_that_clients_send_are_accepted(server: Server, fields: dict[str,
         ),
         ({"prediction": "x"}, "prediction", "Expected `object"),
         ({"max_completion_tokens": 5}, "max_completion_tokens", "send one of them"),
-        ({"tools": [{"type": "custom", "custom": {"name": "c"}}]}, "tools[0].type", "allowed: function"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "allowed: function, custom"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].custom", "has no custom"),
+        ({"tools": [custom("c d")]}, "tools[0].custom.name", "allowed: 1 to 64 letters"),
+        ({"tools": [custom("c", format="text")]}, "tools[0].custom.format", "nor a grammar"),
+        ({"tools": [custom("c", format={"type": "grammar"})]}, "tools[0].custom.format", "nor a grammar"),
+        (
+            {
+                "tools": [
+                    custom("c", format={"type": "grammar", "grammar": {"definition": "", "syntax": "x"}})
+                ]
+            },
+            "tools[0].custom.format.syntax",
+            "allowed: lark, regex",
+        ),
+        ({"messages": [*QUESTION, custom_call(input=3)]}, "messages", "custom has no input; send a string"),
+        ({"messages": [*QUESTION, custom_call(name=None)]}, "messages", "no custom tool with a name"),
         ({"messages": [{"role": "function", "name": "f", "content": "1"}]}, "messages", "role tool"),
         (
             {"messages": [{"role": "assistant", "content": None, "function_call": {"name": "f"}}]},

@@ -9,6 +9,7 @@ import stat
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -274,3 +275,38 @@ def test_an_error_while_the_form_is_read_is_an_error_of_the_api() -> None:
     with pytest.raises(ApiError) as caught:
         asyncio.run(read_upload("", parts(), None))  # type: ignore[arg-type]
     assert caught.value.status == 400 and "curl" in caught.value.message
+
+
+def test_uploads_of_one_key_leave_places_for_the_others(default_model_path: Path) -> None:
+    async def work(server: InProcess) -> None:
+        ends = asyncio.Event()
+
+        async def slow_upload() -> int:
+            parts = [{"type": "http.request", "body": b"--", "more_body": True}]
+            sent: list[Any] = []
+
+            async def receive() -> Any:
+                if not parts:
+                    await ends.wait()
+                return parts.pop() if parts else {"type": "http.disconnect"}
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            headers = [*FORM_TYPE.items(), (b"host", b"localhost"), (b"authorization", b"Bearer one")]
+            headers.append((b"content-length", b"1000"))
+            path = {"path": "/v1/files", "raw_path": b"/v1/files", "query_string": b"", "root_path": ""}
+            await server._asgi({"type": "http", "method": "POST", **path, "headers": headers}, receive, send)
+            return int(sent[0]["status"]) if sent else 0
+
+        slow = [asyncio.create_task(slow_upload()) for _ in range(4)]
+        while len(stored_names(server)) < 4:
+            await asyncio.sleep(0.01)
+        assert (await upload(server, b"a", key="one")).status == 429
+        assert (await upload(server, b"a", key="two")).status == 200
+        ends.set()
+        await asyncio.gather(*slow)
+        assert (await upload(server, b"a", key="one")).status == 200
+        assert len(stored_names(server)) == 2
+
+    run(default_model_path, work, api_keys=KEYS)

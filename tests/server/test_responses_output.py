@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from weft.request import FinishReason, TokenLogprobs
 from weft.server.api.answer_format import AnswerContext
 from weft.server.api.responses import ResponsesFormat, ResponsesRequest
 from weft.server.api.responses_items import conversation_items
-from weft.server.api.responses_tools import custom_input
+from weft.server.api.responses_tools import function_tools
 from weft.server.api.schema import read
 from weft.server.errors import ApiError
 from weft.server.stream.choices import Piece
@@ -29,6 +30,7 @@ from weft.text.conversation import (
     from_start,
     starts_of_rest,
 )
+from weft.text.custom_calls import custom_input
 from weft.text.json_string_grammar import NotRewritableError, in_json_string
 
 PATCH = {"type": "custom", "name": "patch"}
@@ -264,3 +266,32 @@ def test_a_rewritten_grammar_matches_the_same_texts_inside_a_json_string(
 def test_a_grammar_without_a_form_in_json_strings_is_refused(lark: str) -> None:
     with pytest.raises(NotRewritableError):
         in_json_string(lark)
+
+
+@pytest.mark.parametrize(
+    "lark",
+    [
+        "start: /" + "(?:" * 40 + "a" + "){2,}" * 40 + "/",
+        "start: /" + "." * 100_000 + "/",
+        "start: /" + "|".join(["(?:" * 9 + "." + "){2,}" * 9] * 1000) + "/",
+        "start: " + "/[^a]/ " * 10_000,
+        "%import common.FLOAT\n" * 5_000,
+    ],
+    ids=["nested repetitions", "dots", "branches", "classes", "imports"],
+)
+def test_a_grammar_that_grows_when_it_is_rewritten_is_refused_before_it_is_large(lark: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(NotRewritableError, match="more than 262144 characters"):
+            in_json_string(lark)
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_grammars_of_all_tools_together_are_bounded() -> None:
+    form = {"type": "grammar", "syntax": "lark", "definition": "start: /" + "." * 500 + "/"}
+    tools = [{"type": "custom", "name": f"tool{index}", "format": form} for index in range(3)]
+    assert len(function_tools(tools[:1])) == 1
+    with pytest.raises(ApiError, match="together"):
+        function_tools(tools)

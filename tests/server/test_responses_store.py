@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from responses_checks import checked_events
-from test_responses import CALL, RESULT, TOOL, Api, run
+from test_responses import CALL, RESULT, TOOL, URL, Api, run
 
 from weft.server.admission.keys import plain_keys
+from weft.server.api import responses_background as background
+from weft.server.api import responses_writer
 from weft.server.errors import ApiError
 
 LONG = {"max_output_tokens": 100_000}
@@ -161,7 +163,7 @@ def test_a_server_that_keeps_nothing_says_so(default_model_path: Path, tmp_path:
     run(default_model_path, tmp_path, work, response_days=0)
 
 
-def test_when_the_store_is_full_the_oldest_responses_of_the_same_key_go(
+def test_when_the_store_is_full_the_oldest_responses_of_the_key_that_stores_most_go(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     async def work(api: Api) -> None:
@@ -171,6 +173,11 @@ def test_when_the_store_is_full_the_oldest_responses_of_the_same_key_go(
         found = [(await one.get(response_id))[0] for response_id in ids]
         num_lost = found.count(404)
         assert 0 < num_lost < 40 and found == [404] * num_lost + [200] * (40 - num_lost)
+        assert (await two.get(kept["id"]))[0] == 200
+        # A key that stores little can continue its conversation, although another one fills the store.
+        next_id = kept["id"]
+        for _ in range(10):
+            next_id = (await two.create(input="More", previous_response_id=next_id))["id"]
         assert (await two.get(kept["id"]))[0] == 200
         status, _, _, message = await two.error(input="x" * 600_000, truncation="auto")
         assert status in (400, 507), message
@@ -363,3 +370,68 @@ def test_when_the_store_fails_a_response_that_is_stored_fails_and_others_go_on(
         assert (await api.stream(input="Hello", store=False))[-1]["type"] == "response.incomplete"
 
     run(default_model_path, tmp_path, work, max_stored_bytes=1)
+
+
+def test_references_count_as_long_as_what_they_refer_to(default_model_path: Path, tmp_path: Path) -> None:
+    """Otherwise a short body with thousands of references to one long item needs gigabytes."""
+    sealed = {"type": "reasoning", "summary": [], "encrypted_content": "x" * 400_000}
+    hello = {"role": "user", "content": "Hello"}
+
+    async def work(api: Api) -> None:
+        stored = await api.create(input=[sealed, hello])
+        _, items = await api.get(f"{stored['id']}/input_items", "order=asc")
+        reference = {"type": "item_reference", "id": items["data"][0]["id"]}
+        own = {"type": "item_reference", "id": "rs_own"}
+        await api.create(input=[reference, reference, hello], store=False)
+        for references in ([reference] * 3, [{**sealed, "id": "rs_own"}, *[own] * 3]):
+            for path in (URL, f"{URL}/input_tokens"):
+                reply = await api.post(path, input=[*references, hello])
+                assert reply.status == 400 and b"max_body_bytes" in reply.body, reply.body
+
+    run(default_model_path, tmp_path, work, max_body_bytes=1_000_000)
+
+
+def test_a_background_request_that_begins_before_the_end_of_its_post_is_counted_once(
+    default_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have the same id. If one ended in place of the other, the server and the key would lose a place for ever."""
+
+    async def work(api: Api) -> None:
+        begin = background.begin_background
+
+        async def begin_and_wait(*arguments: Any) -> None:
+            await begin(*arguments)
+            while not any(one.requests for one in active._open):
+                await asyncio.sleep(0.01)
+
+        active = api.app.server._active_requests
+        monkeypatch.setattr(responses_writer, "begin_background", begin_and_wait)
+        queued = await api.create(input="Hello", background=True, **LONG)
+        assert (await api.get(f"{queued['id']}/cancel", method="POST"))[0] == 200
+        assert await api.app.server.wait_until_idle(10) and not len(active)
+
+    run(default_model_path, tmp_path, work, max_context=1 << 17)
+
+
+def test_what_a_running_response_keeps_of_its_request_counts_as_its_body_did(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    """The input that is stored at the end is in memory until then, and so are tools that are repeated."""
+    sealed = {"type": "reasoning", "summary": [], "encrypted_content": "x" * 300_000}
+    tool = {**TOOL, "unknown": "x" * 300_000}
+    stored: dict[str, Any] = {"input": [sealed, {"role": "user", "content": "Hello"}]}
+    repeated: dict[str, Any] = {"input": "Hello", "tools": [tool], "store": False}
+
+    async def work(api: Api) -> None:
+        for fields, expected in (({**stored, "store": False}, 200), (stored, 503), (repeated, 503)):
+            running = asyncio.create_task(api.post(**fields, **LONG, leaves_after=60))
+            while not any(one.choices.num_tokens for one in api.app.server._active_requests._open):
+                await asyncio.sleep(0.01)
+            reply = await api.post(input=[sealed, {"role": "user", "content": "Hi"}], store=False)
+            assert reply.status == expected, (list(fields), reply.body)
+            running.cancel()
+            await asyncio.wait([running])
+            assert await api.app.server.wait_until_idle(10)
+        assert (await api.post(**stored)).status == 200
+
+    run(default_model_path, tmp_path, work, max_context=1 << 17, max_buffered_bytes=400_000)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -362,3 +364,35 @@ def test_26_an_error_in_a_tool_schema_names_tools_and_quotes_the_schema_of_the_c
     error = refused.json()["error"]
     assert refused.status_code == 400 and error["param"] == "tools" and problem in error["message"]
     assert "start:" not in error["message"], "the internal grammar must not be quoted"
+
+
+# ---------------------------------------------------------------------- custom tools
+
+
+LETTERS: Any = {
+    "type": "custom",
+    "custom": {
+        "name": "letters",
+        "description": "Takes a line of letters.",
+        "format": {
+            "type": "grammar",
+            "grammar": {"syntax": "lark", "definition": 'start: "\\"" /[ab]{3}/ "\\"" LF\nLF: "\\n"'},
+        },
+    },
+}
+
+
+def test_a_custom_tool_is_called_and_its_result_comes_back(client: openai.OpenAI) -> None:
+    choice = {"type": "custom", "custom": {"name": "letters"}}
+    fields: Any = {"tools": [WEATHER, LETTERS], "tool_choice": choice}
+    message = ask(client, **fields).choices[0].message
+    [call] = message.tool_calls
+    assert call.type == "custom" and call.custom.name == "letters"
+    assert re.fullmatch('"[ab]{3}"\n', call.custom.input)
+    deltas = [chunk.choices[0].delta.tool_calls or [] for chunk in ask(client, stream=True, **fields)]
+    [first, *others] = [delta.model_dump() for delta in itertools.chain(*deltas)]
+    assert first["type"] == "custom" and first["custom"] == {"name": "letters", "input": ""} and first["id"]
+    assert "".join(delta["custom"]["input"] for delta in others) == call.custom.input
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Done."}
+    messages = [*QUESTION, message.model_dump(exclude_none=True), result]
+    assert ask(client, tools=[LETTERS], messages=messages, max_tokens=3).choices[0].finish_reason

@@ -27,6 +27,8 @@ class Mutation(NamedTuple):
 
 SEQUENCE_TABLE = "weft.scheduling.sequence_table:SequenceTable"
 PLANNER = "weft.scheduling.planner:Planner"
+PROMPTS = "weft.scheduling.prompt_planner:PromptPlanner"
+MEMORY = "weft.scheduling.memory_planner:MemoryPlanner"
 STEP_SIZE = "weft.scheduling.prompt_order:StepSize"
 PREFIX = "weft.scheduling.cache.prefix:PrefixSharing"
 IDLE = "weft.scheduling.idle_work:IdlePlanner"
@@ -95,13 +97,13 @@ MUTATIONS = (
     ),
     Mutation(
         "chunk starts one position late",
-        f"{PLANNER}._add_prefill",
+        f"{PROMPTS}._add_prefill",
         "start = sequence.scheduled\n",
         "start = sequence.scheduled + (sequence.scheduled > 0)\n",
     ),
     Mutation(
         "first token sampled before the prompt ends",
-        f"{PLANNER}._add_prefill",
+        f"{PROMPTS}._add_prefill",
         "end == sequence.target",
         "end >= sequence.target - 1",
     ),
@@ -159,7 +161,7 @@ MUTATIONS = (
     ),
     Mutation(
         "swap-in during a step that still uses the blocks",
-        f"{PLANNER}._resume",
+        f"{PROMPTS}._resume",
         "after_step=builder.step - 1",
         "after_step=-1",
         first_seed=3840,
@@ -232,17 +234,17 @@ MUTATIONS = (
         "max(0.0, self.spare_seconds(builder.decodes))",
         "self.spare_seconds(builder.decodes)",
     ),
-    Mutation("skipped requests are lost", f"{PLANNER}._plan_prompts", "queue.put_back(item)", "pass"),
+    Mutation("skipped requests are lost", f"{PROMPTS}.plan", "queue.put_back(item)", "pass"),
     Mutation(
         "preempted sequence is admitted again in the same plan",
-        f"{PLANNER}._plan_prompts",
+        f"{PROMPTS}.plan",
         "self._sequences.is_in_flight(first) or first.request_id in builder.preempted",
         "False",
         first_seed=930,
     ),
     Mutation(
         "preempted prompt continues in the same plan",
-        f"{PLANNER}._continue_prefill",
+        f"{PROMPTS}.continue_prefill",
         "if sequence.state is not RequestState.RUNNING:",
         "if False:",
     ),
@@ -293,11 +295,11 @@ MUTATIONS = (
         "False",
     ),
     Mutation("pure decode not pure", f"{PLANNER}._plan_pure", "if builder.prefills:", "if False:"),
-    Mutation("closed batch joined", f"{PLANNER}._admission_is_open", "self._batch_is_open = False", "pass"),
+    Mutation("closed batch joined", f"{PROMPTS}.admission_is_open", "self._batch_is_open = False", "pass"),
     Mutation(
         "cancelled request stays in the queue",
         f"{SEQUENCE_TABLE}.remove",
-        "self.queue.remove(sequence)",
+        "self.queue_of(sequence).remove(sequence)",
         "pass",
     ),
     Mutation(
@@ -375,7 +377,7 @@ MUTATIONS = (
     ),
     Mutation(
         "idle work takes the last row",
-        f"{PLANNER}._make_room",
+        f"{MEMORY}.make_room",
         "kv_cache.free_rows > 1",
         "kv_cache.free_rows > 0",
         first_seed=1720,
@@ -572,7 +574,7 @@ TIER_MUTATIONS = (
     ),
     Mutation(
         "move of a request that starts with a prefix hit is lost",
-        f"{PLANNER}._start",
+        f"{PROMPTS}._start",
         "if needed.store:",
         "if needed.store and not hits:",
     ),
@@ -668,8 +670,8 @@ TIER_MUTATIONS = (
     ),
     Mutation(
         "two sequences that need each other's blocks preempt themselves in turn",
-        f"{PLANNER}._victim_is_in_plan",
-        "return outranks and self._is_on_time(builder.step, sequence)",
+        f"{MEMORY}.victim_is_in_plan",
+        "return outranks and self.is_on_time(builder.step, sequence)",
         "return False",
         first_seed=801_100,
     ),

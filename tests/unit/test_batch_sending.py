@@ -23,6 +23,8 @@ class FakeServices:
         self.in_flight: set[bytes] = set()
         self._died = asyncio.Event()
         self.num_full = 0
+        self.most_in_flight_again = 0
+        """After the engine died."""
 
     async def send_internal(self, path: str, body: bytes, request: InternalRequest) -> InternalReply:
         assert request.is_idle_work
@@ -30,6 +32,8 @@ class FakeServices:
             self.num_full -= 1
             return InternalReply(429, {}, b"")
         self.in_flight.add(body)
+        if self.deaths:
+            self.most_in_flight_again = max(self.most_in_flight_again, len(self.in_flight))
         try:
             died = self._died
             if body == b"poison":
@@ -66,6 +70,40 @@ def test_a_line_that_kills_the_engine_ends_with_an_error_and_the_lines_beside_it
         replies = await asyncio.gather(*(sender.send("/v1/completions", body, None) for body in bodies))
         assert [reply.status for reply in replies] == [503, *[200] * 40]
         assert services.deaths == 3
+
+    asyncio.run(work())
+
+
+def test_lines_run_together_again_after_the_engine_died_once() -> None:
+    """It was killed, say. One by one, the lines of a large step would take hundreds of times as long."""
+
+    async def work() -> None:
+        services: Any = FakeServices()
+        sender = LineSender(services, lambda: False)
+        sent = asyncio.gather(*(sender.send("/v1/completions", b"%d" % index, None) for index in range(40)))
+        await asyncio.sleep(0)
+        while len(services.in_flight) < 40:
+            await asyncio.sleep(0)
+        services._die()
+        assert [reply.status for reply in await sent] == [200] * 40
+        assert services.most_in_flight_again > 1
+
+    asyncio.run(work())
+
+
+def test_a_line_does_not_fail_because_the_server_stops_the_engine() -> None:
+    async def work() -> None:
+        services: Any = FakeServices()
+        is_draining = False
+        sending = asyncio.create_task(
+            LineSender(services, lambda: is_draining).send("/v1/completions", b"poison", None)
+        )
+        while services.deaths < 2 or not services.in_flight:
+            await asyncio.sleep(0)
+        is_draining = True
+        await asyncio.sleep(0.1)
+        assert services.deaths == 3 and not sending.done()
+        sending.cancel()
 
     asyncio.run(work())
 

@@ -109,6 +109,12 @@ def test_arguments_that_are_an_object_become_json() -> None:
     assert call == ToolCall(None, "ls", '{"path": "é"}')
 
 
+def test_a_call_of_a_custom_tool_becomes_a_call_with_the_argument_input() -> None:
+    custom = {"id": "1", "type": "custom", "custom": {"name": "patch", "input": 'a "é"\n'}}
+    [_, call] = items_of([{"role": "assistant", "content": None, "tool_calls": [custom]}])
+    assert call == ToolCall("1", "patch", '{"input": "a \\"é\\"\\n"}')
+
+
 def test_a_call_without_a_name_is_refused_with_its_place() -> None:
     broken = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     with pytest.raises(

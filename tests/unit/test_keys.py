@@ -163,3 +163,16 @@ def test_no_salt_reaches_the_cache_of_another_key() -> None:
     assert not reached[0] & reached[1] and not reached[0] & reached[2] and not reached[1] & reached[2]
     # Keys with the same salt share, and a request may still choose another salt.
     assert team.salt_for("x") == mates.salt_for("x") != team.salt_for("")
+
+
+def test_what_a_plain_key_stored_stays_its_own_when_another_key_is_removed(tmp_path: Path) -> None:
+    """Plain keys are named by their place, so another one gets the name. A key with a name may get a new secret."""
+    path = tmp_path / "keys"
+    path.write_text("one\ntwo\n")
+    one, two = read_key_file(path)
+    path.write_text("two\n")
+    [left] = read_key_file(path)
+    assert left.name == one.name and left.owner == two.owner != one.owner
+    assert plain_keys(["one"])[0].owner == one.owner
+    named = ApiKey("team", one.key_sha256)
+    assert named.owner == "team" == ApiKey("team", two.key_sha256).owner

@@ -220,7 +220,7 @@ def test_age_offsets_the_priority_of_a_prompt_in_progress(policy: PriorityPolicy
 @ANY_POLICY
 def test_a_preempted_prompt_is_ordered_by_its_arrival(policy: PriorityPolicy) -> None:
     machine = Machine(policy)
-    order = machine.scheduler._planner._order
+    order = machine.scheduler._planner._prompts._order
     preempted = machine.add(300)
     machine.clock.advance(30.0)
     preempted.target = 900  # with its generated tokens

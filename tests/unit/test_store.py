@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 import stat
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from weft.server.state import schema
+from weft.server.state import store as store_module
 from weft.server.state.store import Store, StoreError, StoreFullError
 
 Work = Callable[[sqlite3.Connection], Any]
@@ -84,6 +86,8 @@ def test_an_exception_rolls_a_transaction_back(tmp_path: Path) -> None:
 def test_a_damaged_file_is_set_aside_and_a_new_one_begins(tmp_path: Path) -> None:
     async def write(store: Store) -> None:
         await store.run(lambda c: [add(f"{i:05}")(c) for i in range(2000)])
+        store.files_folder.mkdir()
+        (store.files_folder / "file-a").write_text("content")
 
     async def use(store: Store) -> Any:
         await store.run(add("new"))
@@ -101,6 +105,8 @@ def test_a_damaged_file_is_set_aside_and_a_new_one_begins(tmp_path: Path) -> Non
         path.write_bytes(content)
         assert used(folder, use) == (["new"], ["damaged_state"])
         assert len(list(folder.glob("state.db.damaged-*"))) == 1
+        # Without their rows, a sweep would delete the files.
+        assert [one.name for one in folder.glob("files.damaged-*/*")] == ["file-a"]
 
 
 def test_a_full_disk_is_an_error_that_names_the_folder_and_loses_no_row(tmp_path: Path) -> None:
@@ -155,6 +161,51 @@ def test_expired_rows_are_deleted(tmp_path: Path) -> None:
         return await store.run(names)
 
     assert used(tmp_path, work, lambda: now[0])[0] == ["long"]
+
+
+def test_expired_rows_are_deleted_after_the_clock_jumped_forth_and_back(tmp_path: Path) -> None:
+    now = [1e9]
+
+    async def work(store: Store) -> Any:
+        await store.run(names)
+        now[0] = 1000.0
+        await store.run(add("short", expires_at=2000.0))
+        now[0] = 3000.0
+        return await store.run(names)
+
+    assert used(tmp_path, work, lambda: now[0])[0] == []
+
+
+def test_many_expired_rows_are_deleted_in_several_transactions(tmp_path: Path) -> None:
+    now = [1.0]
+
+    async def work(store: Store) -> Any:
+        await store.run(lambda c: [add(f"{i:05}", expires_at=500.0)(c) for i in range(2500)])
+        now[0] = 1000.0
+        return [len(await store.run(names)) for _ in range(4)]
+
+    assert used(tmp_path, work, lambda: now[0])[0] == [1500, 500, 0, 0]
+
+
+def test_transactions_wait_together_for_a_database_that_another_process_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_BUSY_SECONDS", 0.5)
+
+    async def work(store: Store) -> Any:
+        await store.run(names)
+        other = sqlite3.connect(tmp_path / "state.db", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        began = time.monotonic()
+        results = await asyncio.gather(*(store.run(names) for _ in range(20)), return_exceptions=True)
+        seconds = time.monotonic() - began
+        other.close()
+        await store.run(add("later"))
+        assert all(isinstance(one, StoreError) for one in results)
+        return seconds
+
+    # One after the other, each with its own wait, they took 10 s.
+    assert used(tmp_path, work)[0] < 5
 
 
 def test_a_database_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:

@@ -151,6 +151,8 @@ class PlanBuilder:
             allocation = sequence.allocation
             assert allocation is not None and allocation.row is not None
             made, registered = kv_cache.move(allocation, sequence.block_hashes, self.step)
+            if sequence.is_idle_work:
+                kv_cache.store.note_idle_content(block for block, _ in registered)
             self.registered += registered
             moves += [(allocation.row, move) for move in made]
         return moves

@@ -160,6 +160,11 @@ class Sequence:
         return other
 
     @property
+    def is_decode(self) -> bool:
+        """Whether it has one position left to schedule, behind its prompt."""
+        return self.target - self.scheduled == 1 and self.scheduled >= self.prompt_length
+
+    @property
     def generated(self) -> list[int]:
         return self.tokens[self.prompt_length :]
 

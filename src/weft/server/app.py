@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from weft.server.admission.active_requests import ActiveRequest, ActiveRequests,
 from weft.server.admission.keys import ApiKey
 from weft.server.api import docs_page
 from weft.server.api.answer_format import AnswerFormat, B
-from weft.server.api.formats import FORMATS, ROUTES, Formats
+from weft.server.api.formats import FORMATS, OTHER_ROUTES, Formats
 from weft.server.api.model_names import is_model_name
 from weft.server.api.preparing import Prepared, Preparer
 from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
@@ -145,7 +145,7 @@ class ServerApp:
                 for one in self.formats.values()
                 if one.counting is not None
             ),
-            *(route for make in ROUTES for route in make(self)),
+            *(route for one in OTHER_ROUTES for route in one.routes(self)),
             Route("/tokenize", self._tokenize, methods=post),
             Route("/detokenize", self._detokenize, methods=post),
             Route("/tokenizer_info", self._tokenizer_info, methods=get),
@@ -187,8 +187,10 @@ class ServerApp:
         )
         return self._asgi
 
-    async def send_internal(self, path: str, body: bytes, request: InternalRequest) -> InternalReply:
-        return await send_internal(self._asgi, path, body, request)
+    def send_internal(
+        self, path: str, body: bytes, request: InternalRequest
+    ) -> Coroutine[Any, Any, InternalReply]:
+        return send_internal(self._asgi, path, body, request)
 
     # ------------------------------------------------------------------ generating
 
@@ -222,7 +224,7 @@ class ServerApp:
                     outcome = []
                     return json_response(content, headers=warning_header(unknown))
                 self._active_requests.set_deadline(active, api_request.deadline)
-                caller = Caller(self, key, active.id, INTERNAL in request.scope)
+                caller = Caller(self, key, active.id, request.scope[BODY], INTERNAL in request.scope)
                 beginning = self._begin(
                     answer_format, api_request, size, active, answer_bytes, caller, client_id
                 )
@@ -233,9 +235,9 @@ class ServerApp:
                     return Response(at_once, 200, headers, media_type="application/json")
                 finish = partial(prepared.writer.finish, caller)
                 record.is_streamed = prepared.is_streamed
-                # Frees the body: only its tokens are needed from here on.
+                # Frees the body: only its tokens, and what the writer keeps, are needed from here on.
                 del body, api_request
-                request.scope[BODY].release()
+                request.scope[BODY].keep(prepared.writer.kept_bytes)
                 if prepared.is_streamed:
                     stream = EventStream(
                         choices,
@@ -381,7 +383,7 @@ class ServerApp:
         async def work(api_request: Any, size: int, active: ActiveRequest) -> Any:
             self._active_requests.reserve(active, size // _BYTES_PER_TOKEN or 1)
             with renamed_fields(answer_format.field_names(api_request)):
-                caller = Caller(self, active.key, active.id)
+                caller = Caller(self, active.key, active.id, request.scope[BODY])
                 api_request = await answer_format.load(api_request, caller)
                 count = await self._preparer.count(answer_format, api_request, size, _client_id(request))
             active.text_tokens = count

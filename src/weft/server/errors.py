@@ -85,6 +85,11 @@ class ApiError(Exception):
         return json_response(content, status, headers)
 
 
+def refusal(message: str, param: str | None, code: str = "invalid_value") -> ApiError:
+    """The error for a field of a request that is wrong."""
+    return ApiError(400, message, param=param, code=code)
+
+
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 

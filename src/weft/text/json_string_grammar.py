@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from re import _constants as parts  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
+from weft.request import MAX_GRAMMAR_LENGTH
+
 _SPECIAL = {chr(code): json.dumps(chr(code))[1:-1] for code in (*range(0x20), ord('"'), ord("\\"))}
 """The characters that JSON escapes, and their escapes."""
+_PATTERNS = {character: re.escape(escape) for character, escape in _SPECIAL.items()}
 _SAFE = r'[^"\\\x00-\x1f]'
 _NAME = re.compile(r"_?[A-Z][_A-Z0-9]*")
-"""The name of a terminal."""
-_SPACE = frozenset("\t\n\v\f\r ")
+"""The name of a terminal, or its place in a rule."""
 _CATEGORIES = {
     parts.CATEGORY_DIGIT: r"\d",
     parts.CATEGORY_NOT_DIGIT: r"\D",
@@ -31,14 +34,16 @@ _CATEGORIES = {
     parts.CATEGORY_WORD: r"\w",
     parts.CATEGORY_NOT_WORD: r"\W",
 }
-_HOLDS_SPECIAL = {
-    parts.CATEGORY_DIGIT: lambda character: False,
-    parts.CATEGORY_NOT_DIGIT: lambda character: True,
-    parts.CATEGORY_SPACE: lambda character: character in _SPACE,
-    parts.CATEGORY_NOT_SPACE: lambda character: character not in _SPACE,
-    parts.CATEGORY_WORD: lambda character: False,
-    parts.CATEGORY_NOT_WORD: lambda character: True,
+_SPACE = frozenset("\t\n\r\v\f ")
+_OF_CATEGORY = {
+    parts.CATEGORY_DIGIT: frozenset[str](),
+    parts.CATEGORY_NOT_DIGIT: frozenset(_SPECIAL),
+    parts.CATEGORY_SPACE: _SPACE & _SPECIAL.keys(),
+    parts.CATEGORY_NOT_SPACE: _SPECIAL.keys() - _SPACE,
+    parts.CATEGORY_WORD: frozenset[str](),
+    parts.CATEGORY_NOT_WORD: frozenset(_SPECIAL),
 }
+"""The characters of a category that JSON escapes."""
 _TOKEN = re.compile(
     r"""
     (?P<space>[ \t\r\n]+ | //[^\n]* | \#[^\n]*)
@@ -51,6 +56,8 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
+_COUNT = re.compile(r"\s*\d")
+"""What follows the `~` of a repetition."""
 _NOT_REWRITTEN = frozenset(
     ("<", "@", "%json", "%lark", "%regex", "%llguidance", "%override", "%declare", "%ignore", "&")
 )
@@ -85,15 +92,30 @@ class NotRewritableError(ValueError):
 
 def in_json_string(lark: str) -> str:
     """The grammar of the same texts inside of a JSON string. Raises NotRewritableError."""
-    found: list[str] = []
+    return "".join(_bounded(_tokens(lark)))
+
+
+def _tokens(lark: str) -> Iterator[str]:
     position = 0
     while position < len(lark):
         token = _TOKEN.match(lark, position)
         if token is None:
             raise NotRewritableError(f"{lark[position : position + 20]!r} is not understood")
-        found.append(_rewritten(token, lark))
+        yield _rewritten(token, lark)
         position = token.end()
-    return "".join(found)
+
+
+def _bounded(pieces: Iterable[str]) -> list[str]:
+    """The pieces. Raises if they are too long: a dot becomes 280 characters, and a repetition may write twice what it
+    repeats, so nested ones could write any number."""
+    found, length = [], 0
+    for piece in pieces:
+        found.append(piece)
+        length += len(piece)
+        if length > MAX_GRAMMAR_LENGTH:
+            message = f"inside of a JSON string it has more than {MAX_GRAMMAR_LENGTH} characters; shorten it"
+            raise NotRewritableError(message)
+    return found
 
 
 def _rewritten(token: re.Match[str], lark: str) -> str:
@@ -109,7 +131,7 @@ def _rewritten(token: re.Match[str], lark: str) -> str:
         return _expression(f"(?{flags}:{pattern})" if flags else pattern)
     if token["import"] is not None:
         return _imported(token["imported"].strip())
-    if text in _NOT_REWRITTEN or (text == "~" and not lark[token.end() :].lstrip()[:1].isdigit()):
+    if text in _NOT_REWRITTEN or (text == "~" and not _COUNT.match(lark, token.end())):
         raise NotRewritableError(f"{text!r} is not supported in the grammar of a custom tool")
     return _rule_name(text) if _NAME.fullmatch(text) else text
 
@@ -119,7 +141,7 @@ def _imported(what: str) -> str:
     pattern = None if names is None else _COMMON.get(names[1])
     if names is None or pattern is None:
         raise NotRewritableError(f"%import {what:.80} is not supported; write its terminals into the grammar")
-    return f"{_rule_name(names[2] or names[1])}: {_expression(pattern)}"
+    return f"{_rule_name(names[2] or names[1])}: {_common_expression(pattern)}"
 
 
 def _rule_name(terminal: str) -> str:
@@ -156,20 +178,27 @@ def _expression(pattern: str) -> str:
         ) from None
 
 
+_common_expression = cache(_expression)
+
+
 def _sequence(tree: Sequence[Any], flags: int) -> str:
-    written: list[str] = []
+    return " ".join(_bounded(_pieces(tree, flags)))
+
+
+def _pieces(tree: Sequence[Any], flags: int) -> Iterator[str]:
+    """What the parts of a regular expression become. Neighbouring characters are one string."""
+    is_any_case = bool(flags & re.IGNORECASE)
     text = ""
     for kind, value in tree:
         if kind is parts.LITERAL:
             text += chr(value)
             continue
         if text:
-            written.append(_literal(text, is_any_case=bool(flags & re.IGNORECASE)))
+            yield _literal(text, is_any_case=is_any_case)
             text = ""
-        written.append(_node(kind, value, flags))
-    if text or not written:
-        written.append(_literal(text, is_any_case=bool(flags & re.IGNORECASE)))
-    return " ".join(written)
+        yield _node(kind, value, flags)
+    if text or not tree:
+        yield _literal(text, is_any_case=is_any_case)
 
 
 def _node(kind: Any, value: Any, flags: int) -> str:
@@ -179,7 +208,7 @@ def _node(kind: Any, value: Any, flags: int) -> str:
         least, most, inner = value
         return _repeated(least, most, inner, flags)
     if kind is parts.BRANCH:
-        options = [_sequence(one, flags) for one in value[1] if len(one)]
+        options = _bounded(_sequence(one, flags) for one in value[1] if len(one))
         return f"({' | '.join(options)}){'?' if len(options) < len(value[1]) else ''}"
     if kind is parts.SUBPATTERN:
         _, added, removed, inner = value
@@ -220,9 +249,9 @@ def _one_of(items: Sequence[Any], flags: int, *, is_run: bool = False) -> str:
         safe = _SAFE if not written else f"[[{'^' if is_negated else ''}{written}]&&{_SAFE}]"
         case = "(?i:" if flags & re.IGNORECASE else "(?:"
         options.append(f"/{case}{safe}){'+' if is_run else ''}/")
-    escapes = [escape for character, escape in _SPECIAL.items() if _holds(inside, character) != is_negated]
-    if escapes:
-        options.append(f"/{'|'.join(map(re.escape, escapes))}/")
+    held = set[str]().union(*(_special(kind, value) for kind, value in inside))
+    if escapes := [pattern for character, pattern in _PATTERNS.items() if (character in held) != is_negated]:
+        options.append(f"/{'|'.join(escapes)}/")
     return " | ".join(options)
 
 
@@ -245,13 +274,10 @@ def _in_class(items: Sequence[Any]) -> Iterator[str]:
             raise NotRewritableError(f"a class of characters has {str(kind).lower()}, which is not supported")
 
 
-def _holds(items: Sequence[Any], character: str) -> bool:
-    code = ord(character)
-    return any(
-        value == code
-        if kind is parts.LITERAL
-        else value[0] <= code <= value[1]
-        if kind is parts.RANGE
-        else _HOLDS_SPECIAL[value](character)
-        for kind, value in items
-    )
+def _special(kind: Any, value: Any) -> Iterable[str]:
+    """The characters of a part of a class that JSON escapes."""
+    if kind is parts.LITERAL:
+        return (chr(value),)
+    if kind is parts.RANGE:
+        return (character for character in _SPECIAL if value[0] <= ord(character) <= value[1])
+    return _OF_CATEGORY[value]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from weft.errors import InvalidRequestError
 from weft.text import conversation
 from weft.text.conversation import Item
+from weft.text.custom_calls import custom_arguments
 
 Message = Mapping[str, Any]
 
@@ -59,16 +60,23 @@ def _items(message: dict[str, Any], where: str) -> Iterator[Item]:
     calls = message.pop("tool_calls", None) or ()
     yield conversation.Message(role, content, message)
     for index, call in enumerate(calls):
-        function = call.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str):
-            raise InvalidRequestError(
-                f"{where}.tool_calls[{index}] has no function with a name; send one", field="messages"
-            )
-        call_id, arguments = call.get("id"), function.get("arguments")
-        yield conversation.ToolCall(
-            call_id if isinstance(call_id, str) else None, name, "{}" if arguments is None else arguments
-        )
+        yield _call(call, f"{where}.tool_calls[{index}]")
+
+
+def _call(call: Mapping[str, Any], where: str) -> conversation.ToolCall:
+    is_custom = call.get("type") == "custom"
+    fields = call.get("custom" if is_custom else "function")
+    fields = fields if isinstance(fields, Mapping) else {}
+    if not isinstance(name := fields.get("name"), str):
+        kind = "custom tool" if is_custom else "function"
+        raise InvalidRequestError(f"{where} has no {kind} with a name; send one", field="messages")
+    call_id, arguments = call.get("id"), fields.get("arguments")
+    if is_custom:
+        if not isinstance(given := fields.get("input"), str):
+            raise InvalidRequestError(f"{where}.custom has no input; send a string", field="messages")
+        arguments = custom_arguments(given)
+    call_id = call_id if isinstance(call_id, str) else None
+    return conversation.ToolCall(call_id, name, "{}" if arguments is None else arguments)
 
 
 def _texts(content: Any) -> str | list[str] | None:

@@ -183,8 +183,11 @@ class BlockPool:
         that of other blocks. Content that was a prefix hit, or that a recent lookup did not find, is not evicted early.
         """
         self.release((block,))
-        if block in self._evictable and block not in self._reused and self._hashes[block] not in self._missed:
-            self._evictable.move_to_end(block, last=False)
+        if block in self._reused or self._hashes[block] in self._missed:
+            return
+        for evictable in (self._evictable_idle, self._evictable):
+            if block in evictable:
+                evictable.move_to_end(block, last=False)
 
     def note_missed(self, hashes: Sequence[BlockHash]) -> None:
         """Records content that a prefix lookup could have used."""

@@ -144,7 +144,8 @@ class ActiveRequests:
             count_answers=self._count_answers,
         )
         engine.on_progress = self._gate.release_answers
-        self._open: dict[str, ActiveRequest] = {}
+        self._open: dict[ActiveRequest, None] = {}
+        """Not by id: a background request has the id of the request that began it, which may end after its begin."""
         self._num_of_clients = 0
         """Active requests that are not idle work."""
         self._idle_answers = IdleAnswers()
@@ -205,7 +206,7 @@ class ActiveRequests:
             self._num_of_clients += 1
             self._idle.clear()
         active = ActiveRequest(key, limits, choices, self._clock(), request_id, given_id, is_idle_work)
-        self._open[active.id] = active
+        self._open[active] = None
         return active
 
     def set_deadline(self, active: ActiveRequest, seconds: float | None) -> None:
@@ -271,8 +272,9 @@ class ActiveRequests:
         """Removes a request and charges its key. A request that was refused, or failed by a fault of the server, costs
         nothing. Any other costs the computed tokens, even after its deadline: a short deadline must not be
         free."""
-        if self._open.pop(active.id, None) is None:
+        if active not in self._open:
             return
+        del self._open[active]
         if active.expiry is not None:
             active.expiry.cancel()
         num_generated = active.choices.num_tokens
@@ -300,17 +302,16 @@ class ActiveRequests:
 
     def described(self) -> list[dict[str, Any]]:
         now = self._clock()
-        return [active.described(now) for active in self._open.values()]
+        return [active.described(now) for active in self._open]
 
     def cancel(self, request_id: str) -> bool:
         """Cancels a request for an operator. Returns False if there is none with this id."""
-        active = self._open.get(request_id)
-        if active is None:
-            return False
-        active.choices.fail(
-            ApiError(403, "an operator of this server cancelled the request", code="cancelled")
-        )
-        return True
+        found = [active for active in self._open if active.id == request_id]
+        for active in found:
+            active.choices.fail(
+                ApiError(403, "an operator of this server cancelled the request", code="cancelled")
+            )
+        return bool(found)
 
     async def _submit_when_released(
         self, active: ActiveRequest, form: AnswerSyntax | None, is_streamed: bool, wake_every: int

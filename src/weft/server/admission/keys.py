@@ -68,6 +68,12 @@ class ApiKey:
         if not isinstance(self.admin, bool):
             _refuse("admin", self.admin, "true, false")
 
+    @property
+    def owner(self) -> str:
+        """The owner of what its requests store. The name of a plain key depends on its place among the keys: when a key
+        is removed, the next one gets the name, and must not get the files."""
+        return f"sha256:{self.key_sha256[:32]}" if self.is_plain else self.name
+
     def salt_for(self, requested: str) -> str:
         """The cache salt of a request that sent the salt `requested` ("": none). The result is a hash that includes the
         salt of the key, or its digest. So a request cannot use the cached prefixes of keys with another salt."""

@@ -113,6 +113,11 @@ class AnswerWriter(ABC):
     def __init__(self, context: AnswerContext) -> None:
         self.context = context
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the request that the writer keeps until the end. They count as the body did."""
+        return 0
+
     async def start(self, caller: Caller) -> bytes | None:
         """Work before the request is submitted. If it returns bytes, they are the whole answer, and nothing is generated."""
         return None
@@ -281,3 +286,9 @@ class AnswerFormat(ABC, Generic[B]):
     def error(self, error: ApiError) -> tuple[int, Any]:
         """The status and the JSON of an error. Also used for errors before the body is read."""
         return error.status, error.body
+
+
+def around_text(content: bytes) -> tuple[bytes, bytes]:
+    """Splits JSON around its last string, which is empty. So an event with another text needs no encoding of the rest."""
+    split = content.rindex(b'""')
+    return content[:split], content[split + 2 :]

@@ -15,10 +15,10 @@ from starlette.routing import Route
 from weft.server.api import schema
 from weft.server.api.answer_format import Operation
 from weft.server.api.files import MAX_SECONDS, MIN_SECONDS, check_seconds, not_found
-from weft.server.api.listing import owner_of, page_parameters, page_query, page_response
+from weft.server.api.listing import Page, owner_of, page_parameters, page_query, page_response
 from weft.server.api.response_shapes import Shape
 from weft.server.api.services import Services
-from weft.server.errors import ApiError, json_response
+from weft.server.errors import ApiError, json_response, refusal, warning_header
 from weft.server.http.bodies import read_body
 from weft.server.logs import current_record
 from weft.server.state import batches as rows
@@ -113,12 +113,8 @@ class BatchObject(Shape):
     metadata: dict[str, str] | None
 
 
-class BatchList(Shape):
-    object: Literal["list"]
+class BatchList(Page):
     data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 _ID = "Only the key that made a batch finds it; for others it does not exist (404)."
@@ -178,12 +174,12 @@ class _Batches:
         endpoints = [path for path in self._services.formats if path.startswith("/v1/")]
         if given.endpoint not in endpoints:
             message = f"endpoint is {given.endpoint!r:.80}; allowed: {', '.join(endpoints)}"
-            raise ApiError(400, message, param="endpoint", code="invalid_value")
+            raise refusal(message, "endpoint")
         _check_metadata(given.metadata or {})
         output_seconds = None
         if given.output_expires_after is not None:
             param = "output_expires_after.seconds"
-            output_seconds = check_seconds(given.output_expires_after.seconds, param)
+            output_seconds = check_seconds(str(given.output_expires_after.seconds), param)
         owner, now = owner_of(request), self._store.wall_clock()
         details = BatchDetails(given.endpoint, given.completion_window, given.metadata, output_seconds)
         batch = Batch(
@@ -197,7 +193,7 @@ class _Batches:
                 raise not_found(batch.input_file_id, "input_file_id")
             if file.purpose != "batch":
                 message = f"{file.id} has the purpose {file.purpose}; upload it with the purpose batch"
-                raise ApiError(400, message, param="input_file_id", code="invalid_value")
+                raise refusal(message, "input_file_id")
             if rows.count_unfinished(connection, owner) >= _MAX_UNFINISHED:
                 message = f"{_MAX_UNFINISHED} batches have not ended; allowed: {_MAX_UNFINISHED}; wait or cancel some"
                 raise ApiError(429, message, code="too_many_batches", retry_after=60.0)
@@ -205,13 +201,12 @@ class _Batches:
 
         await self._store.run(add)
         self._services.wake_batches()
-        warning = {"Warning": f'299 weft "unknown fields ignored: {", ".join(unknown)}"'} if unknown else {}
-        return json_response(described(batch), headers=warning)
+        return json_response(described(batch), headers=warning_header(unknown))
 
     async def list(self, request: Request) -> Response:
         query, owner = page_query(request, default_limit=20, max_limit=100), owner_of(request)
         found = await self._store.run(lambda connection: rows.read_batches(connection, owner, query))
-        return json_response(page_response(found and ([described(one) for one in found[0]], found[1]), query))
+        return json_response(page_response(found, query, described))
 
     async def describe(self, request: Request) -> Response:
         owner, batch_id = owner_of(request), request.path_params["id"]
@@ -272,18 +267,18 @@ def _window(text: str) -> int:
         message = (
             f"completion_window is {text!r:.80}; allowed: a number and s, m, h or d, at most 30d, such as 24h"
         )
-        raise ApiError(400, message, param="completion_window", code="invalid_value")
+        raise refusal(message, "completion_window")
     return seconds
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:
     if len(metadata) > _MAX_METADATA:
         message = f"metadata has {len(metadata)} entries; allowed: {_MAX_METADATA}"
-        raise ApiError(400, message, param="metadata", code="invalid_value")
+        raise refusal(message, "metadata")
     for name, value in metadata.items():
         if len(name) > _MAX_NAME or len(value) > _MAX_VALUE:
             message = (
                 f"metadata has {name!r:.80} with a value of {len(value)} characters; allowed: names of {_MAX_NAME} and "
                 f"values of {_MAX_VALUE} characters"
             )
-            raise ApiError(400, message, param="metadata", code="invalid_value")
+            raise refusal(message, "metadata")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType
@@ -19,14 +19,15 @@ from weft.server.api.answer_format import (
     ServedModel,
 )
 from weft.server.api.chat_request import CHAT_FIELDS, ChatRequest, check_words, predicted_text, sampling_of
+from weft.server.api.chat_tools import chat_tools, custom_names, is_named
+from weft.server.api.logprob_entries import TokenLogprob, logprob_entry
 from weft.server.api.openai import EVENT_NOTE, OpenAIFormat, OpenAIWriter, includes_usage, parsed_request
 from weft.server.api.requests import sampling_params
 from weft.server.api.response_shapes import FinishReason, Shape, Timings, Usage
-from weft.server.api.tool_use import is_named, tool_use
 from weft.server.stream.choices import Choice, Choices, Piece
-from weft.text.answer_parts import AnswerParts, Content, ParsedCall, Reasoning, ToolCallStart
-from weft.text.answer_parts import Delta as AnswerDelta
+from weft.text.answer_parts import AnswerParts, Content, ParsedCall, Reasoning, ToolCallArguments
 from weft.text.conversation import Conversation
+from weft.text.custom_calls import custom_input
 from weft.text.messages import items_of
 
 # ---------------------------------------------------------------------- the types of requests and responses
@@ -39,24 +40,17 @@ class FunctionCall(Shape):
     ] = UNSET
 
 
+class CustomCall(Shape):
+    name: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+
+
 class ToolCall(Shape):
-    function: FunctionCall
+    function: FunctionCall | UnsetType = UNSET
+    custom: CustomCall | UnsetType = UNSET
     id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
+    type: Literal["function", "custom"] | UnsetType = UNSET
     index: int | UnsetType = UNSET
-
-
-class TopLogprob(Shape):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(Shape):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(Shape):
@@ -165,7 +159,7 @@ class ChatFormat(OpenAIFormat[ChatRequest]):
         params = sampling_params(api_request, model.generation_defaults, **sampling_of(api_request))
         grammar = structured.requested_grammar(api_request)
         check_words(api_request)
-        tools = tool_use(api_request.tools or [], api_request.tool_choice, api_request.parallel_tool_calls)
+        tools = chat_tools(api_request.tools or [], api_request.tool_choice, api_request.parallel_tool_calls)
         conversation = Conversation(
             items_of(api_request.messages),
             api_request.documents,
@@ -182,6 +176,7 @@ class ChatFormat(OpenAIFormat[ChatRequest]):
             context,
             include_usage=includes_usage(api_request),
             is_named_call=is_named(api_request.tool_choice),
+            custom_tools=custom_names(api_request.tools or ()),
             has_prediction=api_request.prediction is not None,
         )
 
@@ -207,12 +202,16 @@ class ChatWriter(OpenAIWriter):
         include_usage: bool = False,
         is_named_call: bool = False,
         has_prediction: bool = False,
+        custom_tools: frozenset[str] = frozenset(),
     ) -> None:
-        """`is_named_call`: tool_choice names a function. The finish reason is then "stop", as in the OpenAI API."""
+        """`is_named_call`: tool_choice names a tool. The finish reason is then "stop", as in the OpenAI API."""
         super().__init__(context, include_usage=include_usage)
         self._has_prediction = has_prediction
         self._is_named_call = is_named_call
         self._token_bytes = context.tokenizer.token_bytes
+        self._custom_tools = custom_tools
+        self._custom_calls: dict[int, tuple[int, list[str]]] = {}
+        """By answer: the index of its open call of a custom tool, and the arguments so far."""
 
     def opening(self, index: int) -> bytes:
         # Clients concatenate the contents of all events, so the first is "". None: there may be only tool calls.
@@ -226,10 +225,7 @@ class ChatWriter(OpenAIWriter):
         if piece.deltas is None:
             return super().pieces(piece)
         index = piece.choice.index
-        choices: list[dict[str, Any]] = [
-            {"index": index, "delta": _delta(delta), "logprobs": None, "finish_reason": None}
-            for delta in piece.deltas
-        ]
+        choices = [_choice(index, delta) for delta in self._deltas(piece)]
         if self._wants_logprobs and piece.tokens:
             # The first event of a piece has the logprobs of all its tokens, also of thoughts and tool calls.
             choices = choices or [_choice(index, {})]
@@ -240,7 +236,52 @@ class ChatWriter(OpenAIWriter):
         return {**super().closing(choice, result), "delta": {}}
 
     def content(self, index: int, answer: str | AnswerParts) -> dict[str, Any]:
-        return {"message": _message(answer)}
+        return {"message": self._message(answer)}
+
+    def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """The deltas of a piece. The input of a custom tool is one delta: it is a string inside of JSON."""
+        index = piece.choice.index
+        for delta in piece.deltas or ():
+            if isinstance(delta, ToolCallArguments):
+                if index in self._custom_calls:
+                    self._custom_calls[index][1].append(delta.text)
+                else:
+                    yield {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
+                continue
+            yield from self._end_custom_call(index)
+            if isinstance(delta, Content):
+                yield {"content": delta.text}
+            elif isinstance(delta, Reasoning):
+                yield {"reasoning_content": delta.text}
+            else:
+                if delta.name in self._custom_tools:
+                    self._custom_calls[index] = delta.index, []
+                yield {"tool_calls": [{"index": delta.index, **self._call(ParsedCall(delta.id, delta.name))}]}
+        if piece.choice.result is not None:
+            yield from self._end_custom_call(index)
+
+    def _end_custom_call(self, index: int) -> Iterator[dict[str, Any]]:
+        if index in self._custom_calls:
+            number, arguments = self._custom_calls.pop(index)
+            yield {"tool_calls": [{"index": number, "custom": {"input": custom_input("".join(arguments))}}]}
+
+    def _message(self, answer: str | AnswerParts) -> dict[str, Any]:
+        if isinstance(answer, str):
+            return {"role": "assistant", "content": answer, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            message["content"] = answer.content or None
+            message["tool_calls"] = [self._call(call) for call in answer.calls]
+        return message
+
+    def _call(self, call: ParsedCall) -> dict[str, Any]:
+        if call.name in self._custom_tools:
+            fields = {"name": call.name, "input": custom_input(call.arguments)}
+            return {"id": call.id, "type": "custom", "custom": fields}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": call.id, "type": "function", "function": function}
 
     def finish_reason(self, result: GenerationResult, has_calls: bool) -> str:
         reason = super().finish_reason(result, has_calls)
@@ -261,51 +302,14 @@ class ChatWriter(OpenAIWriter):
     def logprobs(
         self, index: int, tokens: Sequence[int], token_logprobs: Sequence[TokenLogprobs | None]
     ) -> dict[str, list[Any]]:
-        return {"content": [self._entry(*pair) for pair in zip(tokens, token_logprobs, strict=True)]}
-
-    def _entry(self, token: int, logprobs: TokenLogprobs | None) -> dict[str, Any]:
-        assert logprobs is not None, (
-            "only the first token of an echoed prompt has no logprobs, and chats have no echo"
-        )
-        return {
-            **self._token_entry(token, logprobs.logprob),
-            "top_logprobs": [self._token_entry(*other) for other in logprobs.top],
-        }
-
-    def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
-        content = self._token_bytes(token)
-        return {"token": content.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(content)}
+        entries = []
+        for token, one in zip(tokens, token_logprobs, strict=True):
+            assert one is not None, (
+                "only the first token of an echoed prompt has none, and chats have no echo"
+            )
+            entries.append(logprob_entry(token, one, self._token_bytes))
+        return {"content": entries}
 
 
 def _choice(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-
-
-def _message(answer: str | AnswerParts) -> dict[str, Any]:
-    if isinstance(answer, str):
-        return {"role": "assistant", "content": answer, "refusal": None}
-    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
-    if answer.reasoning:
-        message["reasoning_content"] = answer.reasoning
-    if answer.calls:
-        message["content"] = answer.content or None
-        message["tool_calls"] = [_call(call) for call in answer.calls]
-    return message
-
-
-def _call(call: ParsedCall) -> dict[str, Any]:
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
-
-
-def _delta(delta: AnswerDelta) -> dict[str, Any]:
-    if isinstance(delta, Content):
-        return {"content": delta.text}
-    if isinstance(delta, Reasoning):
-        return {"reasoning_content": delta.text}
-    if isinstance(delta, ToolCallStart):
-        return {"tool_calls": [{"index": delta.index, **_call(ParsedCall(delta.id, delta.name))}]}
-    return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}

@@ -10,7 +10,7 @@ import msgspec
 from weft.request import MAX_LOGPROBS, MAX_TOKENS
 from weft.server.api.field_docs import Field
 from weft.server.api.schema import MAX_ENTRIES, GenerationRequest
-from weft.server.errors import ApiError
+from weft.server.errors import refusal
 from weft.text.conversation import EFFORTS
 
 
@@ -39,7 +39,11 @@ CHAT_FIELDS: Mapping[str, Field] = {
         0,
         MAX_LOGPROBS,
     ),
-    "tool_choice": Field("auto, none, required, or an object that names the function to call."),
+    "tools": Field(
+        "Tools of the types function (a name, a description and a JSON schema of its parameters) and custom (its input "
+        f"is a text, which may have a grammar); at most {MAX_ENTRIES['tools']}."
+    ),
+    "tool_choice": Field("auto, none, required, or an object that names the tool to call."),
     "reasoning_effort": Field(
         f"How much the model thinks: {', '.join(EFFORTS)}. none and minimal turn thoughts off, others on, if the "
         "chat template has a switch. Templates with levels get the level."
@@ -59,7 +63,7 @@ def sampling_of(api_request: ChatRequest) -> dict[str, Any]:
     given: dict[str, Any] = {}
     if api_request.max_completion_tokens is not None:
         if api_request.max_tokens not in (None, api_request.max_completion_tokens):
-            raise _refusal(
+            raise refusal(
                 f"max_tokens is {api_request.max_tokens} and max_completion_tokens is "
                 f"{api_request.max_completion_tokens}; send one of them",
                 "max_completion_tokens",
@@ -68,7 +72,7 @@ def sampling_of(api_request: ChatRequest) -> dict[str, Any]:
     if api_request.logprobs:
         given["logprobs"] = api_request.top_logprobs or 0
     elif api_request.top_logprobs:
-        raise _refusal("top_logprobs needs logprobs; send logprobs: true too", "top_logprobs")
+        raise refusal("top_logprobs needs logprobs; send logprobs: true too", "top_logprobs")
     return given
 
 
@@ -80,7 +84,7 @@ def check_words(api_request: ChatRequest) -> None:
         *(("modalities", one, ("text",)) for one in api_request.modalities or ()),
     ):
         if given is not None and given not in allowed:
-            raise _refusal(f"{name} is {given!r:.80}; allowed: {', '.join(allowed)}", name)
+            raise refusal(f"{name} is {given!r:.80}; allowed: {', '.join(allowed)}", name)
 
 
 def predicted_text(prediction: dict[str, Any] | None) -> str:
@@ -88,21 +92,15 @@ def predicted_text(prediction: dict[str, Any] | None) -> str:
         return ""
     kind, content = prediction.get("type"), prediction.get("content")
     if kind != "content":
-        raise _refusal(f"prediction.type is {kind!r:.80}; allowed: content", "prediction")
+        raise refusal(f"prediction.type is {kind!r:.80}; allowed: content", "prediction")
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [None]
     if len(parts) > MAX_ENTRIES["content"]:
         message = f"prediction.content has {len(parts)} entries; allowed: at most {MAX_ENTRIES['content']}"
-        raise _refusal(message, "prediction")
+        raise refusal(message, "prediction")
     found = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     texts = [text for text in found if isinstance(text, str)]
     if len(texts) < len(parts):
-        raise _refusal(
-            "prediction.content is not a text; send a string or a list of text parts", "prediction"
-        )
+        raise refusal("prediction.content is not a text; send a string or a list of text parts", "prediction")
     return "".join(texts)
-
-
-def _refusal(message: str, param: str) -> ApiError:
-    return ApiError(400, message, param=param, code="invalid_value")

@@ -24,7 +24,7 @@ from weft.server.api.openai import EVENT_NOTE, OpenAIFormat, OpenAIWriter, inclu
 from weft.server.api.requests import sampling_params
 from weft.server.api.response_shapes import FinishReason, Shape, Timings, Usage
 from weft.server.api.schema import GenerationRequest
-from weft.server.errors import ApiError
+from weft.server.errors import refusal
 from weft.server.stream.loop_turns import LoopTurns
 from weft.text.answer_parts import AnswerParts
 from weft.text.detokenizer import Detokenizer
@@ -114,26 +114,21 @@ class CompletionFormat(OpenAIFormat[CompletionRequest]):
 def _check(api_request: CompletionRequest) -> None:
     """Refuses fields of completions that weft does not support."""
     if api_request.suffix:
-        raise ApiError(
-            400,
-            "suffix is not supported: weft only continues a prompt; leave it out",
-            param="suffix",
-            code="unsupported",
+        raise refusal(
+            "suffix is not supported: weft only continues a prompt; leave it out", "suffix", "unsupported"
         )
     if api_request.best_of not in (None, api_request.n or 1):
-        raise ApiError(
-            400,
+        raise refusal(
             f"best_of is {api_request.best_of} and n is {api_request.n or 1}; "
             "allowed: the same value, since all answers are returned",
-            param="best_of",
-            code="unsupported",
+            "best_of",
+            "unsupported",
         )
     if api_request.echo and api_request.stream and api_request.logprobs is not None:
-        raise ApiError(
-            400,
+        raise refusal(
             "echo with logprobs cannot be streamed: the logprobs of the prompt are known at the end; leave out stream",
-            param="echo",
-            code="unsupported",
+            "echo",
+            "unsupported",
         )
 
 
@@ -143,29 +138,22 @@ def _prompts(api_request: CompletionRequest, max_answers: int) -> list[Prompt]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise ApiError(
-            400, "prompt is empty; send text, or at least one token", param="prompt", code="invalid_value"
-        )
+        raise refusal("prompt is empty; send text, or at least one token", "prompt")
     if _are_tokens(prompt):
         _check_ids(prompt, "prompt")
         return [prompt]
     if len(prompt) * (api_request.n or 1) > max_answers:
-        raise ApiError(
-            400,
+        raise refusal(
             f"prompt has {len(prompt)} entries and n is {api_request.n or 1}; "
             f"allowed: {max_answers} answers in one request",
-            param="prompt",
-            code="invalid_value",
+            "prompt",
         )
     for index, one in enumerate(prompt):
         if isinstance(one, list) and _are_tokens(one):
             _check_ids(one, f"prompt[{index}]")
         elif not isinstance(one, str):
-            raise ApiError(
-                400,
-                f"prompt[{index}] is neither text nor a list of token ids",
-                param=f"prompt[{index}]",
-                code="invalid_type",
+            raise refusal(
+                f"prompt[{index}] is neither text nor a list of token ids", f"prompt[{index}]", "invalid_type"
             )
     return list(prompt)
 
@@ -178,9 +166,7 @@ def _check_ids(tokens: Sequence[int], param: str) -> None:
     """Refuses ids that do not fit a message to the engine. The engine checks ids against the vocabulary."""
     for token in (min(tokens), max(tokens)) if tokens else ():
         if not 0 <= token < 2**31:
-            raise ApiError(
-                400, f"{param} holds {token!r:.80}; allowed: token ids", param=param, code="invalid_value"
-            )
+            raise refusal(f"{param} holds {token!r:.80}; allowed: token ids", param)
 
 
 class TokenOffsets:

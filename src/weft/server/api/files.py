@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -14,10 +15,10 @@ from starlette.routing import Route
 
 from weft.errors import WeftError
 from weft.server.api.answer_format import Operation
-from weft.server.api.listing import owner_of, page_parameters, page_query, page_response
+from weft.server.api.listing import Page, checked_number, owner_of, page_parameters, page_query, page_response
 from weft.server.api.response_shapes import Shape
 from weft.server.api.services import Services
-from weft.server.errors import ApiError, json_response
+from weft.server.errors import ApiError, json_response, refusal
 from weft.server.http.uploads import UploadForm, read_upload
 from weft.server.logs import current_record
 from weft.server.state.files import StoredFile
@@ -29,6 +30,8 @@ MIN_SECONDS, MAX_SECONDS = 3600, 30 * 86400
 """Lifetimes that a client may choose."""
 _MAX_UPLOADS = 16
 """Uploads at a time. Each holds up to two megabytes in memory."""
+_MAX_UPLOADS_OF_KEY = 4
+"""Of one of several keys. An upload may take hours, so one key could keep all places."""
 
 
 class File(Shape):
@@ -45,12 +48,8 @@ class File(Shape):
     status_details: None
 
 
-class FileList(Shape):
-    object: Literal["list"]
+class FileList(Page):
     data: list[File]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class DeletedFile(Shape):
@@ -137,19 +136,26 @@ class _Files:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._files = services.files
-        self._num_uploads = 0
+        self._uploads = Counter[str]()
+        """By owner."""
+        has_keys = len(services.settings.api_keys) > 1
+        self._most_own = _MAX_UPLOADS_OF_KEY if has_keys else _MAX_UPLOADS
 
     async def upload(self, request: Request) -> Response:
-        body = request.stream()
+        body, owner = request.stream(), owner_of(request)
         try:
-            if self._num_uploads >= _MAX_UPLOADS:
-                message = f"{self._num_uploads} files are being uploaded; allowed: {_MAX_UPLOADS} at a time; try again later"
+            total, own = self._uploads.total(), self._uploads[owner]
+            if total >= _MAX_UPLOADS or own >= self._most_own:
+                message = (
+                    f"{total} files are being uploaded, {own} of them with this key; allowed: {_MAX_UPLOADS} at a time, "
+                    f"{self._most_own} with one key; try again later"
+                )
                 raise ApiError(429, message, code="too_many_uploads")
-            self._num_uploads += 1
+            self._uploads[owner] += 1
             try:
                 return json_response(described(await self._store_upload(request, body)))
             finally:
-                self._num_uploads -= 1
+                self._uploads[owner] -= 1
         except (ApiError, WeftError):
             # Read the rest: a client that is still sending would see a reset connection instead of this error.
             with suppress(ApiError, ClientDisconnect):
@@ -164,7 +170,7 @@ class _Files:
             content_type = request.headers.get("content-type", "")
             form = await read_upload(content_type, body, partial(self._files.write, new))
             if form.file_name is None:
-                raise ApiError(400, "the form has no part file; add it", param="file", code="missing_field")
+                raise refusal("the form has no part file; add it", "file", "missing_field")
             if new.num_bytes > most:
                 message = f"the file has {new.num_bytes} bytes; allowed: {most} (max_file_bytes); split it"
                 raise ApiError(413, message, param="file", code="file_too_large")
@@ -180,7 +186,7 @@ class _Files:
     async def list(self, request: Request) -> Response:
         query = page_query(request, default_limit=10_000, max_limit=10_000)
         found = await self._files.page(owner_of(request), request.query_params.get("purpose"), query)
-        return json_response(page_response(found and ([described(one) for one in found[0]], found[1]), query))
+        return json_response(page_response(found, query, described))
 
     async def describe(self, request: Request) -> Response:
         return json_response(described(await self._find(request)))
@@ -233,7 +239,7 @@ def _purpose(form: UploadForm) -> str:
     if purpose not in PURPOSES:
         found = "purpose is missing" if purpose is None else f"purpose is {purpose!r:.80}"
         message = f"{found}; allowed: {', '.join(PURPOSES)}"
-        raise ApiError(400, message, param="purpose", code="invalid_value")
+        raise refusal(message, "purpose")
     return purpose
 
 
@@ -243,15 +249,10 @@ def _lifetime(form: UploadForm) -> int | None:
         return _BATCH_SECONDS if form.fields["purpose"] == "batch" else None
     if anchor not in (None, "created_at"):
         message = f"expires_after.anchor is {anchor!r:.80}; allowed: created_at"
-        raise ApiError(400, message, param="expires_after.anchor", code="invalid_value")
+        raise refusal(message, "expires_after.anchor")
     return check_seconds(text or "", "expires_after.seconds")
 
 
-def check_seconds(given: str | int, param: str) -> int:
+def check_seconds(given: str, param: str) -> int:
     """A lifetime that a client chose."""
-    text = str(given)
-    seconds = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
-    if not MIN_SECONDS <= seconds <= MAX_SECONDS:
-        message = f"{param} is {text!r:.80}; allowed: {MIN_SECONDS} to {MAX_SECONDS}"
-        raise ApiError(400, message, param=param, code="invalid_value")
-    return seconds
+    return checked_number(given, param, MIN_SECONDS, MAX_SECONDS)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.routing import Route
 
-from weft.server.api import batches, files, responses, responses_routes
-from weft.server.api.answer_format import AnswerFormat
+from weft.server.api import batches, files, models, ollama_models, responses, responses_routes
+from weft.server.api.answer_format import AnswerFormat, Operation
 from weft.server.api.chat import ChatFormat
 from weft.server.api.completion import CompletionFormat
 from weft.server.api.messages import MessagesFormat
-from weft.server.api.models import model_routes
 from weft.server.api.ollama_chat import OllamaChatFormat
 from weft.server.api.ollama_generate import OllamaGenerateFormat
-from weft.server.api.ollama_models import ollama_routes
 from weft.server.api.services import Services
 from weft.server.errors import ApiError
 
@@ -37,14 +35,19 @@ FORMATS: Formats = {
     "/api/generate": OllamaGenerateFormat(),
 }
 
-ROUTES: Sequence[Callable[[Services], Sequence[Route]]] = (
-    model_routes,
-    responses_routes.routes,
-    files.routes,
-    batches.routes,
-    ollama_routes,
-)
-"""Each makes the other routes of one API, which do not generate."""
+
+class OtherRoutes(Protocol):
+    """The routes of one API that do not generate. Its module has both members."""
+
+    @property
+    def OPERATIONS(self) -> Mapping[tuple[str, str], Operation]:
+        """Their part of the OpenAPI document, by method and path."""
+        ...
+
+    def routes(self, services: Services) -> Sequence[Route]: ...
+
+
+OTHER_ROUTES: Sequence[OtherRoutes] = (models, responses_routes, files, batches, ollama_models)
 
 
 def error_writer(formats: Formats, path: str, headers: Mapping[bytes, bytes]) -> ErrorWriter | None:

@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 from starlette.requests import Request
 
-from weft.server.admission.keys import ApiKey
-from weft.server.errors import ApiError
+from weft.server.api.response_shapes import Shape
+from weft.server.api.services import owner_of_key
+from weft.server.errors import ApiError, refusal
 from weft.server.http.scope import KEY
 from weft.server.state.paging import PageQuery
+
+T = TypeVar("T")
+
+
+class Page(Shape):
+    """Base of the types of lists. They add `data`."""
+
+    object: Literal["list"]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 def owner_of(request: Request) -> str:
     """The owner of what the request makes, and the only owner whose objects it sees."""
-    key: ApiKey | None = request.scope[KEY]
-    return "" if key is None else key.name
+    return owner_of_key(request.scope[KEY])
+
+
+def checked_number(text: str, param: str, least: int, most: int) -> int:
+    """A number that a client sent as text."""
+    number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
+    if not least <= number <= most:
+        raise refusal(f"{param} is {text!r:.80}; allowed: {least} to {most}", param)
+    return number
 
 
 def page_query(request: Request, *, default_limit: int, max_limit: int) -> PageQuery:
     """The page that the query of a URL asks for."""
     given = request.query_params
-    text, order = given.get("limit", str(default_limit)), given.get("order", "desc")
-    limit = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
-    if not 1 <= limit <= max_limit:
-        message = f"limit is {text!r:.80}; allowed: 1 to {max_limit}"
-        raise ApiError(400, message, param="limit", code="invalid_value")
-    if order == "asc":
-        return PageQuery(limit, "asc", given.get("after") or None)
-    if order == "desc":
-        return PageQuery(limit, "desc", given.get("after") or None)
-    raise ApiError(400, f"order is {order!r:.80}; allowed: asc, desc", param="order", code="invalid_value")
+    limit = checked_number(given.get("limit", str(default_limit)), "limit", 1, max_limit)
+    order: Any = given.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise refusal(f"order is {order!r:.80}; allowed: asc, desc", "order")
+    return PageQuery(limit, order, given.get("after") or None)
 
 
 def page_parameters(max_limit: int) -> dict[str, dict[str, Any]]:
@@ -52,16 +67,22 @@ def page_parameters(max_limit: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def page_response(found: tuple[list[dict[str, Any]], bool] | None, query: PageQuery) -> dict[str, Any]:
+def page_response(
+    found: tuple[list[T], bool] | None, query: PageQuery, described: Callable[[T], dict[str, Any]]
+) -> dict[str, Any]:
     """The list object. `found` is None if there is no object `query.after`."""
     if found is None:
         message = f"after is {query.after!r:.80}; there is no such object"
         raise ApiError(404, message, param="after", code="not_found")
-    data, has_more = found
+    data = [described(one) for one in found[0]]
+    return list_object(data, [one["id"] for one in data], has_more=found[1])
+
+
+def list_object(data: Sequence[Any], ids: Sequence[str], *, has_more: bool) -> dict[str, Any]:
     return {
         "object": "list",
         "data": data,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
+        "first_id": ids[0] if ids else None,
+        "last_id": ids[-1] if ids else None,
         "has_more": has_more,
     }

@@ -22,7 +22,7 @@ from weft.server.api.answer_format import (
     ServedModel,
 )
 from weft.server.api.field_docs import Field
-from weft.server.api.messages_input import items_of_messages, quoted, refusal
+from weft.server.api.messages_input import items_of_messages, quoted
 from weft.server.api.messages_writer import (
     UNSUPPORTED_THREAD,
     ErrorBody,
@@ -34,7 +34,7 @@ from weft.server.api.messages_writer import (
 )
 from weft.server.api.schema import MAX_ENTRIES, MAX_NAMED, shown
 from weft.server.api.tool_use import FunctionTool, ToolChoice, ToolUse, chosen_tools
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, refusal
 from weft.text.conversation import EFFORTS, Conversation, Item, Message
 
 _CHOICES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
@@ -165,11 +165,10 @@ class MessagesFormat(AnswerFormat[MessagesRequest]):
 
     def parse(self, api_request: MessagesRequest, model: ServedModel) -> ParsedRequest:
         if api_request.thread is not None:
-            raise ApiError(
-                400,
+            raise refusal(
                 "thread is not supported: this API keeps no conversation on the server; leave it out and send all messages",
-                param="thread",
-                code=UNSUPPORTED_THREAD,
+                "thread",
+                UNSUPPORTED_THREAD,
             )
         items, continues_last = items_of_messages(api_request.system, api_request.messages)
         session_id = api_request.session_id

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weft.server.api.schema import MAX_ENTRIES
-from weft.server.errors import ApiError
+from weft.server.errors import refusal
 from weft.text.conversation import Item, Message, Thought, ToolCall, ToolResult
 
 BILLING_HEADER = "x-anthropic-billing-header:"
@@ -229,7 +229,3 @@ def _json(value: Any, where: str) -> str:
 def quoted(value: Any) -> str:
     """Quotes a wrong value for an error. The field accepts only certain names."""
     return f"{value!r:.80}" if isinstance(value, str) else "missing" if value is None else "not a string"
-
-
-def refusal(message: str, param: str) -> ApiError:
-    return ApiError(400, message, param=param, code="invalid_value")

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from weft.request import FinishReason, GenerationResult
-from weft.server.api.answer_format import AnswerContext, AnswerWriter
+from weft.server.api.answer_format import AnswerContext, AnswerWriter, around_text
 from weft.server.api.response_shapes import Shape
 from weft.server.errors import ApiError
 from weft.server.logs import current_record
@@ -236,9 +236,7 @@ class MessagesWriter(AnswerWriter):
     ) -> None:
         self._close(written)
         written.append(_event("content_block_start", index=self._num_blocks, content_block=block))
-        whole = self._delta_event({"type": delta_type, field: ""})
-        split = whole.rindex(b'""')  # the text is the last string
-        self._around_delta = whole[:split], whole[split + 2 :]
+        self._around_delta = around_text(self._delta_event({"type": delta_type, field: ""}))
         self._open_block = kind
 
     def _close(self, written: list[bytes]) -> None:

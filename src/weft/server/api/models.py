@@ -13,9 +13,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from weft.server.api.answer_format import Operation
+from weft.server.api.listing import checked_number
 from weft.server.api.response_shapes import Shape
 from weft.server.api.services import Services
-from weft.server.errors import ApiError, json_response
+from weft.server.errors import json_response
 
 _CONTEXT = Meta(description="Maximum context length in tokens, prompt and answer together.")
 _PARAMETERS = (
@@ -69,7 +70,7 @@ class ModelList(Shape):
     last_id: str | UnsetType | None = UNSET
 
 
-MODEL_OPERATIONS: Mapping[tuple[str, str], Operation] = {
+OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/v1/models"): Operation(
         "List models",
         "A server has one model. With the header anthropic-version, the answer has the form of the Anthropic API.",
@@ -93,7 +94,7 @@ MODEL_OPERATIONS: Mapping[tuple[str, str], Operation] = {
 }
 
 
-def model_routes(services: Services) -> Sequence[Route]:
+def routes(services: Services) -> Sequence[Route]:
     return (
         Route("/v1/models", partial(_list, services), methods=["GET"]),
         Route("/v1/models/{name:path}", partial(_one, services), methods=["GET"]),
@@ -104,11 +105,7 @@ async def _list(services: Services, request: Request) -> Response:
     if not _is_anthropic(request):
         return json_response({"object": "list", "data": [_described(services)]})
     query = request.query_params
-    limit = query.get("limit", "20")
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 5 and 1 <= int(limit) <= 1000):
-        raise ApiError(
-            400, f"limit is {limit!r:.80}; allowed: 1 to 1000", param="limit", code="invalid_value"
-        )
+    checked_number(query.get("limit", "20"), "limit", 1, 1000)
     models = [_in_anthropic_form(services)]
     for border in ("before_id", "after_id"):
         if query.get(border):

@@ -18,9 +18,10 @@ from weft.server.api.answer_format import (
     ServedModel,
 )
 from weft.server.api.field_docs import Field
+from weft.server.api.logprob_entries import TopLogprob
 from weft.server.api.ollama_writer import error_body, head
 from weft.server.api.response_shapes import Shape
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, refusal
 
 FAMILY = "/api"
 TAG = "Ollama"
@@ -154,12 +155,6 @@ class OllamaError(Shape):
     """The body of every failed request; in a stream, the last line."""
 
     error: str
-
-
-class TopLogprob(Shape):
-    token: str
-    logprob: float
-    bytes: list[int]
 
 
 class Logprob(Shape):
@@ -307,4 +302,4 @@ def _is_zero(keep_alive: float | str | None) -> bool:
 
 
 def _invalid(param: str, problem: str) -> ApiError:
-    return ApiError(400, f"{param} {problem}", param=param, code="invalid_value")
+    return refusal(f"{param} {problem}", param)

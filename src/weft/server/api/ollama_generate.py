@@ -29,7 +29,7 @@ from weft.server.api.ollama import (
     template_options,
 )
 from weft.server.api.ollama_writer import STREAM_TYPE, OllamaWriter
-from weft.server.errors import ApiError
+from weft.server.errors import refusal
 from weft.text.conversation import Conversation, Message
 from weft.text.infill import infill_prompt
 
@@ -110,7 +110,7 @@ class OllamaGenerateFormat(OllamaFormat[OllamaGenerateRequest]):
                 problem = (
                     f"the model {model.name!r:.200} does not support insert: it has no tokens for a suffix"
                 )
-                raise _refusal("suffix", f"{problem}; leave it out")
+                raise refusal(f"{problem}; leave it out", "suffix")
             return parsed_request(api_request, [prompt], model)
         if api_request.raw or not (model.has_chat_template or api_request.system or api_request.context):
             return parsed_request(api_request, [api_request.prompt], model)
@@ -131,22 +131,16 @@ class OllamaGenerateFormat(OllamaFormat[OllamaGenerateRequest]):
 
 def _check(api_request: OllamaGenerateRequest) -> None:
     if api_request.template:
-        raise _refusal(
-            "template",
+        raise refusal(
             "template is not supported: the operator sets the template of the server; leave it out",
+            "template",
         )
     for name in ("system", "context"):
         if (api_request.raw or api_request.suffix) and getattr(api_request, name):
-            raise _refusal(
-                name, f"{name} cannot be combined with raw or a suffix: they have no chat template"
-            )
+            raise refusal(f"{name} cannot be combined with raw or a suffix: they have no chat template", name)
     for token in (min(api_request.context), max(api_request.context)) if api_request.context else ():
         if not 0 <= token < 2**31:
-            raise _refusal("context", f"context holds {token!r:.80}; allowed: token ids")
-
-
-def _refusal(param: str, message: str) -> ApiError:
-    return ApiError(400, message, param=param, code="invalid_value")
+            raise refusal(f"context holds {token!r:.80}; allowed: token ids", "context")
 
 
 class OllamaGenerateWriter(OllamaWriter):

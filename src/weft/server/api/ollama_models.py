@@ -21,7 +21,6 @@ from starlette.routing import Route
 from weft.loading.checkpoint import open_checkpoint
 from weft.server.admission.keys import ApiKey
 from weft.server.api.answer_format import Operation
-from weft.server.api.field_docs import Field
 from weft.server.api.model_names import is_model_name
 from weft.server.api.ollama import TAG, OllamaError
 from weft.server.api.ollama_pull import ModelStore, fetchable_name, in_use
@@ -29,7 +28,7 @@ from weft.server.api.ollama_writer import STREAM_TYPE, rfc3339
 from weft.server.api.response_shapes import Shape
 from weft.server.api.schema import read
 from weft.server.api.services import Services
-from weft.server.errors import ApiError, json_response, warning_header
+from weft.server.errors import ApiError, json_response, refusal, warning_header
 from weft.server.http.bodies import read_body
 from weft.server.http.loopback import is_loopback
 from weft.server.http.scope import KEY, OLLAMA_PORT
@@ -50,39 +49,33 @@ T = TypeVar("T", bound=msgspec.Struct)
 # ---------------------------------------------------------------------- the types of requests and responses
 
 
+_WITHOUT_EFFECT = Meta(description="Accepted, without effect.")
+
+
 class NamedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A request about one model. `name` is the older name of the field."""
+    """A request about one model."""
 
     model: str = ""
-    name: str = ""
+    name: Annotated[str, Meta(description="The older name of model.")] = ""
 
     @property
     def wanted(self) -> str:
         if not (self.model or self.name):
-            raise ApiError(400, "model is required", param="model", code="invalid_value")
+            raise refusal("model is required", "model")
         return self.model or self.name
 
 
 class ShowRequest(NamedModel, frozen=True, kw_only=True):
-    verbose: bool = False
+    verbose: Annotated[bool, _WITHOUT_EFFECT] = False
 
 
 class PullRequest(NamedModel, frozen=True, kw_only=True):
-    stream: bool = True
-    insecure: bool = False
+    stream: Annotated[bool, Meta(description="Send progress as lines of JSON. Default: true.")] = True
+    insecure: Annotated[bool, _WITHOUT_EFFECT] = False
 
 
 class DeleteRequest(NamedModel, frozen=True, kw_only=True):
     pass
-
-
-REQUESTS = (ShowRequest, PullRequest, DeleteRequest)
-FIELDS: Mapping[str, Field] = {
-    "name": Field("The older name of model."),
-    "verbose": Field("Accepted, without effect."),
-    "insecure": Field("Accepted, without effect."),
-    "stream": Field("Send progress as lines of JSON. Default: true."),
-}
 
 
 class Details(Shape):
@@ -397,5 +390,5 @@ async def _read(kind: type[T], request: Request) -> tuple[T, dict[str, str]]:
     return asked, warning_header(unknown)
 
 
-def ollama_routes(services: Services) -> Sequence[Route]:
+def routes(services: Services) -> Sequence[Route]:
     return _OllamaModels(services).routes()

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from weft.request import GenerationResult, TokenLogprobs
-from weft.server.api.answer_format import AnswerContext, AnswerWriter
+from weft.server.api.answer_format import AnswerContext, AnswerWriter, around_text
+from weft.server.api.logprob_entries import logprob_entry
 from weft.server.errors import ApiError
 from weft.server.stream.choices import Choices, Piece
 from weft.text.answer_parts import (
@@ -65,9 +66,7 @@ class OllamaWriter(AnswerWriter):
         self._tokens: list[int] = []
         self._logprobs = bytearray()
         self._head = head(context.model)
-        whole = self._line(self.message("", "", []))
-        split = whole.rindex(b'""')  # the text is the last string
-        self._around_text = whole[:split], whole[split + 2 :]
+        self._around_text = around_text(self._line(self.message("", "", [])))
         self._call: ParsedCall | None = None
         """The call whose arguments are arriving."""
         self._num_calls = 0
@@ -192,12 +191,10 @@ class OllamaWriter(AnswerWriter):
         return [self._entry(*pair) for pair in zip(piece.tokens, piece.logprobs, strict=True)]
 
     def _entry(self, token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
-        top = [self._token_entry(*other) for other in logprobs.top]
-        return {**self._token_entry(token, logprobs.logprob), **({"top_logprobs": top} if top else {})}
-
-    def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
-        content = self._token_bytes(token)
-        return {"token": content.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(content)}
+        entry = logprob_entry(token, logprobs, self._token_bytes)
+        if not entry["top_logprobs"]:
+            del entry["top_logprobs"]
+        return entry
 
 
 def _written_call(call: ParsedCall, index: int) -> dict[str, Any] | str:

@@ -11,7 +11,14 @@ import msgspec
 
 from weft.request import MAX_NAME_LENGTH, GenerationResult, Grammar, SamplingParams
 from weft.server.api import structured
-from weft.server.api.answer_format import AnswerContext, AnswerFormat, AnswerWriter, ParsedRequest, Prompt
+from weft.server.api.answer_format import (
+    AnswerContext,
+    AnswerFormat,
+    AnswerWriter,
+    ParsedRequest,
+    Prompt,
+    around_text,
+)
 from weft.server.api.requests import priority_of
 from weft.server.api.schema import GenerationRequest
 from weft.server.errors import ApiError
@@ -143,9 +150,7 @@ class OpenAIWriter(AnswerWriter):
         """The same bytes as `event(text(index, text))`, but much faster."""
         around = self._around_text.get(index)
         if around is None:
-            whole = self.event(self.text(index, ""))
-            split = whole.rindex(b'""')  # the text is the last string
-            around = self._around_text[index] = whole[:split], whole[split + 2 :]
+            around = self._around_text[index] = around_text(self.event(self.text(index, "")))
         return around[0] + _encode(text) + around[1]
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

@@ -10,12 +10,10 @@ import msgspec
 from starlette.routing import BaseRoute, Route
 
 from weft import __version__
-from weft.server.api import batches, files, ollama_models, responses_routes
 from weft.server.api import response_shapes as shapes
 from weft.server.api.answer_format import HELLO, Operation
 from weft.server.api.field_docs import FIELDS, Field
-from weft.server.api.formats import FORMATS, Formats
-from weft.server.api.models import MODEL_OPERATIONS
+from weft.server.api.formats import FORMATS, OTHER_ROUTES, Formats
 from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
 
 _REFERENCE = "#/components/schemas/{name}"
@@ -57,10 +55,7 @@ def _of_formats(formats: Formats) -> dict[tuple[str, str], Operation]:
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     **_of_formats(FORMATS),
-    **responses_routes.OPERATIONS,
-    **files.OPERATIONS,
-    **batches.OPERATIONS,
-    **MODEL_OPERATIONS,
+    **{key: operation for one in OTHER_ROUTES for key, operation in one.OPERATIONS.items()},
     ("post", "/tokenize"): Operation(
         "Tokenise text or messages",
         "Returns the prompt tokens of a completion (prompt) or a chat (messages). Send one of them.",
@@ -120,7 +115,6 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("delete", "/admin/requests/{id}"): Operation(
         "Cancel a request", "Needs an admin key.", "Administration", dict, errors=(403, 404)
     ),
-    **ollama_models.OPERATIONS,
 }
 
 _STATUSES = {
@@ -247,7 +241,6 @@ def _schemas(operations: Iterable[Operation], formats: Formats) -> dict[str, Any
     _, request_schemas = msgspec.json.schema_components(list(requests), ref_template=_REFERENCE)
     body_types = {kind.__name__ for kind in requests}
     own_fields = {one.request_type.__name__: one.fields for one in formats.values()}
-    own_fields |= {kind.__name__: ollama_models.FIELDS for kind in ollama_models.REQUESTS}
     for name in request_schemas:
         fields = {**FIELDS, **own_fields.get(name, {})}
         found[name] = _with_field_docs(found[name], fields, may_be_null=name in body_types)

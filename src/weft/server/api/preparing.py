@@ -22,7 +22,7 @@ from weft.server.api.answer_format import (
 from weft.server.api.requests import inference_request
 from weft.server.api.schema import TokenizeRequest
 from weft.server.api.tool_use import ToolUse
-from weft.server.errors import ApiError, renamed_fields
+from weft.server.errors import refusal, renamed_fields
 from weft.server.settings import ServerSettings
 from weft.server.text_work.grammar_check import GrammarChecker
 from weft.server.text_work.prompt_tokens import PromptEncoder
@@ -255,12 +255,10 @@ class Preparer:
         except InvalidRequestError as error:
             if error.code != "context_length_exceeded":
                 raise
-            raise ApiError(
-                400,
+            raise refusal(
                 f"prediction has more tokens than the context of the model, which has {self._encoder.max_context}; "
                 "send a shorter one",
-                param="prediction",
-                code="invalid_value",
+                "prediction",
             ) from None
 
     async def _echoes(
@@ -276,9 +274,7 @@ class Preparer:
     async def tokens(self, api_request: TokenizeRequest, size: int, client_id: str) -> list[int]:
         """The prompt tokens that a completion or a chat with these fields would have."""
         if (api_request.prompt is None) == (api_request.messages is None):
-            raise ApiError(
-                400, "send either prompt or messages, not both", param="prompt", code="invalid_value"
-            )
+            raise refusal("send either prompt or messages, not both", "prompt")
         if api_request.prompt is not None:
             text = Text(api_request.prompt, api_request.add_special_tokens)
             return await self._encoder.encode(text, size, client_id)
@@ -296,12 +292,12 @@ class Preparer:
         """The text of tokens, with control tokens. Raises ApiError for invalid tokens."""
         if len(tokens) > _MAX_DETOKENIZED:
             message = f"tokens has {len(tokens)} entries; allowed: {_MAX_DETOKENIZED}"
-            raise ApiError(400, message, param="tokens", code="invalid_value")
+            raise refusal(message, "tokens")
         last = self._text.tokenizer.vocabulary_size - 1
         for token in (min(tokens), max(tokens)) if tokens else ():
             if not 0 <= token <= last:
                 message = f"tokens holds {token}; allowed: 0 to {last}"
-                raise ApiError(400, message, param="tokens", code="invalid_value")
+                raise refusal(message, "tokens")
         [text] = await self._encoder.decode([tokens], client_id)
         return text
 

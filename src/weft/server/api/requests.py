@@ -9,7 +9,7 @@ from weft.request import MAX_LOGIT_BIAS, PARAMETERS, InferenceRequest, Priority,
 from weft.server.admission.keys import ApiKey
 from weft.server.api.answer_format import ParsedRequest
 from weft.server.api.schema import GenerationRequest
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, refusal
 
 _SAMPLING = ("n", "max_tokens", "min_tokens", *PARAMETERS, "seed", "stop", "stop_token_ids", "ignore_eos")
 
@@ -31,19 +31,14 @@ def sampling_params(
             message = (
                 f"logit_bias has {len(api_request.logit_bias)} entries; allowed: at most {MAX_LOGIT_BIAS}"
             )
-            raise ApiError(400, message, param="logit_bias", code="invalid_value")
+            raise refusal(message, "logit_bias")
         given["logit_bias"] = {_token_id(token): bias for token, bias in api_request.logit_bias.items()}
     return SamplingParams(**{"max_tokens": default_max_tokens, **generation_defaults, **given, **more})
 
 
 def _token_id(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 10:
-        raise ApiError(
-            400,
-            f"logit_bias has the key {text!r:.80}; allowed: token ids",
-            param="logit_bias",
-            code="invalid_value",
-        )
+        raise refusal(f"logit_bias has the key {text!r:.80}; allowed: token ids", "logit_bias")
     return int(text)
 
 
@@ -55,12 +50,7 @@ def priority_of(api_request: GenerationRequest) -> Priority | int:
         return Priority[api_request.priority.upper()]
     except KeyError:
         names = ", ".join(priority.name.lower() for priority in Priority)
-        raise ApiError(
-            400,
-            f"priority is {api_request.priority!r:.80}; allowed: {names}",
-            param="priority",
-            code="invalid_value",
-        ) from None
+        raise refusal(f"priority is {api_request.priority!r:.80}; allowed: {names}", "priority") from None
 
 
 def inference_request(

@@ -49,6 +49,7 @@ from weft.server.api.responses_items import (
     ignored_items,
     item_type,
     referenced_ids,
+    with_references,
 )
 from weft.server.api.responses_shapes import ResponseEvent, ResponseInputTokens, ResponseObject
 from weft.server.api.responses_stored import stored_conversation, stored_items
@@ -57,7 +58,7 @@ from weft.server.api.responses_writer import ResponsesWriter
 from weft.server.api.schema import MAX_ENTRIES, MAX_NAMED, GenerationRequest, shown
 from weft.server.api.services import Caller
 from weft.server.api.tool_use import chosen_tools
-from weft.server.errors import ApiError
+from weft.server.errors import refusal
 from weft.server.state import responses as table
 from weft.text.conversation import EFFORTS, Conversation, Item, Message
 
@@ -230,7 +231,7 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
         services = caller.services
         limits = {"max_items": MAX_ENTRIES["input"], "max_bytes": services.settings.max_body_bytes}
 
-        def read(connection: Any) -> tuple[list[Item], int, dict[str, Any]]:
+        def read(connection: Any) -> LoadedRequest:
             now = services.store.wall_clock()
             earlier: list[Item] = []
             num_bytes = 0
@@ -242,12 +243,16 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
                 num_bytes = sum(row.num_bytes for row in chain.rows)
             given = {item["id"]: item for item in items if _has_id(item)}
             others = [one for one in references if one not in given]
-            return earlier, num_bytes, given | stored_items(connection, others, caller.owner, now, limits)
+            found = given | stored_items(connection, others, caller.owner, now, limits)
+            resolved, num_resolved_bytes = with_references(items, found, limits["max_bytes"])
+            values = {name: getattr(api_request, name) for name in api_request.__struct_fields__}
+            return LoadedRequest(
+                **{**values, "input": resolved}, earlier=earlier, stored_bytes=num_bytes + num_resolved_bytes
+            )
 
-        earlier, num_bytes, found = await services.store.run(read)
-        resolved = [found[item["id"]] if item_type(item) == "item_reference" else item for item in items]
-        values = {name: getattr(api_request, name) for name in api_request.__struct_fields__}
-        return LoadedRequest(**{**values, "input": resolved}, earlier=earlier, stored_bytes=num_bytes)
+        loaded = await services.store.run(read)
+        caller.body.add(loaded.stored_bytes)
+        return loaded
 
     def ignored(self, api_request: ResponsesRequest) -> Sequence[str]:
         found = [*ignored_tools(api_request.tools or ()), *ignored_items(api_request.input)]
@@ -305,26 +310,26 @@ def _check(api_request: ResponsesRequest, *, stores_nothing: bool) -> None:
     """Raises ApiError for fields that are not supported, or that contradict each other."""
     for name, instead in (("conversation", "previous_response_id"), ("prompt", "instructions and input")):
         if getattr(api_request, name) is not None:
-            raise _refusal(f"{name} is not supported; use {instead}", name, "unsupported")
+            raise refusal(f"{name} is not supported; use {instead}", name, "unsupported")
     if api_request.n not in (None, 1):
-        raise _refusal(f"n is {api_request.n}; a response has one answer: leave it out", "n")
+        raise refusal(f"n is {api_request.n}; a response has one answer: leave it out", "n")
     if api_request.truncation not in ("auto", "disabled"):
-        raise _refusal(f"truncation is {api_request.truncation!r:.80}; allowed: auto, disabled", "truncation")
+        raise refusal(f"truncation is {api_request.truncation!r:.80}; allowed: auto, disabled", "truncation")
     effort = api_request.reasoning.effort
     if effort is not None and effort not in EFFORTS:
-        raise _refusal(f"reasoning.effort is {effort!r:.80}; allowed: {', '.join(EFFORTS)}", "reasoning")
+        raise refusal(f"reasoning.effort is {effort!r:.80}; allowed: {', '.join(EFFORTS)}", "reasoning")
     if api_request.background:
         if api_request.stream:
-            raise _refusal(
+            raise refusal(
                 "background and stream cannot be combined; leave stream out, and ask for the state with GET",
                 "stream",
             )
         if api_request.store is False or stores_nothing:
             why = "this server stores no responses (response_days)" if stores_nothing else "store is false"
-            raise _refusal(f"a background response is stored, but {why}; leave background out", "background")
+            raise refusal(f"a background response is stored, but {why}; leave background out", "background")
     for name, value in (api_request.metadata or {}).items():
         if not isinstance(value, str) or max(len(name), len(value)) > _MAX_METADATA_LENGTH:
-            raise _refusal(
+            raise refusal(
                 f"metadata has the entry {name!r:.80}, which is no text or longer than {_MAX_METADATA_LENGTH} "
                 "characters; send a shorter text",
                 "metadata",
@@ -340,15 +345,11 @@ def _grammar(api_request: ResponsesRequest) -> Grammar | None:
     if kind == "json_object":
         return structured.grammar_of_schema(structured.ANY_OBJECT, "text.format")
     if kind != "json_schema":
-        raise _refusal(f"text.format.type is {kind!r:.80}; allowed: text, json_schema, json_object", "text")
+        raise refusal(f"text.format.type is {kind!r:.80}; allowed: text, json_schema, json_object", "text")
     if other is not None:
-        raise _refusal("text.format and another field both define the format of the answer; send one", "text")
+        raise refusal("text.format and another field both define the format of the answer; send one", "text")
     return structured.grammar_of_schema(form.get("schema"), "text.format.schema")
 
 
 def _has_id(item: Mapping[str, Any]) -> bool:
     return item_type(item) != "item_reference" and isinstance(item.get("id"), str)
-
-
-def _refusal(message: str, param: str, code: str = "invalid_value") -> ApiError:
-    return ApiError(400, message, param=param, code=code)

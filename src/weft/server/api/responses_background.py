@@ -140,8 +140,9 @@ async def _send(caller: Caller, response_id: str) -> dict[str, str]:
         )
         if row is None or row.is_finished:
             return {}
-        reply = await services.send_internal(_PATH, row.request or b"", request)
-        del row
+        sending = services.send_internal(_PATH, row.request or b"", request)
+        del row  # it may have megabytes
+        reply = await sending
         if reply.status == 200:
             return {}
         error = _error_of(reply)

@@ -11,9 +11,12 @@ import base64
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from weft.server.api.responses_tools import custom_arguments, shown_name
-from weft.server.errors import ApiError
+import msgspec
+
+from weft.server.api.responses_tools import shown_name
+from weft.server.errors import refusal
 from weft.text.conversation import Item, Message, Thought, ToolCall, ToolResult
+from weft.text.custom_calls import custom_arguments
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = {
@@ -66,7 +69,7 @@ def check_items(items: Any) -> list[Mapping[str, Any]]:
         return []
     for index, item in enumerate(items):
         if not isinstance(item, Mapping):
-            raise _refusal(f"input[{index}] is not an object; send an item with a type", f"input[{index}]")
+            raise refusal(f"input[{index}] is not an object; send an item with a type", f"input[{index}]")
     return list(items)
 
 
@@ -85,6 +88,27 @@ def referenced_ids(items: Iterable[Mapping[str, Any]]) -> list[str]:
         if item_type(item) == "item_reference":
             found[_text(item, "id", f"input[{index}]")] = None
     return list(found)
+
+
+def with_references(
+    items: Iterable[Mapping[str, Any]], found: Mapping[str, Mapping[str, Any]], max_bytes: int
+) -> tuple[list[Mapping[str, Any]], int]:
+    """The items with those of `found` in place of references, and the bytes of these. An item counts each time that it
+    is referenced: a short body may refer to a long item thousands of times."""
+    sizes: dict[str, int] = {}
+    resolved = []
+    num_bytes = 0
+    for item in items:
+        if item_type(item) == "item_reference":
+            item = found[item_id := item["id"]]
+            if item_id not in sizes:
+                sizes[item_id] = len(msgspec.json.encode(item))
+            num_bytes += sizes[item_id]
+            if num_bytes > max_bytes:
+                message = f"the items that input refers to have more than {max_bytes} bytes (max_body_bytes); send fewer"
+                raise refusal(message, "input")
+        resolved.append(item)
+    return resolved, num_bytes
 
 
 def conversation_items(items: Sequence[Mapping[str, Any]], where: str = "input") -> list[Item]:
@@ -110,7 +134,7 @@ def check_calls(items: Sequence[Item]) -> None:
             open_calls.add(item.id)
         elif isinstance(item, ToolResult):
             if item.call_id not in open_calls:
-                raise _refusal(
+                raise refusal(
                     f"the output with the call_id {item.call_id!r:.80} has no call before it, or is a second one; "
                     "send each call with one output",
                     "input",
@@ -118,7 +142,7 @@ def check_calls(items: Sequence[Item]) -> None:
             open_calls.discard(item.call_id)
     if open_calls:
         first = min(map(str, open_calls))
-        raise _refusal(
+        raise refusal(
             f"the call {first!r:.80} has no output; send a function_call_output for each call", "input"
         )
 
@@ -157,7 +181,7 @@ def _converted(item: Mapping[str, Any], where: str) -> list[Item]:
         return [ToolResult(_text(item, "call_id", where), content)]
     if kind in _HOSTED:
         return []
-    raise _refusal(
+    raise refusal(
         f"{where}.type is {str(item.get('type'))!r:.80}; allowed: {', '.join(_TYPES)}", f"{where}.type"
     )
 
@@ -165,7 +189,7 @@ def _converted(item: Mapping[str, Any], where: str) -> list[Item]:
 def _message(item: Mapping[str, Any], where: str) -> Message:
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise _refusal(f"{where}.role is {str(role)!r:.80}; allowed: {', '.join(_ROLES)}", f"{where}.role")
+        raise refusal(f"{where}.role is {str(role)!r:.80}; allowed: {', '.join(_ROLES)}", f"{where}.role")
     return Message(role, _texts(item.get("content"), f"{where}.content"))
 
 
@@ -191,7 +215,7 @@ def _thought(item: Mapping[str, Any], where: str) -> str:
             return base64.b64decode(given[len(_SEALED) :], b"-_", validate=True).decode()
         except ValueError:
             name = f"{where}.encrypted_content"
-            raise _refusal(f"{name} was changed; send it as it was received", name) from None
+            raise refusal(f"{name} was changed; send it as it was received", name) from None
     texts = content or summary
     return texts if isinstance(texts, str) else "\n\n".join(texts)
 
@@ -200,14 +224,14 @@ def _texts(content: Any, where: str) -> str | list[str]:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise _refusal(f"{where} is neither a string nor a list of parts; send one of them", where)
+        raise refusal(f"{where} is neither a string nor a list of parts; send one of them", where)
     return [_part(part, f"{where}[{index}]") for index, part in enumerate(content)] or ""
 
 
 def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str) or kind not in _TEXT_PARTS:
-        raise _refusal(
+        raise refusal(
             f"{where} has the type {str(kind)!r:.80}; weft reads only text: {{'type': 'input_text', 'text': '...'}}",
             where,
         )
@@ -217,7 +241,7 @@ def _part(part: Any, where: str) -> str:
 def _text(item: Mapping[str, Any], name: str, where: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise _refusal(f"{where}.{name} is missing or not a string; send a string", f"{where}.{name}")
+        raise refusal(f"{where}.{name} is missing or not a string; send a string", f"{where}.{name}")
     return value
 
 
@@ -261,7 +285,3 @@ def _part_texts(content: Any) -> list[str]:
     if isinstance(content, str):
         return [content]
     return [part[_TEXT_PARTS[part["type"]]] for part in content]
-
-
-def _refusal(message: str, param: str) -> ApiError:
-    return ApiError(400, message, param=param, code="invalid_value")

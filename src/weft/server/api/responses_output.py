@@ -22,10 +22,12 @@ from typing import Any
 
 import msgspec
 
+from weft.server.api.answer_format import around_text
 from weft.server.api.responses_items import sealed
-from weft.server.api.responses_tools import ShownTool, custom_input
+from weft.server.api.responses_tools import ShownTool
 from weft.server.stream.choices import Piece
 from weft.text.answer_parts import Content, Delta, Reasoning, ToolCallArguments, ToolCallStart
+from weft.text.custom_calls import custom_input
 
 _encode = msgspec.json.Encoder().encode
 _MAX_LOGPROB_BYTES = 4 << 20
@@ -253,7 +255,7 @@ class OutputItems:
         """Encodes what all events with new text of this item have in common."""
         if self._is_streamed:
             content = _encode({"type": kind, **self._place(item), **fields, "delta": ""})
-            before = content[: content.rindex(b'""')]
+            before, _ = around_text(content)
             item.around_delta = b"event: %b\ndata: %b" % (kind.encode(), before), b',"sequence_number":'
 
     def _delta(self, item: _Item, text: str) -> None:

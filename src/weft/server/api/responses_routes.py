@@ -16,14 +16,14 @@ from starlette.routing import Route
 
 from weft.server.api import responses_background as background
 from weft.server.api.answer_format import Operation
-from weft.server.api.listing import page_parameters
+from weft.server.api.listing import list_object, owner_of, page_parameters, page_query
 from weft.server.api.responses_shapes import DeletedResponse, InputItems, ResponseObject
-from weft.server.api.services import Services, owner_of
-from weft.server.errors import ApiError, json_response
-from weft.server.http.scope import KEY
+from weft.server.api.services import Services
+from weft.server.errors import ApiError, json_response, refusal
 from weft.server.state import responses as table
+from weft.server.state.paging import PageQuery
 
-_MOST_ITEMS, _DEFAULT_ITEMS = 100, 20
+_MOST_ITEMS = 100
 _ONE = "/v1/responses/{id}"
 
 OPERATIONS = {
@@ -65,7 +65,7 @@ Handler = Callable[[Services, Request, str], Awaitable[Response]]
 def routes(services: Services) -> Sequence[Route]:
     def route(path: str, handler: Handler, method: str) -> Route:
         async def handle(request: Request) -> Response:
-            return await handler(services, request, owner_of(request.scope[KEY]))
+            return await handler(services, request, owner_of(request))
 
         return Route(path, handle, methods=[method])
 
@@ -79,7 +79,7 @@ def routes(services: Services) -> Sequence[Route]:
 
 async def _read(services: Services, request: Request, owner: str) -> Response:
     if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
-        raise _refusal("stored responses cannot be streamed; leave stream out of the query", "stream")
+        raise refusal("stored responses cannot be streamed; leave stream out of the query", "stream")
     return _response(await _found(services, request, owner))
 
 
@@ -95,7 +95,7 @@ async def _delete(services: Services, request: Request, owner: str) -> Response:
 async def _cancel(services: Services, request: Request, owner: str) -> Response:
     row = await _found(services, request, owner)
     if row.worker is None:
-        raise _refusal(
+        raise refusal(
             f"{row.id!r:.80} is no background response; only those can be cancelled. To cancel another one, close its "
             "connection",
             "id",
@@ -107,39 +107,24 @@ async def _cancel(services: Services, request: Request, owner: str) -> Response:
 
 
 async def _input_items(services: Services, request: Request, owner: str) -> Response:
-    query = request.query_params
-    given, order, after = (
-        query.get("limit", str(_DEFAULT_ITEMS)),
-        query.get("order", "desc"),
-        query.get("after"),
-    )
-    if not (given.isascii() and given.isdigit() and len(given) < 4 and 1 <= int(given) <= _MOST_ITEMS):
-        raise _refusal(f"limit is {given!r:.80}; allowed: 1 to {_MOST_ITEMS}", "limit")
-    if order not in ("asc", "desc"):
-        raise _refusal(f"order is {order!r:.80}; allowed: asc, desc", "order")
+    query = page_query(request, default_limit=20, max_limit=_MOST_ITEMS)
     row = await _found(services, request, owner)
     # In a thread: the items may have megabytes.
-    return json_response(await asyncio.to_thread(_page, row.input, int(given), order == "desc", after))
+    return json_response(await asyncio.to_thread(_page, row.input, query))
 
 
-def _page(content: bytes, limit: int, is_reversed: bool, after: str | None) -> dict[str, Any]:
+def _page(content: bytes, query: PageQuery) -> dict[str, Any]:
     ids = [one.id for one in msgspec.json.decode(content, type=list[_Id])]
-    pairs = list(zip(ids, msgspec.json.decode(content, type=list[msgspec.Raw]), strict=True))
-    if is_reversed:
-        pairs.reverse()
-    if after is not None:
-        position = next((index for index, (one, _) in enumerate(pairs) if one == after), None)
-        if position is None:
-            raise _refusal(f"after is {after!r:.80}, which is not the id of an input item", "after")
-        pairs = pairs[position + 1 :]
-    page = pairs[:limit]
-    return {
-        "object": "list",
-        "data": [item for _, item in page],
-        "first_id": page[0][0] if page else None,
-        "last_id": page[-1][0] if page else None,
-        "has_more": len(pairs) > len(page),
-    }
+    items = msgspec.json.decode(content, type=list[msgspec.Raw])
+    if query.order == "desc":
+        ids, items = ids[::-1], items[::-1]
+    start = 0
+    if query.after is not None:
+        if query.after not in ids:
+            raise refusal(f"after is {query.after!r:.80}, which is not the id of an input item", "after")
+        start = ids.index(query.after) + 1
+    end = start + query.limit
+    return list_object(items[start:end], ids[start:end], has_more=len(ids) > end)
 
 
 class _Id(msgspec.Struct):
@@ -162,7 +147,3 @@ def _not_found(response_id: str) -> ApiError:
     return ApiError(
         404, f"there is no stored response {response_id!r:.80}", param="id", code="response_not_found"
     )
-
-
-def _refusal(message: str, param: str) -> ApiError:
-    return ApiError(400, message, param=param, code="invalid_value")

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from weft.server.api.listing import Page
 from weft.server.api.response_shapes import Shape
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -137,12 +138,8 @@ class DeletedResponse(Shape):
     deleted: bool
 
 
-class InputItems(Shape):
-    object: Literal["list"]
+class InputItems(Page):
     data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class ResponseInputTokens(Shape):

@@ -12,7 +12,7 @@ import msgspec
 
 from weft.server.api.responses_items import conversation_items, response_of_item, without_lost_calls
 from weft.server.api.schema import MAX_ENTRIES
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, refusal
 from weft.server.state import responses as table
 from weft.text.conversation import Item
 
@@ -41,7 +41,7 @@ def stored_conversation(chain: table.Chain, previous: str, *, is_cut_allowed: bo
         )
         raise _not_found(message, "previous_response_id", "previous_response")
     if chain.is_cut and not is_cut_allowed:
-        raise _refusal(
+        raise refusal(
             f"the stored conversation of {previous!r:.80} has more than {MAX_ENTRIES['input']} items, or more bytes "
             "than max_body_bytes; begin a new one, or send truncation: auto",
             "previous_response_id",
@@ -50,7 +50,7 @@ def stored_conversation(chain: table.Chain, previous: str, *, is_cut_allowed: bo
     items: list[Item] = []
     for row in chain.rows:
         if not row.is_finished or row.status in ("failed", "cancelled"):
-            raise _refusal(
+            raise refusal(
                 f"the response {row.id!r:.80} has the status {row.status}; only a completed one can be continued",
                 "previous_response_id",
             )
@@ -87,7 +87,3 @@ def stored_items(
 
 def _not_found(message: str, param: str, what: str) -> ApiError:
     return ApiError(404, message, param=param, code=f"{what}_not_found")
-
-
-def _refusal(message: str, param: str, code: str = "invalid_value") -> ApiError:
-    return ApiError(400, message, param=param, code=code)

@@ -13,23 +13,14 @@ ignored: agents send them with every request, and a refusal would end them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from weft.request import MAX_GRAMMAR_LENGTH
+from weft.server.api.custom_tools import custom_tool, listed_tools
 from weft.server.api.tool_use import FunctionTool, ToolChoice
-from weft.server.errors import ApiError
-from weft.text.json_string_grammar import NotRewritableError, in_json_string
+from weft.server.errors import refusal
 
-_INPUT = "input"
-_INPUT_ONLY = {
-    "type": "object",
-    "properties": {_INPUT: {"type": "string"}},
-    "required": [_INPUT],
-    "additionalProperties": False,
-}
 _LONGEST_NAME = 64
 _CHOICES = (
     'auto, none, required, {"type": "function", "name": ...}, {"type": "custom", "name": ...}, '
@@ -67,7 +58,7 @@ def shown_tools(tools: Sequence[Any]) -> dict[str, ShownTool]:
 
 def function_tools(tools: Sequence[Any]) -> list[FunctionTool]:
     """The tools as functions, not checked."""
-    return [_as_function(tool, namespace, where) for tool, namespace, where in _walk(tools)]
+    return listed_tools(_as_function(tool, namespace, where) for tool, namespace, where in _walk(tools))
 
 
 def known_tools(tools: Sequence[Any]) -> list[Mapping[str, Any]]:
@@ -91,13 +82,13 @@ def tool_choice(choice: Any) -> ToolChoice:
     if isinstance(choice, str):
         if choice in ("auto", "none", "required"):
             return ToolChoice(choice)  # type: ignore[arg-type]
-        raise _refusal(f"tool_choice is {choice!r:.80}; allowed: {_CHOICES}", "tool_choice")
+        raise refusal(f"tool_choice is {choice!r:.80}; allowed: {_CHOICES}", "tool_choice")
     kind = _type(choice)
     if kind in ("function", "custom"):
         return ToolChoice("required", _chosen_name(choice, "tool_choice"))
     mode, tools = choice.get("mode", "auto"), choice.get("tools")
     if mode not in ("auto", "required") or not isinstance(tools, list):
-        raise _refusal(
+        raise refusal(
             "tool_choice of the type allowed_tools has no mode (auto or required) or no list of tools; send both",
             "tool_choice",
         )
@@ -106,50 +97,19 @@ def tool_choice(choice: Any) -> ToolChoice:
     return ToolChoice(mode, None, frozenset(names))
 
 
-def custom_arguments(text: str) -> str:
-    """The arguments of a call of a custom tool, as the model writes them."""
-    return json.dumps({_INPUT: text}, ensure_ascii=False)
-
-
-def custom_input(arguments: str) -> str:
-    """The input of a call of a custom tool. `arguments` may be cut, or have another form than it should."""
-    try:
-        value = json.loads(arguments, strict=False)
-    except (ValueError, RecursionError):
-        return _cut_input(arguments)
-    if isinstance(value, dict) and isinstance(text := value.get(_INPUT), str):
-        return text
-    texts = list(value.values()) if isinstance(value, dict) else []
-    return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else arguments
-
-
-def _cut_input(arguments: str) -> str:
-    """The input as far as it goes: the string after `"input":`, without an escape that was cut."""
-    _, found, rest = arguments.partition(f'"{_INPUT}"')
-    _, found, rest = rest.partition('"')
-    if not found:
-        return arguments
-    for _ in range(6):  # the longest escape is \uXXXX
-        try:
-            return str(json.loads(f'"{rest}"', strict=False))
-        except ValueError:
-            rest = rest[:-1]
-    return arguments
-
-
 def _walk(tools: Sequence[Any]) -> Iterator[tuple[Mapping[str, Any], str | None, str]]:
     """Each function and custom tool, with its namespace and its path in the body."""
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         if not isinstance(tool, Mapping):
-            raise _refusal(f"{where} is not an object; send one with a type", where)
+            raise refusal(f"{where} is not an object; send one with a type", where)
         if _type(tool) != "namespace":
             if not _is_ignored(tool):
                 yield tool, None, where
             continue
         name, inner = tool.get("name"), tool.get("tools")
         if not isinstance(name, str) or not isinstance(inner, list):
-            raise _refusal(f"{where} has no name or no list of tools; send both", where)
+            raise refusal(f"{where} has no name or no list of tools; send both", where)
         for position, one in enumerate(inner):
             if isinstance(one, Mapping) and _type(one) in ("function", "custom"):
                 yield one, name, f"{where}.tools[{position}]"
@@ -161,37 +121,7 @@ def _as_function(tool: Mapping[str, Any], namespace: str | None, where: str) -> 
         name = shown_name(name, namespace)
     if _type(tool) == "function":
         return FunctionTool(name, description, tool.get("parameters"), tool.get("strict"), where)
-    form = tool.get("format")
-    if form is None or _type(form) == "text":
-        return FunctionTool(name, description, _INPUT_ONLY, False, where)
-    return _with_grammar(FunctionTool(name, description, _INPUT_ONLY, True, where), form)
-
-
-def _with_grammar(tool: FunctionTool, form: Any) -> FunctionTool:
-    """A custom tool whose input follows a grammar."""
-    where = f"{tool.where}.format"
-    given = form if isinstance(form, Mapping) else {}
-    definition, syntax = given.get("definition"), given.get("syntax")
-    if _type(form) != "grammar" or not isinstance(definition, str) or len(definition) > MAX_GRAMMAR_LENGTH:
-        raise _refusal(
-            f'{where} is neither {{"type": "text"}} nor a grammar with a syntax and a definition; send one',
-            where,
-        )
-    if syntax == "regex":
-        pattern = {"type": "string", "pattern": f"^(?:{definition})$"}
-        return replace(tool, parameters={**_INPUT_ONLY, "properties": {_INPUT: pattern}})
-    if syntax != "lark":
-        raise _refusal(f"{where}.syntax is {syntax!r:.80}; allowed: lark, regex", f"{where}.syntax")
-    try:
-        body = in_json_string(definition)
-    except NotRewritableError as error:
-        raise _refusal(f"{where}.definition: {error}", f"{where}.definition") from None
-    rule = f"The input must follow this Lark grammar:\n{definition}"
-    return replace(
-        tool,
-        description=f"{tool.description}\n{rule}" if tool.description else rule,
-        arguments_grammar=f'start: "{{\\"{_INPUT}\\": \\"" body "\\"}}"\nbody: %lark {{\n{body}\n}}',
-    )
+    return custom_tool(name, description, tool.get("format"), where)
 
 
 def _is_ignored(tool: Any) -> bool:
@@ -206,9 +136,5 @@ def _type(value: Any) -> str:
 def _chosen_name(choice: Mapping[str, Any], where: str) -> str:
     name, namespace = choice.get("name"), choice.get("namespace")
     if not isinstance(name, str):
-        raise _refusal(f"{where} has no name of a tool; send one", where)
+        raise refusal(f"{where} has no name of a tool; send one", where)
     return shown_name(name, namespace if isinstance(namespace, str) else None)
-
-
-def _refusal(message: str, param: str) -> ApiError:
-    return ApiError(400, message, param=param, code="invalid_value")

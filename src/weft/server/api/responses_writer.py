@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from weft.request import FinishReason, GenerationResult, TokenLogprobs
+from weft.request import FinishReason, GenerationResult
 from weft.server.api.answer_format import AnswerContext, AnswerWriter
+from weft.server.api.logprob_entries import logprob_entry
 from weft.server.api.responses_background import begin_background, failure, take_over
 from weft.server.api.responses_items import check_items, listed_items
 from weft.server.api.responses_output import OutputItems, logprob_entries
@@ -69,6 +70,10 @@ class ResponsesWriter(AnswerWriter):
         self._last = b""
         self._status = "in_progress"
 
+    @property
+    def kept_bytes(self) -> int:
+        return len(self._parameters) + len(self._input) + len(self._request)
+
     # ------------------------------------------------------------------ beginning and end
 
     async def start(self, caller: Caller) -> bytes | None:
@@ -77,6 +82,7 @@ class ResponsesWriter(AnswerWriter):
         if not self._is_background:
             return None
         if caller.is_internal:
+            self._input = self._request = b""  # the row has them
             self._created = await take_over(caller, self._id)
             return None
         queued = self._object("queued")
@@ -186,7 +192,8 @@ class ResponsesWriter(AnswerWriter):
     def _take_logprobs(self, piece: Piece) -> bytes:
         """The logprobs of the message's text in this piece, as JSON without brackets. Tokens whose text is still held
         back wait for it; those of thoughts and calls have none."""
-        self._logprobs += map(self._entry, piece.tokens, piece.logprobs)
+        pairs = zip(piece.tokens, piece.logprobs, strict=True)
+        self._logprobs += [logprob_entry(*pair, self._token_bytes) for pair in pairs]
         kind = _first_kind(piece.deltas)
         if piece.deltas is None or kind is Content:
             entries, self._logprobs = self._logprobs, []
@@ -194,16 +201,6 @@ class ResponsesWriter(AnswerWriter):
         if kind is not None:
             self._logprobs.clear()
         return b""
-
-    def _entry(self, token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
-        return {
-            **self._token_entry(token, logprobs.logprob),
-            "top_logprobs": [self._token_entry(*other) for other in logprobs.top],
-        }
-
-    def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
-        content = self._token_bytes(token)
-        return {"token": content.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(content)}
 
 
 def _first_kind(deltas: Sequence[Delta] | None) -> type[Delta] | None:

@@ -18,7 +18,7 @@ from weft.request import (
     MAX_STOP_TOKENS,
     PARAMETERS,
 )
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, refusal
 
 MAX_ENTRIES = {
     "messages": 8192,
@@ -153,9 +153,7 @@ def read(kind: type[T], body: bytes) -> tuple[T, list[str]]:
         raise ApiError(400, "the body is not a JSON object; send one", code="invalid_json")
     given = {name: value for name, value in content.items() if value is not None}
     for name in sorted(_REFUSED.keys() & given.keys()):
-        raise ApiError(
-            400, f"{name} is not supported: {_REFUSED[name]}; leave it out", param=name, code="unsupported"
-        )
+        raise refusal(f"{name} is not supported: {_REFUSED[name]}; leave it out", name, "unsupported")
     api_request = converted(given, kind)
     _check_lengths(api_request)
     return api_request, [shown(name) for name in _unknown_fields(given, api_request)[:MAX_NAMED]]
@@ -173,7 +171,7 @@ def converted(content: Any, kind: type[C], where: str = "") -> C:
         elif not where and (missing := re.search(r"missing required field `(\w+)`", message)):
             param = missing[1]
         named = f"{param}: {message}" if param else message
-        raise ApiError(400, named, param=param or None, code="invalid_type") from None
+        raise refusal(named, param or None, "invalid_type") from None
 
 
 def _unknown_fields(given: dict[str, Any], api_request: msgspec.Struct) -> list[str]:
@@ -203,7 +201,7 @@ def _check_lengths(api_request: msgspec.Struct) -> None:
 def _check_length(name: str, length: int, most: int | None, what: str) -> None:
     if most is not None and length > most:
         message = f"{name} has {length} {what}; allowed: at most {most}"
-        raise ApiError(400, message, param=name, code="invalid_value")
+        raise refusal(message, name)
 
 
 def _parse(body: bytes) -> Any:

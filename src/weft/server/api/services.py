@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weft.engine.ipc.client import EngineClient
 from weft.request import RequestId
 from weft.server.admission.keys import ApiKey
+from weft.server.http.byte_budget import RequestBytes
 from weft.server.internal import InternalReply, InternalRequest
 from weft.server.settings import ServerSettings
 from weft.server.state.files import FileStore
@@ -68,14 +69,16 @@ class Caller:
     services: Services
     key: ApiKey | None
     request_id: RequestId
+    body: RequestBytes
+    """Counts the bytes of the request: its body, and what is loaded for it."""
     is_internal: bool = False
     """The server sent the request to itself."""
 
     @property
     def owner(self) -> str:
         """The owner of the rows that the request stores."""
-        return owner_of(self.key)
+        return owner_of_key(self.key)
 
 
-def owner_of(key: ApiKey | None) -> str:
-    return "" if key is None else key.name
+def owner_of_key(key: ApiKey | None) -> str:
+    return "" if key is None else key.owner

@@ -14,7 +14,7 @@ import msgspec
 from weft.request import Grammar
 from weft.server.api.closed_schema import closed
 from weft.server.api.schema import GenerationRequest
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, refusal
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -45,12 +45,7 @@ def requested_grammar(api_request: GenerationRequest) -> Grammar | None:
     grammars = list(_requested_grammars(api_request))
     for name, grammar in grammars[1:]:
         if grammar != grammars[0][1]:
-            raise ApiError(
-                400,
-                f"{grammars[0][0]} and {name} both define the format of the answer; send one",
-                param=name,
-                code="invalid_value",
-            )
+            raise refusal(f"{grammars[0][0]} and {name} both define the format of the answer; send one", name)
     return grammars[0][1] if grammars else None
 
 
@@ -153,4 +148,4 @@ def _grammar_of_choices(choices: Any, param: str) -> Grammar:
 
 
 def _invalid_value(param: str, message: str) -> ApiError:
-    return ApiError(400, f"{param} {message}", param=param.partition(".")[0], code="invalid_value")
+    return refusal(f"{param} {message}", param.partition(".")[0])

@@ -9,17 +9,13 @@ from typing import Any, Literal
 
 from weft.request import Grammar
 from weft.server.api.closed_schema import closed
-from weft.server.errors import ApiError
+from weft.server.errors import refusal
 from weft.text.answer_reader import AnswerSyntax
 from weft.text.model_text import ModelText
 from weft.text.tool_grammar import Tool, after_reasoning, forced_calls, optional_calls
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-_CHOICES = (
-    'auto, none, required, {"type": "function", "function": {"name": ...}}, {"type": "allowed_tools", "allowed_tools": '
-    '{"mode": "auto" or "required", "tools": [...]}}'
-)
 
 
 @dataclass(frozen=True)
@@ -62,12 +58,11 @@ class ToolUse:
         if self.is_forced:
             return forced_calls(self.tools, form, text.tokenizer, is_single_call=is_single)
         if answer is not None and text.tool_format.has_unmarked_calls:
-            raise ApiError(
-                400,
+            raise refusal(
                 "response_format and tools cannot be combined with this model: its tool calls look like any JSON; "
                 "set tool_choice to none or required",
-                param="response_format",
-                code="unsupported",
+                "response_format",
+                "unsupported",
             )
         return optional_calls(self.tools, form, text.tokenizer, answer, is_single_call=is_single)
 
@@ -113,22 +108,6 @@ class FunctionTool:
         }
 
 
-def tool_use(
-    tools: list[dict[str, Any]], choice: str | Mapping[str, Any] | None, may_be_parallel: bool | None
-) -> ToolUse:
-    """The tools of a request in the form of the OpenAI API. Raises ApiError if tools or tool_choice are invalid."""
-    given = [_function_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-    allowed = None
-    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        choice, allowed = _allowed_tools(choice, given)
-    name = _named(choice) if isinstance(choice, Mapping) else None
-    if name is None and choice not in (None, "auto", "none", "required"):
-        shown = str(choice) if isinstance(choice, str) else "an object without the name of a function"
-        raise _refusal(f"tool_choice is {shown!r:.80}; allowed: {_CHOICES}", "tool_choice")
-    mode: Any = "required" if name is not None else choice or "auto"
-    return chosen_tools(given, ToolChoice(mode, name, allowed), may_be_parallel)
-
-
 def chosen_tools(
     given: Sequence[FunctionTool], tool_choice: ToolChoice, may_be_parallel: bool | None
 ) -> ToolUse:
@@ -138,7 +117,7 @@ def chosen_tools(
     choice, name = tool_choice.mode, tool_choice.name
     if not tools:
         if name is not None or choice == "required":
-            raise _refusal(
+            raise refusal(
                 "tool_choice requires a call, but the request has no tools; send tools", "tool_choice"
             )
         return NO_TOOLS
@@ -149,7 +128,7 @@ def chosen_tools(
     if name is not None:
         tools = tuple(tool for tool in tools if tool.name == name)
         if not tools:
-            raise _refusal(
+            raise refusal(
                 f"tool_choice names {name!r:.80}, which is not in tools; send the name of a tool",
                 "tool_choice",
             )
@@ -158,49 +137,12 @@ def chosen_tools(
     return ToolUse(tools, template_tools, is_forced, name is not None, 1 if is_single else None)
 
 
-def is_named(choice: str | Mapping[str, Any] | None) -> bool:
-    """Whether tool_choice names one function."""
-    return isinstance(choice, Mapping) and choice.get("type") == "function"
-
-
-def _allowed_tools(
-    choice: Mapping[str, Any], given: Sequence[FunctionTool]
-) -> tuple[str | None, frozenset[str]]:
-    """The mode and the names of `{"type": "allowed_tools", ...}`. The prompt still has all tools, so that its cached
-    prefix stays valid."""
-    allowed = choice.get("allowed_tools")
-    mode, tools = (
-        (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, Mapping) else (None, None)
-    )
-    listed = tools if isinstance(tools, list) and tools else [None]
-    names = [_named(tool) if isinstance(tool, Mapping) else None for tool in listed]
-    if mode not in ("auto", "required") or None in names:
-        raise _refusal(
-            f"tool_choice.allowed_tools does not have the right form; allowed: {_CHOICES}", "tool_choice"
-        )
-    found = frozenset(name for name in names if name is not None)
-    if unknown := found - {one.name for one in given if isinstance(one.name, str)}:
-        raise _refusal(
-            f"tool_choice allows {min(unknown)!r:.80}, which is not in tools; send names of tools",
-            "tool_choice",
-        )
-    return mode, found
-
-
-def _named(choice: Mapping[str, Any]) -> str | None:
-    function = choice.get("function")
-    if choice.get("type") != "function" or not isinstance(function, Mapping):
-        return None
-    name = function.get("name")
-    return name if isinstance(name, str) else None
-
-
 def _checked_tools(given: Sequence[FunctionTool]) -> tuple[Tool, ...]:
     checked: dict[str, Tool] = {}
     for one in given:
         tool = _checked(one)
         if tool.name in checked:
-            raise _refusal(
+            raise refusal(
                 f"{one.where} has the name {tool.name!r}, as an earlier tool has; names must be unique",
                 f"{one.where}.name",
             )
@@ -208,32 +150,16 @@ def _checked_tools(given: Sequence[FunctionTool]) -> tuple[Tool, ...]:
     return tuple(checked.values())
 
 
-def _function_tool(tool: dict[str, Any], where: str) -> FunctionTool:
-    if tool.get("type") != "function":
-        raise _refusal(f"{where}.type is {str(tool.get('type'))!r:.80}; allowed: function", f"{where}.type")
-    function = tool.get("function")
-    if not isinstance(function, Mapping):
-        raise _refusal(f"{where} has no function; send one with a name and parameters", f"{where}.function")
-    return FunctionTool(
-        function.get("name"),
-        function.get("description"),
-        function.get("parameters"),
-        function.get("strict"),
-        f"{where}.function",
-        given=tool,
-    )
-
-
 def _checked(tool: FunctionTool) -> Tool:
     where, name, strict = tool.where, tool.name, tool.strict
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _refusal(
+        raise refusal(
             f"{where}.name is {str(name)!r:.80}; allowed: 1 to 64 letters, digits, _ and -", f"{where}.name"
         )
     if tool.description is not None and not isinstance(tool.description, str):
-        raise _refusal(f"{where}.description is not a string; send one", f"{where}.description")
+        raise refusal(f"{where}.description is not a string; send one", f"{where}.description")
     if strict is not None and not isinstance(strict, bool):
-        raise _refusal(f"{where}.strict is {str(strict)!r:.80}; allowed: true, false", f"{where}.strict")
+        raise refusal(f"{where}.strict is {str(strict)!r:.80}; allowed: true, false", f"{where}.strict")
     schema = _schema(tool.parameters, f"{where}.{tool.parameters_field}")
     return Tool(name, schema, bool(strict), tool.arguments_grammar)
 
@@ -242,12 +168,8 @@ def _schema(parameters: Any, where: str) -> Mapping[str, Any]:
     if parameters is None or parameters == {}:
         return _NO_PARAMETERS
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-        raise _refusal(f"{where} is not a JSON schema of the type object; send one", where)
+        raise refusal(f"{where} is not a JSON schema of the type object; send one", where)
     try:
         return closed({"type": "object", **parameters})
     except ValueError as error:
-        raise _refusal(f"{where} {error}", where) from None
-
-
-def _refusal(message: str, param: str) -> ApiError:
-    return ApiError(400, message, param=param, code="invalid_value")
+        raise refusal(f"{where} {error}", where) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ class BatchRun:
         self._unsaved: list[Result] = []
         self._has_unsaved = asyncio.Event()
         self._has_room = asyncio.Event()
-        self._check_space_at = 0.0
+        self._checked_space_at = -math.inf
 
     async def run(self) -> None:
         """Returns when the batch has ended. If it is cancelled, the results that have arrived are saved."""
@@ -209,7 +210,7 @@ class BatchRun:
 
     async def _save(self, results: Sequence[Result]) -> None:
         now = self._store.wall_clock()
-        checks_space = now >= self._check_space_at
+        checks_space = abs(now - self._checked_space_at) >= _SPACE_SECONDS  # the clock may also jump back
 
         def save(connection: Any) -> tuple[int, int]:
             if checks_space:
@@ -218,7 +219,7 @@ class BatchRun:
 
         completed, failed = await self._store.run(save)
         if checks_space:
-            self._check_space_at = now + _SPACE_SECONDS
+            self._checked_space_at = now
         self._metrics.batch_lines(completed, failed)
 
     # ------------------------------------------------------------------ the end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,13 +59,13 @@ class BatchRunner:
         self._is_draining = is_draining
         self._store = services.store
         self._sender = LineSender(services, is_draining)
-        self._keys = {key.name: key for key in services.settings.api_keys}
+        self._keys = {key.owner: key for key in services.settings.api_keys}
         self._max_lines = services.settings.engine.scheduler.sequences_per_step
         self._wake = asyncio.Event()
         self._running: dict[str, _Running] = {}
         """By owner."""
         self._without_key: set[str] = set()
-        self._sweep_at = 0.0
+        self._swept_at = -math.inf
         metrics.batches_running.set_function(lambda: len(self._running))
 
     def wake(self) -> None:
@@ -96,8 +97,8 @@ class BatchRunner:
         if not self._store.is_primary or self._is_draining():
             return _POLL_SECONDS
         now = self._store.wall_clock()
-        if now >= self._sweep_at:
-            self._sweep_at = now + _SWEEP_SECONDS
+        if abs(now - self._swept_at) >= _SWEEP_SECONDS:  # the clock may also jump back
+            self._swept_at = now
             await self._sweep(now)
         oldest = {batch.owner: batch for batch in unfinished if self._has_key(batch.owner)}
         for owner, running in list(self._running.items()):

@@ -28,18 +28,21 @@ class LineSender:
     async def send(self, endpoint: str, body: bytes, key: ApiKey | None) -> InternalReply:
         """Returns the first response that is neither 429 nor 503.
 
-        A line may cause a crash of the engine, and then it is unknown which line in flight did. So each of them is sent
-        again alone. A line during which the engine crashed `_MAX_CRASHES` times gets the 503 as its result.
+        A line may cause a crash of the engine, and then it is unknown which line in flight did. After the first crash,
+        which often has another cause, they are sent together again; after the second, each alone. A line during which
+        the engine crashed `_MAX_CRASHES` times gets the 503 as its result.
         """
         request = InternalRequest(key, is_idle_work=True)
         delay, crashes = _FIRST_DELAY, 0
         while True:
-            async with self._alone if crashes else nullcontext():
+            async with self._alone if crashes > 1 else nullcontext():
                 await self._wait_until_ready()
                 reply = await self._services.send_internal(endpoint, body, request)
             if reply.status not in (429, 503):
                 return reply
-            if reply.status == 503 and self._services.engine.state is not EngineState.READY:
+            is_dead = self._services.engine.state is not EngineState.READY
+            # A server that drains stops the engine itself.
+            if reply.status == 503 and is_dead and not self._is_draining():
                 crashes += 1
                 if crashes == _MAX_CRASHES:
                     return reply

@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from weft.errors import InvalidRequestError
 from weft.server.api import schema
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, refusal
 from weft.server.text_work.worker import Workers, encode_message, ignore_signals, serve_jobs
 
 _SMALL_BYTES = 256 << 10
@@ -76,7 +76,7 @@ class BodyReader:
         except RecursionError:  # the worker process has a shallower stack, so it did not fail
             message = "the body is nested too deeply; use fewer levels"
             raise ApiError(400, message, code="invalid_json") from None
-        raise ApiError(400, result.message, param=result.param, code=result.code)
+        raise refusal(result.message, result.param, result.code)
 
     async def close(self) -> None:
         await self._workers.close()

@@ -74,6 +74,12 @@ class RequestBytes:
         if num_bytes > self._budget.max_each:
             raise self._budget.refusal(num_bytes, self._budget)
 
+    def keep(self, num_bytes: int) -> None:
+        """Counts this many bytes from here on, instead of those so far."""
+        self.add(num_bytes - self.num_bytes)
+        if self._is_large:
+            self._budget.trim_later()
+
     def release(self) -> None:
         """Releases all bytes of the request. Later calls of `add` have no effect."""
         self.add(-self.num_bytes)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, refusal
 
 UPLOADS = frozenset({"/v1/files"})
 """Routes whose POST body is a file. It is never in memory as a whole, so it has its own size limit, and it
@@ -142,4 +142,4 @@ class _Parts:
 
 
 def _invalid(reason: str) -> ApiError:
-    return ApiError(400, f"{reason}; {_HINT}", param="file", code="invalid_upload")
+    return refusal(f"{reason}; {_HINT}", "file", "invalid_upload")

@@ -93,7 +93,7 @@ class FileStore:
     """Owns the folder of files and their rows."""
 
     def __init__(self, store: Store, max_bytes: int) -> None:
-        self.folder = store.folder / "files"
+        self.folder = store.files_folder
         self._store = store
         self._max_bytes = max_bytes
         self._incoming: dict[str, int] = {}

@@ -71,8 +71,8 @@ def keeping(settings: ServerSettings) -> Keeping:
 
 
 def insert(connection: Connection, row: StoredResponse, owner: str, now: float, keeping: Keeping) -> None:
-    """Adds a response. If the store is full, the oldest responses of the same owner are deleted."""
-    _make_room(connection, row.num_bytes, owner, keeping.max_bytes)
+    """Adds a response. If the store is full, the oldest responses are deleted: those of the owner that has most."""
+    _make_room(connection, row.num_bytes, keeping.max_bytes)
     connection.execute(
         f"INSERT INTO responses (owner, expires_at, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (owner, now + keeping.days * _DAY, *dataclasses.astuple(row)),
@@ -154,16 +154,21 @@ def delete(connection: Connection, response_id: str, owner: str) -> None:
     connection.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (response_id, owner))
 
 
-def _make_room(connection: Connection, num_bytes: int, owner: str, max_bytes: int) -> None:
+def _make_room(connection: Connection, num_bytes: int, max_bytes: int) -> None:
+    """Deletes the responses of the owner that has most bytes. So an owner that stores very much cannot use up the
+    space of the others."""
+    largest = (
+        f"SELECT owner FROM responses WHERE NOT {_UNFINISHED} GROUP BY owner "
+        "ORDER BY sum(length(input) + length(response)) DESC LIMIT 1"
+    )
     while used_bytes(connection) + num_bytes > max_bytes:
         deleted = connection.execute(
-            "DELETE FROM responses WHERE id IN (SELECT id FROM responses WHERE owner = ? AND "
-            f"NOT {_UNFINISHED} ORDER BY created_at LIMIT {_EVICTED_AT_ONCE})",
-            (owner,),
+            f"DELETE FROM responses WHERE id IN (SELECT id FROM responses WHERE owner = ({largest}) AND "
+            f"NOT {_UNFINISHED} ORDER BY created_at LIMIT {_EVICTED_AT_ONCE})"
         )
         if not deleted.rowcount:
             raise StoreFullError(
                 f"the response needs {num_bytes} bytes, but the store has {used_bytes(connection)} of at most "
-                f"{max_bytes} bytes (max_stored_bytes), and this key has no older responses to delete; delete files, "
+                f"{max_bytes} bytes (max_stored_bytes), and no older responses are left to delete; delete files, "
                 "or send store: false"
             )

@@ -1,6 +1,6 @@
 """The tables of the database. A change of a table is a new entry at the end of `MIGRATIONS`; earlier entries never change.
 
-Columns that every table has: `owner` is the name of the API key that made the row, "" without keys; times are seconds
+Columns that every table has: `owner` is the API key that made the row (`ApiKey.owner`), "" without keys; times are seconds
 since 1970.
 """
 

@@ -1,7 +1,6 @@
 """The database of the server. It opens the file, migrates it, runs transactions in one thread, and sets a damaged file aside.
 
-Each kind of row has a module of its own, which has its SQL. Every row has an owner, the name of an API key, and an
-expiry.
+Each kind of row has a module of its own, which has its SQL. Every row has an owner, an API key, and an expiry.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -29,10 +29,14 @@ LogEvent = Callable[[str, str, str], object]
 """Logs a name, a message, and a level."""
 
 _DATABASE = "state.db"
+_FILES = "files"
 _LOCK = "lock"
 _BUSY_SECONDS = 10.0
-"""How long a transaction waits for the transaction of another server with the same folder."""
+"""How long a transaction waits for another process that holds the database. The time counts from its call: those that
+waited for each other do not wait again."""
+_LEAST_BUSY_SECONDS = 0.05
 _EXPIRY_SECONDS = 600.0
+_EXPIRED_AT_ONCE = 1000
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -71,12 +75,15 @@ class Store:
 
     def __init__(self, folder: Path, log: LogEvent, wall_clock: Callable[[], float] = time.time) -> None:
         self.folder = folder
+        self.files_folder = folder / _FILES
+        """The folder of the files whose rows are in the database."""
         self.wall_clock = wall_clock
         self._log = log
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-store")
         self._connection: Connection | None = None
         self._lock: IO[str] | None = None
-        self._expire_at = 0.0
+        self._expired_at = -math.inf
+        """When expired rows were deleted."""
         self.worker = Worker(folder)
         self.is_primary = False
         """Whether this server opened the store before any other. False until the first transaction."""
@@ -84,7 +91,8 @@ class Store:
     async def run(self, work: Callable[[Connection], T]) -> T:
         """Runs `work` in the thread of the store, in one transaction. It is on disk when this method returns. An
         exception of `work` rolls it back. A cancelled caller does not stop the transaction."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, work)
+        give_up_at = time.monotonic() + _BUSY_SECONDS
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, work, give_up_at)
 
     @property
     def exists(self) -> bool:
@@ -98,7 +106,7 @@ class Store:
 
     # ------------------------------------------------------------------ in the thread of the store
 
-    def _run(self, work: Callable[[Connection], T]) -> T:
+    def _run(self, work: Callable[[Connection], T], give_up_at: float) -> T:
         import sqlite3
 
         try:
@@ -106,7 +114,12 @@ class Store:
                 if self._connection is None:
                     self._connection = self._open()
                 connection = self._connection
-                self._expire(connection)
+                with suppress(
+                    sqlite3.OperationalError
+                ):  # a full disk or a lock; `work` may not need to write
+                    self._expire(connection)
+                busy_seconds = max(_LEAST_BUSY_SECONDS, give_up_at - time.monotonic())
+                connection.execute(f"PRAGMA busy_timeout = {round(1000 * busy_seconds)}")
                 connection.execute("BEGIN IMMEDIATE")
                 try:
                     result = work(connection)
@@ -166,16 +179,19 @@ class Store:
 
     def _expire(self, connection: Connection) -> None:
         now = self.wall_clock()
-        if now < self._expire_at:
+        if abs(now - self._expired_at) < _EXPIRY_SECONDS:  # the clock may also jump back
             return
-        self._expire_at = now + _EXPIRY_SECONDS
+        self._expired_at = now
         if not self.is_primary:
             self._try_lock()
         for table in EXPIRING:
-            connection.execute(f"DELETE FROM {table} WHERE expires_at <= ?", (now,))
+            expired = f"SELECT id FROM {table} WHERE expires_at <= ? LIMIT {_EXPIRED_AT_ONCE}"
+            if connection.execute(f"DELETE FROM {table} WHERE id IN ({expired})", (now,)).rowcount:
+                self._expired_at = -math.inf  # there may be more
 
     def _set_aside(self, reason: str) -> None:
-        """Renames a damaged database. The next transaction begins with an empty one."""
+        """Renames a damaged database, and the folder of files: without their rows they would count as leftovers of a
+        crash. The next transaction begins with an empty one."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -183,6 +199,8 @@ class Store:
         for suffix in ("", "-wal", "-shm"):
             with suppress(FileNotFoundError):
                 os.replace(f"{self.folder / _DATABASE}{suffix}", f"{aside}{suffix}")
+        with suppress(OSError):
+            os.rename(self.files_folder, aside.with_name(aside.name.replace(_DATABASE, _FILES)))
         message = (
             f"The database of the server was damaged ({reason}). It is now {aside}, and a new one is in use."
         )

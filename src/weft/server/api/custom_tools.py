@@ -1,0 +1,62 @@
+"""Reads custom tools of the OpenAI API: their input is a text, which may have to follow a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from weft.request import MAX_GRAMMAR_LENGTH
+from weft.server.api.tool_use import FunctionTool
+from weft.server.errors import refusal
+from weft.text.custom_calls import INPUT, INPUT_ONLY
+from weft.text.json_string_grammar import NotRewritableError, in_json_string
+
+
+def listed_tools(tools: Iterable[FunctionTool]) -> list[FunctionTool]:
+    """The tools, as long as their grammars are not too long together. Each one may take long to rewrite."""
+    found: list[FunctionTool] = []
+    length = 0
+    for tool in tools:
+        found.append(tool)
+        length += len(tool.arguments_grammar or "")
+        if length > MAX_GRAMMAR_LENGTH:
+            message = f"the grammars of the tools have more than {MAX_GRAMMAR_LENGTH} characters together; shorten them"
+            raise refusal(message, f"{tool.where}.format.definition")
+    return found
+
+
+def custom_tool(name: Any, description: Any, form: Any, where: str) -> FunctionTool:
+    """The tool as the function that the model sees, not checked. `form` is its field `format`."""
+    if form is None or (isinstance(form, Mapping) and form.get("type") == "text"):
+        return FunctionTool(name, description, INPUT_ONLY, False, where)
+    return _with_grammar(FunctionTool(name, description, INPUT_ONLY, True, where), form)
+
+
+def _with_grammar(tool: FunctionTool, form: Any) -> FunctionTool:
+    where = f"{tool.where}.format"
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    # Chat completions have the grammar in an object of its own, the Responses API has its fields beside the type.
+    given = form.get("grammar", form) if isinstance(form, Mapping) else None
+    given = given if isinstance(given, Mapping) else {}
+    definition, syntax = given.get("definition"), given.get("syntax")
+    if kind != "grammar" or not isinstance(definition, str) or len(definition) > MAX_GRAMMAR_LENGTH:
+        raise refusal(
+            f'{where} is neither {{"type": "text"}} nor a grammar with a syntax and a definition; send one',
+            where,
+        )
+    if syntax == "regex":
+        pattern = {"type": "string", "pattern": f"^(?:{definition})$"}
+        return replace(tool, parameters={**INPUT_ONLY, "properties": {INPUT: pattern}})
+    if syntax != "lark":
+        raise refusal(f"{where}.syntax is {syntax!r:.80}; allowed: lark, regex", f"{where}.syntax")
+    try:
+        body = in_json_string(definition)
+    except NotRewritableError as error:
+        raise refusal(f"{where}.definition: {error}", f"{where}.definition") from None
+    rule = f"The input must follow this Lark grammar:\n{definition}"
+    return replace(
+        tool,
+        description=f"{tool.description}\n{rule}" if tool.description else rule,
+        arguments_grammar=f'start: "{{\\"{INPUT}\\": \\"" body "\\"}}"\nbody: %lark {{\n{body}\n}}',
+    )
