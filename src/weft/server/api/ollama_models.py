@@ -331,7 +331,7 @@ class _OllamaModels:
         else:
             self._check_may_change(request)
             if fetchable is None:
-                message = f"weft cannot pull {name!r:.200}; it pulls hf:OWNER/NAME, hf:OWNER/NAME:Q4_K_M and default"
+                message = f"{name!r:.200} is no model that weft can pull; it pulls hf:OWNER/NAME, hf:OWNER/NAME:Q4_K_M and default"
                 raise ApiError(404, message, param="model", code="model_not_found")
             work = self._store.pull(fetchable)
             if not asked.stream:
