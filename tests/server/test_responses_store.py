@@ -11,10 +11,12 @@ import pytest
 from responses_checks import checked_events
 from test_responses import CALL, RESULT, TOOL, URL, Api, run
 
+from weft.request import RequestId
 from weft.server.admission.keys import plain_keys
 from weft.server.api import responses_background as background
 from weft.server.api import responses_writer
 from weft.server.errors import ApiError
+from weft.server.stream.choices import Choices
 
 LONG = {"max_output_tokens": 100_000}
 """An answer that is not complete before a test has cancelled it: the context of these tests is as long."""
@@ -264,6 +266,23 @@ def test_a_background_response_is_checked_before_it_is_queued(
     async def work(api: Api) -> None:
         for fields in ({"temperature": -1}, {"model": "no"}, {"previous_response_id": "no"}, {"tools": [3]}):
             assert (await api.post(input="x", background=True, **fields)).status in (400, 404)
+
+    run(default_model_path, tmp_path, work)
+
+
+def test_a_request_and_the_background_response_that_it_began_end_apart(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    async def work(api: Api) -> None:
+        server = api.app.server
+        requests, choices = server._active_requests, Choices(server.engine, server.text.tokenizer)
+        first, second = (requests.begin(None, choices, RequestId("id")) for _ in range(2))
+        requests.end(first, [])
+        assert [one["id"] for one in requests.described()] == ["id"]
+        assert not await server.wait_until_idle(0)
+        for _ in range(2):
+            requests.end(second, [])
+        assert await server.wait_until_idle(10) and not requests.described()
 
     run(default_model_path, tmp_path, work)
 
