@@ -34,8 +34,7 @@ _FIELDS, _LEGAL = sorted(FIELDS), sorted(LEGAL)
 _METHODS = ("GET", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "POST", "X")
 _DOCUMENTED = {501: "/api/"}
 """Statuses from 500 on that are no problem, and the routes that may have them. 504 is the answer to a short deadline."""
-SETTINGS: dict[str, Any] = {"max_context": 256, "max_file_bytes": 1 << 20}
-"""Uploads in chunks reserve the largest file each: several of 1 GiB would be refused as too much."""
+SETTINGS: dict[str, Any] = {"max_context": 256}
 
 
 @dataclass
@@ -222,7 +221,7 @@ def problem_of(asked: Asked, reply: Reply) -> str | None:
         return f"status {status}: {reply.body[:300]!r}"
     if b"x-request-id" not in reply.headers:
         return "no x-request-id"
-    if asked.method in ("HEAD", "OPTIONS") or status == 307:  # a path with a slash at its end
+    if asked.method in ("HEAD", "OPTIONS"):
         return None  # the HTTP implementation leaves the body out
     media_type = reply.headers.get(b"content-type", b"").partition(b";")[0]
     if status >= 400:

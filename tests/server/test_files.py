@@ -21,7 +21,6 @@ from weft.server.admission.keys import ApiKey
 from weft.server.api.files import PURPOSES, File, FileList
 from weft.server.errors import ApiError
 from weft.server.http.uploads import read_upload
-from weft.server.state.files import NewFile
 
 KEYS = tuple(msgspec.convert(api_key(name), ApiKey) for name in ("one", "two"))
 
@@ -55,7 +54,7 @@ def test_a_file_comes_back_as_it_was_and_can_be_deleted(default_model_path: Path
     run(default_model_path, work)
 
 
-def test_a_form_may_be_split_anywhere(tmp_path: Path) -> None:
+def test_a_form_may_be_split_anywhere() -> None:
     content = b"\r\n--boundary-of-a-tes\r\n--" + BOUNDARY[:5] + b"\r\n" * 5
     body = form(content, 'a"b/c\\.jsonl', purpose="batch")
 
@@ -64,12 +63,14 @@ def test_a_form_may_be_split_anywhere(tmp_path: Path) -> None:
             for start in range(0, len(body), size):
                 yield body[start : start + size]
 
-        new = NewFile(tmp_path, f"file-{size}")
-        found = await read_upload(FORM_TYPE[b"content-type"].decode(), parts(), new)
-        assert found.fields == {"purpose": "batch"} and found.file_name is not None
-        new.complete()
-        new.close()
-        return (tmp_path / f"file-{size}").read_bytes()
+        found = bytearray()
+
+        async def write(piece: bytearray) -> None:
+            found.extend(piece)
+
+        read = await read_upload(FORM_TYPE[b"content-type"].decode(), parts(), write)
+        assert read.fields == {"purpose": "batch"} and read.file_name is not None
+        return bytes(found)
 
     for size in range(1, len(body) + 1):
         assert asyncio.run(read(size)) == content
@@ -190,6 +191,29 @@ def test_stored_bytes_are_limited_for_all_keys_together(default_model_path: Path
         assert (await upload(server, b"a" * 600_000, key="two")).status == 200
 
     run(default_model_path, work, api_keys=KEYS, max_stored_bytes=1_000_000, max_file_bytes=700_000)
+
+
+def test_uploads_at_the_same_time_share_the_space_by_the_bytes_that_have_arrived(
+    default_model_path: Path,
+) -> None:
+    """They have no Content-Length, so the server cannot know their size before their end."""
+
+    async def upload_all(server: InProcess, num_bytes: int) -> tuple[int, int]:
+        replies = await asyncio.gather(*(upload(server, b"a" * num_bytes) for _ in range(8)))
+        statuses = [reply.status for reply in replies]
+        assert set(statuses) <= {200, 507}
+        stored = (await get(server, "/v1/files"))["data"]
+        assert sum(one["bytes"] for one in stored) <= 5_000_000
+        assert len(stored) == len(stored_names(server))
+        return statuses.count(200), statuses.count(507)
+
+    async def work(server: InProcess) -> None:
+        assert await upload_all(server, 1000) == (8, 0)
+        stored, refused = await upload_all(server, 1_300_000)
+        assert stored and refused >= 5
+        assert not server.server.files._incoming
+
+    run(default_model_path, work, max_stored_bytes=5_000_000, max_file_bytes=4_000_000)
 
 
 def test_leftovers_of_a_crash_are_removed_and_files_that_are_written_are_not(

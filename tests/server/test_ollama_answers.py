@@ -94,7 +94,7 @@ def test_a_call_that_was_cut_is_text_and_the_reason_is_length(
 ) -> None:
     for answer in read(f"{OTHER}\n{CUT}", default_tokenizer, TOOLS, step, reason=FinishReason.LENGTH):
         assert [call["function"]["name"] for call in answer.calls] == ["get_time"]
-        assert answer.text.strip() == '{"name": "get_weather", "arguments": {"city": "Par'
+        assert answer.text == CUT
         assert answer.last["done_reason"] == "length"
 
 

@@ -106,8 +106,10 @@ def test_a_pull_of_the_served_model_succeeds_at_once(server: Server, name: str) 
 )
 def test_a_name_that_weft_cannot_fetch_is_an_error(server: Server, name: str) -> None:
     [reply] = posted(server, (PULL, {"model": name, "stream": False}))
-    assert reply.status == (400 if name.startswith("hf:") else 404)
-    error_of(reply, reply.status, name)
+    error = error_of(reply, 400 if name.startswith("hf:") else 404, name)
+    if reply.status == 404:
+        can_pull = "it pulls hf:OWNER/NAME, hf:OWNER/NAME:Q4_K_M and default"
+        assert error == f"model not found: {name!r} is no model that weft can pull; {can_pull}"
 
 
 @pytest.fixture

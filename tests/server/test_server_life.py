@@ -364,6 +364,8 @@ def test_the_command_prints_the_model_and_the_address_and_ctrl_c_ends_it(default
         assert MODEL in output and "KV cache" in output and "512 in one context" in output
         found = re.search(r"http://127\.0\.0\.1:\d+/v1", output)
         assert found is not None
+        others = f"of Anthropic and Ollama at {found[0].removesuffix('/v1')};"
+        assert f"Serving the APIs of OpenAI at {found[0]}, {others}" in output
         headers = {"Authorization": "Bearer secret"}
         models = httpx.get(f"{found[0]}/models", headers=headers, timeout=60).json()["data"]
         assert [(model["id"], model["max_model_len"]) for model in models] == [(MODEL, 512)]

@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -426,3 +427,20 @@ def test_the_models_folder_follows_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WEFT_HOME", "~unknown-user")
     with pytest.raises(ModelFileError, match="~unknown-user: there is no such home directory; set WEFT_HOME"):
         models_directory()
+
+
+def test_a_folder_that_pip_removes_meanwhile_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_bytes(b"12345")
+    (tmp_path / "gone").mkdir()
+    scan = os.scandir
+
+    def scan_after_removal(path: Any) -> Any:
+        if Path(path).name == "gone":
+            raise FileNotFoundError(path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_after_removal)
+    assert wheel._bytes_under(tmp_path) == 5

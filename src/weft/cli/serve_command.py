@@ -110,11 +110,11 @@ def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> Non
     host = f"[{started.host}]" if ":" in started.host else started.host
     address = f"http://{host}:{started.port}"
     url = f"{address}/v1"
-    message = f"Serving the OpenAI API at {url}"
+    message = f"Serving the APIs of OpenAI at {url}, of Anthropic and Ollama at {address}"
     of_ollama: dict[str, Any] = {}
     if started.ollama_port is not None:
         of_ollama = {"ollama_url": f"http://{host}:{started.ollama_port}"}
-        message += f", and Ollama's API at {of_ollama['ollama_url']}"
+        message += f", of Ollama also at {of_ollama['ollama_url']}"
     kernels = _kernels(settings, info.device)
     if log.format == "text":
         message = "\n".join(

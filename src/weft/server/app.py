@@ -180,6 +180,8 @@ class ServerApp:
                 )
             ]
         app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
+        # A redirect has no body, and most clients do not repeat a POST after one. A 404 says what is wrong.
+        app.router.redirect_slashes = False
         self._asgi = AccessLog(
             Guard(app, self.settings, self.formats), self._log, self.engine.new_id, self._metrics.failed
         )

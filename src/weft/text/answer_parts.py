@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,9 @@ class ToolCallStart:
     index: int
     id: str
     name: str
+    written: str = ""
+    """The text of the call before its arguments, as the model wrote it, with its marker and the white space before it. All its text so
+    far if the arguments were held back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,35 +43,54 @@ class ParsedCall:
     name: str
     arguments: str = ""
     """JSON as the model wrote it. Incomplete if the answer ended early."""
+    written: str = ""
+    """See `ToolCallStart`."""
+
+    @property
+    def text(self) -> str:
+        """The call as text, for clients that take only complete calls."""
+        return self.written + self.arguments
 
 
 @dataclass
 class AnswerParts:
-    """All parts of one answer."""
+    """All parts of one answer, in the order of the model. Parts of the same kind that follow each other are one."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[ParsedCall] = field(default_factory=list)
+    parts: list[Content | Reasoning | ParsedCall] = field(default_factory=list)
+
+    @property
+    def content(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Content))
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Reasoning))
+
+    @property
+    def calls(self) -> list[ParsedCall]:
+        return [part for part in self.parts if isinstance(part, ParsedCall)]
 
 
 def join_deltas(deltas: Iterable[Delta]) -> AnswerParts:
-    content: list[str] = []
-    reasoning: list[str] = []
-    arguments: list[list[str]] = []
-    calls: list[ParsedCall] = []
+    parts: list[Content | Reasoning | ParsedCall] = []
+    texts: list[list[str]] = []
+    """The text of each part, or the arguments of a call. They follow its start."""
     for delta in deltas:
-        if isinstance(delta, Content):
-            content.append(delta.text)
-        elif isinstance(delta, Reasoning):
-            reasoning.append(delta.text)
-        elif isinstance(delta, ToolCallStart):
-            calls.append(ParsedCall(delta.id, delta.name))
-            arguments.append([])
+        if isinstance(delta, ToolCallStart):
+            parts.append(ParsedCall(delta.id, delta.name, written=delta.written))
+            texts.append([])
+        elif isinstance(delta, ToolCallArguments) or (parts and type(parts[-1]) is type(delta)):
+            texts[-1].append(delta.text)
         else:
-            arguments[delta.index].append(delta.text)
-    for call, pieces in zip(calls, arguments, strict=True):
-        call.arguments = "".join(pieces)
-    return AnswerParts("".join(content), "".join(reasoning), calls)
+            parts.append(delta)
+            texts.append([delta.text])
+    for index, text in enumerate(map("".join, texts)):
+        part = parts[index]
+        if isinstance(part, ParsedCall):
+            part.arguments = text
+        else:
+            parts[index] = replace(part, text=text)
+    return AnswerParts(parts)
 
 
 _LONGEST_SPACE = 64
@@ -108,12 +130,13 @@ class StreamTrimmer:
         held, self._held = self._held, ""
         return held
 
-    def interrupt(self) -> None:
-        """A tool call interrupts the text. White space that was held back is returned only if there is text
-        before and after the call."""
+    def interrupt(self) -> str:
+        """A tool call interrupts the text. White space that was held back is part of the text only if there is text
+        before and after the call. Returns it for callers that write the call as text."""
         self._is_started = False
         if self._is_empty:
             self._held = ""
+        return self._held
 
 
 def partial_marker_length(text: str, markers: Iterable[str]) -> int:

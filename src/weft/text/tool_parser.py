@@ -327,10 +327,9 @@ class ToolParser:
             self._is_after_call = False
 
     def _start_call(self, name: str) -> None:
-        self._release()
-        self._content.interrupt()
+        written = self._content.interrupt() + "".join(self._release())
         self._is_after_call = True
-        self._deltas.append(ToolCallStart(self._num_calls, self._format.new_id(), name))
+        self._deltas.append(ToolCallStart(self._num_calls, self._format.new_id(), name, written))
         self._num_calls += 1
 
     def _emit_arguments(self, text: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 from starlette.requests import ClientDisconnect, Request
@@ -164,9 +165,10 @@ class _Files:
 
     async def _store_upload(self, request: Request, body: AsyncIterator[bytes]) -> StoredFile:
         most = self._services.settings.max_file_bytes
-        announced = int(request.headers.get("content-length") or most)
+        announced = int(request.headers.get("content-length") or 0)
         async with self._files.incoming(f"file-{current_record().id}", min(announced, most)) as new:
-            form = await read_upload(request.headers.get("content-type", ""), body, new)
+            content_type = request.headers.get("content-type", "")
+            form = await read_upload(content_type, body, partial(self._files.write, new))
             if form.file_name is None:
                 raise refusal("the form has no part file; add it", "file", "missing_field")
             if new.num_bytes > most:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -257,7 +258,7 @@ class MessagesWriter(AnswerWriter):
     # ------------------------------------------------------------------ one body
 
     def answer(self, index: int, result: GenerationResult, answer: str | AnswerParts) -> tuple[bytes, bytes]:
-        blocks, has_calls = _blocks(AnswerParts(answer) if isinstance(answer, str) else answer)
+        blocks, has_calls = _blocks(AnswerParts([Content(answer)]) if isinstance(answer, str) else answer)
         reason = _stop_reason(result, has_calls)
         return _encode(self._message(blocks, reason, result.stop_string, self._usage(result))), b""
 
@@ -309,20 +310,23 @@ def _stop_reason(result: GenerationResult, has_calls: bool) -> str:
 
 
 def _blocks(answer: AnswerParts) -> tuple[list[dict[str, Any]], bool]:
-    """The blocks of an answer, and whether some are calls."""
-    thinking, text, calls = [], answer.content, []
-    if answer.reasoning:
-        thinking.append({"type": "thinking", "thinking": answer.reasoning, "signature": SIGNATURE})
-    for call in answer.calls:
-        arguments = _arguments(call)
-        if arguments is None:
-            # A client would run this call with a wrong input. As text nothing is lost, and nothing is run.
-            before, name = "\n" if text else "", _encode(call.name).decode()
-            text += f'{before}{{"name": {name}, "input": {call.arguments}'
+    """The blocks of an answer, in the order of the stream, and whether some are calls."""
+    blocks: list[dict[str, Any]] = []
+    for kind, group in groupby(map(_block, answer.parts), lambda block: block["type"]):
+        if kind == "text":
+            blocks.append({"type": "text", "text": "".join(one["text"] for one in group)})
         else:
-            calls.append({"type": "tool_use", "id": _call_id(call.id), "name": call.name, "input": arguments})
-    texts = [{"type": "text", "text": text}] if text or not (thinking or calls) else []
-    return [*thinking, *texts, *calls], bool(calls)
+            blocks += group
+    return blocks or [{"type": "text", "text": ""}], any(one["type"] == "tool_use" for one in blocks)
+
+
+def _block(part: Content | Reasoning | ParsedCall) -> dict[str, Any]:
+    if isinstance(part, Reasoning):
+        return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}
+    if isinstance(part, ParsedCall) and (arguments := _arguments(part)) is not None:
+        return {"type": "tool_use", "id": _call_id(part.id), "name": part.name, "input": arguments}
+    # A client would run an incomplete call with a wrong input. As text nothing is lost, and nothing is run.
+    return {"type": "text", "text": part.text}
 
 
 def _arguments(call: ParsedCall) -> dict[str, Any] | None:

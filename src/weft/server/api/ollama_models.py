@@ -333,7 +333,7 @@ class _OllamaModels:
         else:
             self._check_may_change(request)
             if fetchable is None:
-                message = f"weft cannot pull {name!r:.200}; it pulls hf:OWNER/NAME, hf:OWNER/NAME:Q4_K_M and default"
+                message = f"{name!r:.200} is no model that weft can pull; it pulls hf:OWNER/NAME, hf:OWNER/NAME:Q4_K_M and default"
                 raise ApiError(404, message, param="model", code="model_not_found")
             await asyncio.to_thread(_check_hub_name, fetchable)  # its import takes time
             work = self._store.pull(fetchable)

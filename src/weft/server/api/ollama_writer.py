@@ -15,7 +15,15 @@ from weft.server.api.answer_format import AnswerContext, AnswerWriter, around_te
 from weft.server.api.logprob_entries import logprob_entry
 from weft.server.errors import ApiError
 from weft.server.stream.choices import Choices, Piece
-from weft.text.answer_parts import AnswerParts, Delta, ParsedCall, Reasoning, ToolCallArguments, ToolCallStart
+from weft.text.answer_parts import (
+    AnswerParts,
+    Content,
+    Delta,
+    ParsedCall,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallStart,
+)
 
 STREAM_TYPE = "application/x-ndjson"
 
@@ -104,7 +112,7 @@ class OllamaWriter(AnswerWriter):
             if last := self._end_call():
                 messages.append(last)
             if isinstance(delta, ToolCallStart):
-                self._call = ParsedCall(delta.id, delta.name)
+                self._call = ParsedCall(delta.id, delta.name, written=delta.written)
             elif isinstance(delta, Reasoning):
                 messages.append(self.message("", delta.text, []))
             else:
@@ -146,16 +154,17 @@ class OllamaWriter(AnswerWriter):
         return len(encoded)
 
     def answer(self, index: int, result: GenerationResult, answer: str | AnswerParts) -> tuple[bytes, bytes]:
-        parts = AnswerParts(answer) if isinstance(answer, str) else answer
+        parts = AnswerParts([Content(answer)]) if isinstance(answer, str) else answer
         calls: list[dict[str, Any]] = []
-        text = parts.content
-        for call in parts.calls:
-            written = _written_call(call, len(calls))
-            if isinstance(written, str):
-                text += written
-            else:
+        texts: list[str] = []
+        for part in parts.parts:
+            written = _written_call(part, len(calls)) if isinstance(part, ParsedCall) else part.text
+            if not isinstance(written, str):
                 calls.append(written)
-        fields = {**self._head, **self.message(text, parts.reasoning, calls), **self._closing(result)}
+            elif not isinstance(part, Reasoning):
+                texts.append(written)
+        message = self.message("".join(texts), parts.reasoning, calls)
+        fields = {**self._head, **message, **self._closing(result)}
         if self._wants_logprobs:
             fields["logprobs"] = msgspec.Raw(b"[" + self._logprobs + b"]")
         return _encode(fields), b""
@@ -196,7 +205,7 @@ def _written_call(call: ParsedCall, index: int) -> dict[str, Any] | str:
     except (ValueError, RecursionError):
         is_object = False
     if not is_object:
-        return f'{{"name": {_encode(call.name).decode()}, "arguments": {call.arguments}'
+        return call.text
     # As the model wrote them, on one line: JSON has line breaks only between values.
     arguments = msgspec.Raw(call.arguments.replace("\n", " ").replace("\r", " ").encode())
     return {"id": call.id, "function": {"index": index, "name": call.name, "arguments": arguments}}

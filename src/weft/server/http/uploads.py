@@ -1,14 +1,12 @@
-"""Reads an uploaded file (multipart/form-data) while it arrives, and writes it to disk in pieces."""
+"""Reads an uploaded file (multipart/form-data) while it arrives, and passes it on in pieces."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from weft.server.errors import ApiError, refusal
-from weft.server.state.files import NewFile
 
 UPLOADS = frozenset({"/v1/files"})
 """Routes whose POST body is a file. It is never in memory as a whole, so it has its own size limit, and it
@@ -35,8 +33,10 @@ class UploadForm:
     fields: dict[str, str] = field(default_factory=dict)
 
 
-async def read_upload(content_type: str, body: AsyncIterator[bytes], file: NewFile) -> UploadForm:
-    """Writes the file of a form to `file`. Raises ApiError for a body that is not such a form."""
+async def read_upload(
+    content_type: str, body: AsyncIterator[bytes], write: Callable[[bytearray], Awaitable[None]]
+) -> UploadForm:
+    """Passes the file of a form to `write`, in pieces. Raises ApiError for a body that is not such a form."""
     from python_multipart.exceptions import FormParserError
     from python_multipart.multipart import MultipartParser, parse_options_header
 
@@ -61,12 +61,12 @@ async def read_upload(content_type: str, body: AsyncIterator[bytes], file: NewFi
         async for received in body:
             parser.write(received)
             if len(parts.unwritten) >= _PIECE_BYTES:
-                await asyncio.to_thread(file.write, parts.take())
+                await write(parts.take())
     except FormParserError as error:
         raise _invalid(f"the body is not a valid form: {error}") from None
     if not parts.is_finished:
         raise _invalid("the body ends before the last part of the form does")
-    await asyncio.to_thread(file.write, parts.take())
+    await write(parts.take())
     return parts.form
 
 

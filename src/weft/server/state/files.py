@@ -96,25 +96,34 @@ class FileStore:
         self.folder = store.files_folder
         self._store = store
         self._max_bytes = max_bytes
-        self._incoming = 0
-        """Bytes of files that are arriving."""
+        self._incoming: dict[str, int] = {}
+        """Bytes that are reserved for each file that is arriving."""
 
     def path(self, file_id: str) -> Path:
         return self.folder / file_id
 
     @asynccontextmanager
     async def incoming(self, file_id: str, num_bytes: int) -> AsyncIterator[NewFile]:
-        """A new file of at most `num_bytes` bytes. At the end of the `with` block it is discarded, unless it was kept. All
-        its bytes count for the limit at once, so that files that arrive at the same time cannot exceed it together."""
+        """A new file. At the end of the `with` block it is discarded, unless it was kept. `num_bytes` bytes are reserved for
+        it at once, and others as `write` gets them: files that arrive at the same time cannot exceed the limit together."""
         file = None
-        self._incoming += num_bytes
+        self._incoming[file_id] = num_bytes
         try:
-            file = await self.create(file_id, self._incoming)
+            file = await self.create(file_id, sum(self._incoming.values()))
             yield file
         finally:
-            self._incoming -= num_bytes
+            del self._incoming[file_id]
             if file is not None and not file.is_closed:
                 await asyncio.to_thread(file.discard)
+
+    async def write(self, file: NewFile, content: bytearray) -> None:
+        """Writes to a file of `incoming`. Raises StoreFullError if there is no space for it."""
+        needed = file.num_bytes + len(content)
+        if needed > self._incoming[file.id]:
+            self._incoming[file.id] = needed
+            incoming = sum(self._incoming.values())
+            await self._store.run(lambda connection: self.check_space(connection, incoming))
+        await asyncio.to_thread(file.write, content)
 
     async def create(self, file_id: str, num_bytes: int = 0) -> NewFile:
         """Begins a file, if there is space for `num_bytes` bytes. It is created and locked in a transaction. `sweep` of
