@@ -13,8 +13,6 @@ from test_responses import CALL, RESULT, TOOL, URL, Api, run
 
 from weft.request import RequestId
 from weft.server.admission.keys import plain_keys
-from weft.server.api import responses_background as background
-from weft.server.api import responses_writer
 from weft.server.errors import ApiError
 from weft.server.state.store import StoreFullError
 from weft.server.stream.choices import Choices
@@ -409,28 +407,6 @@ def test_references_count_as_long_as_what_they_refer_to(default_model_path: Path
                 assert reply.status == 400 and b"max_body_bytes" in reply.body, reply.body
 
     run(default_model_path, tmp_path, work, max_body_bytes=1_000_000)
-
-
-def test_a_background_request_that_begins_before_the_end_of_its_post_is_counted_once(
-    default_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both have the same id. If one ended in place of the other, the server and the key would lose a place for ever."""
-
-    async def work(api: Api) -> None:
-        begin = background.begin_background
-
-        async def begin_and_wait(*arguments: Any) -> None:
-            await begin(*arguments)
-            while not any(one.requests for one in active._open):
-                await asyncio.sleep(0.01)
-
-        active = api.app.server._active_requests
-        monkeypatch.setattr(responses_writer, "begin_background", begin_and_wait)
-        queued = await api.create(input="Hello", background=True, **LONG)
-        assert (await api.get(f"{queued['id']}/cancel", method="POST"))[0] == 200
-        assert await api.app.server.wait_until_idle(10) and not len(active)
-
-    run(default_model_path, tmp_path, work, max_context=1 << 17)
 
 
 def test_what_a_running_response_keeps_of_its_request_counts_as_its_body_did(
