@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from batch_client import COMPLETIONS, line, lines
 from server_process import Server, api_key, running_server, wait_for
 
-from weft.cli.batch_command import cancel_command, get_command, list_command, submit_command
+from weft.cli.batch_command import BatchClient, cancel_command, get_command, list_command, submit_command
 from weft.errors import InvalidRequestError, WeftError
 
 
@@ -66,8 +68,45 @@ def test_errors_say_what_to_do(keyed_server: Server, tmp_path: Path) -> None:
         submit_command(path, None, "24h", url, "secret", False)
     with pytest.raises(WeftError, match="completion_window"):
         submit_command(path, COMPLETIONS, "soon", url, "secret", False)
+    source = keyed_server.client.post(
+        "/v1/files",
+        data={"purpose": "batch"},
+        files={"file": ("a", b"a")},
+        headers={"Authorization": "Bearer secret"},
+    )
+    with pytest.raises(WeftError, match="nowhere/out: cannot be written: No such file"):
+        BatchClient(url, "secret").download(source.json()["id"], tmp_path / "nowhere" / "out", False)
     path.write_bytes(bytes(8 << 20))
     with pytest.raises(WeftError, match="max_file_bytes"):
         submit_command(path, COMPLETIONS, "24h", url, "secret", False)
     with pytest.raises(WeftError, match="there is no batch"):
         get_command("batch_0", None, False, url, "secret", False)
+
+
+def test_a_pipe_is_submitted_like_a_file(keyed_server: Server, tmp_path: Path) -> None:
+    pipe, client = tmp_path / "pipe", keyed_server.client
+    os.mkfifo(pipe)
+    writing = threading.Thread(target=pipe.write_bytes, args=(lines([line(0)]),))
+    writing.start()
+    submit_command(pipe, None, "24h", keyed_server.url, "secret", False)
+    writing.join()
+    [newest] = client.get("/v1/batches?limit=1", headers={"Authorization": "Bearer secret"}).json()["data"]
+    path = f"/v1/files/{newest['input_file_id']}/content"
+    assert client.get(path, headers={"Authorization": "Bearer secret"}).content == lines([line(0)])
+
+
+def test_a_download_that_was_cut_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
+    def answer(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n" + bytes(60))
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        answering = threading.Thread(target=answer, args=(listening,))
+        answering.start()
+        client = BatchClient(f"http://127.0.0.1:{listening.getsockname()[1]}", None)
+        with pytest.raises(WeftError, match="before the whole file"):
+            client.download("file-a", tmp_path / "out", False)
+        answering.join()
+    assert not list(tmp_path.iterdir())

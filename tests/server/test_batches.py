@@ -17,6 +17,7 @@ from server_process import MESSAGES, api_key
 from weft.server.admission.keys import ApiKey
 from weft.server.api.batches import BatchList, BatchObject
 from weft.server.batches import lines as lines_module
+from weft.server.state import batches as rows
 
 
 def keys(*names: str, **fields: Any) -> tuple[ApiKey, ...]:
@@ -347,3 +348,44 @@ def test_ids_of_a_large_file_are_compared_in_bounded_memory() -> None:
     found = [ids.checked(lines_module.Line(index, f"id-{index % 9000}", b"")) for index in range(10_000)]
     wrong = [one for one in found if isinstance(one, lines_module.WrongLine)]
     assert [one.index for one in wrong] == list(range(9000, 10_000))
+
+
+def test_a_batch_whose_input_was_removed_by_hand_ends_with_the_results_it_has(
+    default_model_path: Path,
+) -> None:
+    async def work(server: InProcess) -> None:
+        batch = await submit(server, lines([line(0, body=LONG), *map(line, range(1, 20_000))]))
+        await wait_for_status(server, batch, "in_progress")
+        path = server.server.files.path(batch["input_file_id"])
+        path.unlink()
+        running = server.server._batches._running[""]
+        running.task.cancel()  # as a restart does: the file is opened again
+        ended = await wait_for_status(server, batch, "completed")
+        assert ended["errors"]["data"][-1]["code"] == "unreadable_file"
+        assert ended["request_counts"]["completed"] < 20_000
+
+    run(default_model_path, work, **SLOW_ENGINE)
+
+
+def test_batches_run_again_after_an_unexpected_error(
+    default_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unfinished, raised = rows.unfinished, 0
+
+    def fails_once(connection: Any) -> Any:
+        nonlocal raised
+        raised += 1
+        if raised == 1:
+            raise ValueError
+        return unfinished(connection)
+
+    monkeypatch.setattr(rows, "unfinished", fails_once)
+
+    async def work(server: InProcess) -> None:
+        batch = await submit(server, lines([line(0)]))
+        while not raised:
+            await asyncio.sleep(0.01)
+        server.server.wake_batches()
+        await wait_for_status(server, batch, "completed")
+
+    run(default_model_path, work)

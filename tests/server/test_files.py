@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import stat
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -310,3 +311,47 @@ def test_uploads_of_one_key_leave_places_for_the_others(default_model_path: Path
         assert len(stored_names(server)) == 2
 
     run(default_model_path, work, api_keys=KEYS)
+
+
+def test_a_file_that_a_cancelled_caller_began_is_removed(default_model_path: Path) -> None:
+    async def work(server: InProcess) -> None:
+        files = server.server.files
+        await upload(server, b"a")
+        kept = stored_names(server)
+        began, may_end = threading.Event(), threading.Event()
+
+        def wait(*_: Any) -> None:
+            began.set()
+            may_end.wait()
+
+        files.check_space = wait  # type: ignore[method-assign]
+        creating = asyncio.ensure_future(files.create("file-a"))
+        await asyncio.to_thread(began.wait)
+        creating.cancel()
+        asyncio.get_running_loop().call_soon(may_end.set)
+        with pytest.raises(asyncio.CancelledError):
+            await creating
+        await server.server.store.run(lambda connection: None)  # the transaction before it has ended
+        assert stored_names(server) == kept
+
+    run(default_model_path, work)
+
+
+@pytest.mark.parametrize(
+    "given", ["bytes=10-", "bytes=5-2", "bytes=0-1,4-5", "bytes=-0", "bytes=-", "lines=1-2", "a"]
+)
+def test_a_range_that_the_file_does_not_have_is_refused_in_the_shape_of_the_api(
+    default_model_path: Path, given: str
+) -> None:
+    async def work(server: InProcess) -> None:
+        file = json.loads((await upload(server, b"0123456789")).body)
+        path = f"/v1/files/{file['id']}/content"
+        part = await server.send(path, method="GET", more_headers={b"range": b"bytes=2-4"})
+        assert (part.status, part.body) == (206, b"234")
+        part = await server.send(path, method="GET", more_headers={b"range": b"bytes=-3"})
+        assert (part.status, part.body) == (206, b"789")
+        reply = await server.send(path, method="GET", more_headers={b"range": given.encode()})
+        assert reply.status == 416 and reply.headers[b"content-range"] == b"bytes */10"
+        assert json.loads(reply.body)["error"]["code"] == "invalid_range"
+
+    run(default_model_path, work)

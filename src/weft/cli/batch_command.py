@@ -6,7 +6,9 @@ import http.client
 import json
 import os
 import secrets
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -158,24 +160,25 @@ class BatchClient:
         partial = path.with_name(f".partial-{path.name}")
         num_bytes = 0
         try:
-            with (
-                self._response("GET", f"/v1/files/{quote(file_id, safe='')}/content", b"", {}) as response,
-                _transfer(
-                    f"downloading {path.name}", int(response.headers.get("content-length", 0))
-                ) as advance,
-                partial.open("wb") as file,
-            ):
-                while piece := response.read(_PIECE_BYTES):
-                    file.write(piece)
-                    num_bytes += len(piece)
-                    advance(len(piece))
+            with self._response("GET", f"/v1/files/{quote(file_id, safe='')}/content", b"", {}) as response:
+                size = int(response.headers.get("content-length", 0))
+                with _transfer(f"downloading {path.name}", size) as advance, partial.open("wb") as file:
+                    while piece := response.read(_PIECE_BYTES):
+                        file.write(piece)
+                        num_bytes += len(piece)
+                        advance(len(piece))
+            if num_bytes < size:  # `read` with a size does not raise for a connection that ended early
+                raise ConnectionError
             os.replace(partial, path)
-        except http.client.IncompleteRead:
+        except (http.client.IncompleteRead, ConnectionError, TimeoutError):
             raise WeftError(
                 f"{self._url}: the connection ended before the whole file had arrived; try again"
             ) from None
+        except OSError as error:
+            raise WeftError(f"{path}: cannot be written: {error.strerror or error}") from error
         finally:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink()
         return num_bytes
 
     @contextmanager
@@ -227,7 +230,13 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
     except OSError as error:
         raise InvalidRequestError(f"{path}: cannot be read: {error.strerror}", field="file") from error
     with file:
-        yield file
+        if file.seekable():
+            yield file
+            return
+        with tempfile.TemporaryFile() as copy:  # the size of a pipe is unknown
+            shutil.copyfileobj(file, copy)
+            copy.seek(0)
+            yield copy
 
 
 def _endpoint_of(source: IO[bytes], path: Path) -> str:

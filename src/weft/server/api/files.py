@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,7 @@ from weft.server.state.files import StoredFile
 PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
 _BATCH_SECONDS = 30 * 86400
 """Lifetime of the input file of a batch, if the upload names none. Other files have no end."""
+_RANGE = re.compile(r"bytes=(?=.*[0-9])([0-9]{0,18})-([0-9]{0,18})")
 MIN_SECONDS, MAX_SECONDS = 3600, 30 * 86400
 """Lifetimes that a client may choose."""
 _MAX_UPLOADS = 16
@@ -204,9 +206,12 @@ class _Files:
     async def download(self, request: Request) -> Response:
         file = await self._find(request)
         path = self._files.path(file.id)
-        if not await asyncio.to_thread(path.is_file):
-            raise not_found(file.id)
-        return FileResponse(path, media_type="application/octet-stream")
+        try:
+            found = await asyncio.to_thread(path.stat)
+        except FileNotFoundError:
+            raise not_found(file.id) from None
+        _check_range(request.headers.get("range"), found.st_size)
+        return FileResponse(path, media_type="application/octet-stream", stat_result=found)
 
     async def _find(self, request: Request) -> StoredFile:
         file_id = request.path_params["id"]
@@ -214,6 +219,20 @@ class _Files:
         if file is None:
             raise not_found(file_id)
         return file
+
+
+def _check_range(given: str | None, size: int) -> None:
+    """`FileResponse` would answer to others with plain text, which is not the error shape of the API."""
+    if given is None:
+        return
+    found = _RANGE.fullmatch(given)
+    first, last = found.groups() if found else ("", "0")
+    is_in_file = int(first) < size and int(last or size) >= int(first) if first else min(int(last), size) > 0
+    if not is_in_file:
+        message = (
+            f"range is {given!r:.80}, and the file has {size} bytes; ask for one part, such as bytes=0-999"
+        )
+        raise ApiError(416, message, code="invalid_range", headers={"Content-Range": f"bytes */{size}"})
 
 
 def not_found(file_id: str, param: str | None = None) -> ApiError:

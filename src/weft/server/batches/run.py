@@ -158,14 +158,19 @@ class BatchRun:
         return await self._change(("in_progress",), "finalizing")
 
     async def _lines_without_result(self, batch: Batch) -> AsyncIterator[Line]:
-        async for piece in self._pieces(batch):
-            first, last = piece[0].index, piece[-1].index
-            done = await self._store.run(
-                partial(rows.lines_with_result, batch_id=self._id, first=first, last=last)
-            )
-            for line in piece:
-                if line.index not in done and isinstance(line, Line):
-                    yield line
+        try:
+            async for piece in self._pieces(batch):
+                first, last = piece[0].index, piece[-1].index
+                done = await self._store.run(
+                    partial(rows.lines_with_result, batch_id=self._id, first=first, last=last)
+                )
+                for line in piece:
+                    if line.index not in done and isinstance(line, Line):
+                        yield line
+        except FileNotFoundError:  # it was removed by hand; the batch must still end
+            message = "the input file is gone; lines without a result did not run"
+            errors = [*batch.details.errors, LineError("unreadable_file", message)]
+            await self._change(("in_progress",), "in_progress", errors=errors)
 
     async def _run_line(self, batch: Batch, line: Line) -> None:
         with self._metrics.batch_lines_running.track_inprogress():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -84,6 +85,9 @@ class BatchRunner:
                 except StoreError as error:
                     self._log("batches_wait", f"Batches wait: {error}", "warning")
                     seconds = _POLL_SECONDS
+                except Exception as error:  # the batches must not wait for a restart of the server
+                    self._log_mistake(error, "batches were looked for")
+                    seconds = _POLL_SECONDS
                 # Not `wait_for`: before Python 3.12 it loses a cancel that comes together with the event.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(seconds):
@@ -122,14 +126,22 @@ class BatchRunner:
                 self._log,
                 self._limits,
             ).run()
-        except StoreError as error:
-            self._log("batch_waits", f"{batch.id} waits: {error}", "warning", batch=batch.id)
-            await asyncio.sleep(_RETRY_SECONDS)
-        except Exception as error:
-            self._log("mistake", f"{type(error).__name__} while {batch.id} ran", "error", batch=batch.id)
+        except Exception as raised:
+            error: BaseException = raised
+            while isinstance(error, BaseExceptionGroup):  # of the task group of the lines
+                error = error.exceptions[0]
+            if isinstance(error, StoreError):
+                self._log("batch_waits", f"{batch.id} waits: {error}", "warning", batch=batch.id)
+            else:
+                self._log_mistake(error, f"{batch.id} ran")
             await asyncio.sleep(_RETRY_SECONDS)
         finally:
             self.wake()
+
+    def _log_mistake(self, error: BaseException, what: str) -> None:
+        """Logs where an unexpected exception was raised. Its message may quote a request."""
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        self._log("mistake", f"{type(error).__name__} while {what}", "error", traceback=frames)
 
     async def _stop(self, owner: str) -> None:
         """Waits until the task has saved the results of its lines."""

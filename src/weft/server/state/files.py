@@ -134,7 +134,15 @@ class FileStore:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             return NewFile(self.folder, file_id)
 
-        return await self._store.run(create)
+        creating = asyncio.ensure_future(self._store.run(create))
+        try:
+            return await asyncio.shield(creating)
+        except asyncio.CancelledError:
+            # The transaction goes on. Without an owner, its file would stay open and locked until the server ends.
+            await asyncio.wait([creating])
+            if creating.exception() is None:
+                await asyncio.to_thread(creating.result().discard)
+            raise
 
     def check_space(self, connection: Connection, num_bytes: int) -> None:
         """Raises StoreFullError if the store may not hold `num_bytes` more bytes."""

@@ -114,6 +114,8 @@ class Store:
                 if self._connection is None:
                     self._connection = self._open()
                 connection = self._connection
+                if not self.is_primary:
+                    self._try_lock()
                 with suppress(
                     sqlite3.OperationalError
                 ):  # a full disk or a lock; `work` may not need to write
@@ -140,7 +142,6 @@ class Store:
         import sqlite3
 
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._try_lock()
         path = self.folder / _DATABASE
         _open_private(path).close()
         try:
@@ -182,8 +183,6 @@ class Store:
         if abs(now - self._expired_at) < _EXPIRY_SECONDS:  # the clock may also jump back
             return
         self._expired_at = now
-        if not self.is_primary:
-            self._try_lock()
         for table in EXPIRING:
             expired = f"SELECT id FROM {table} WHERE expires_at <= ? LIMIT {_EXPIRED_AT_ONCE}"
             if connection.execute(f"DELETE FROM {table} WHERE id IN ({expired})", (now,)).rowcount:
