@@ -110,7 +110,7 @@ class ServerApp:
         self._active_requests = ActiveRequests(settings, engine, self._metrics, time.monotonic)
         folder = Path(settings.state_path).expanduser() if settings.state_path else home_directory() / "state"
         self.store = Store(folder, log.event)
-        self.tasks = Tasks(settings.max_requests)
+        self.tasks = Tasks(settings.max_requests, len(settings.api_keys))
         self.files = FileStore(self.store, settings.max_stored_bytes)
         self._batches = BatchRunner(self, self._metrics, log.event, lambda: self.is_draining)
 

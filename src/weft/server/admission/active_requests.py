@@ -15,7 +15,7 @@ from weft.request import GenerationResult, InferenceRequest, RequestId
 from weft.server.admission.completion_rate import CompletionRate
 from weft.server.admission.fairness import AnswerJob, FairGate, GateTicket
 from weft.server.admission.keys import ApiKey
-from weft.server.admission.limits import KeyLimits
+from weft.server.admission.limits import KeyLimits, has_room
 from weft.server.errors import ApiError
 from weft.server.metrics import ServerMetrics
 from weft.server.settings import ServerSettings
@@ -28,9 +28,6 @@ Outcome = list[GenerationResult] | ApiError | None
 _DEFAULT_ANSWER_TOKENS = 512
 """Tokens that an answer without max_tokens reserves from the rate limit of its key. When the request ends, the tokens
 that it used replace the reservation."""
-_MAX_OPEN_PER_FREE = 4
-"""With several keys, a key may have at most this many active requests for each further request that the server can
-accept. So a key that sends very many requests leaves a fifth of `max_requests` to the other keys."""
 _GRACE_SECONDS = 1.0
 """The engine enforces deadlines. The server ends a request this much later if the engine did not."""
 _WAKE_EVERY = 64
@@ -174,9 +171,8 @@ class ActiveRequests:
     def check_capacity(self, key: ApiKey | None) -> None:
         """Raises a 429 if one more request of `key` does not fit. Called before a body is read."""
         max_requests = self._settings.max_requests
-        free = max_requests - self._num_of_clients
         num_own = self._limits[key.name].num_open if key else 0
-        if free > 0 and (len(self._limits) < 2 or num_own < _MAX_OPEN_PER_FREE * free):
+        if has_room(num_own, max_requests - self._num_of_clients, len(self._limits)):
             return
         of_key = f", {num_own} of them with the key {key.name!r}" if key else ""
         raise ApiError(

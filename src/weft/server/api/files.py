@@ -15,7 +15,15 @@ from starlette.routing import Route
 
 from weft.errors import WeftError
 from weft.server.api.answer_format import Operation
-from weft.server.api.listing import Page, checked_number, owner_of, page_parameters, page_query, page_response
+from weft.server.api.listing import (
+    Page,
+    checked_number,
+    counted_list,
+    owner_of,
+    page_parameters,
+    page_query,
+    page_response,
+)
 from weft.server.api.response_shapes import Shape
 from weft.server.api.services import Services
 from weft.server.errors import ApiError, json_response, refusal
@@ -101,7 +109,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "Newest first. The default limit is 10000.",
         "Files",
         FileList,
-        errors=(400, 404, 503),
+        errors=(400, 404, 413, 429, 503),
         query={
             "purpose": {"type": "string", "description": "Only files with this purpose."},
             **page_parameters(10_000),
@@ -186,7 +194,7 @@ class _Files:
     async def list(self, request: Request) -> Response:
         query = page_query(request, default_limit=10_000, max_limit=10_000)
         found = await self._files.page(owner_of(request), request.query_params.get("purpose"), query)
-        return json_response(page_response(found, query, described))
+        return counted_list(request, page_response(found, query, described))
 
     async def describe(self, request: Request) -> Response:
         return json_response(described(await self._find(request)))

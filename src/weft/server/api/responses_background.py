@@ -39,7 +39,7 @@ _STOPPED = "the server stopped before the response was complete; send the reques
 async def begin_background(caller: Caller, row: table.StoredResponse) -> None:
     """Stores a queued response, and starts its task."""
     services, store = caller.services, caller.services.store
-    services.tasks.check_capacity()
+    services.tasks.check_capacity(caller.owner)
     row = dataclasses.replace(row, worker=store.worker.name)
 
     def add(connection: Any) -> None:
@@ -47,7 +47,7 @@ async def begin_background(caller: Caller, row: table.StoredResponse) -> None:
         table.insert(connection, row, caller.owner, store.wall_clock(), table.keeping(services.settings))
 
     await store.run(add)
-    services.tasks.start(row.id, _run(caller, row.id))
+    services.tasks.start(row.id, caller.owner, _run(caller, row.id))
 
 
 async def take_over(caller: Caller, response_id: str) -> float:
