@@ -37,7 +37,7 @@ FORMATS: Formats = {
 
 
 class OtherRoutes(Protocol):
-    """The routes of one API that do not generate. Its module has both members."""
+    """The routes of one API that do not generate. A module implements this protocol."""
 
     @property
     def OPERATIONS(self) -> Mapping[tuple[str, str], Operation]:

@@ -194,7 +194,7 @@ def _is_upload(scope: Scope) -> bool:
 
 
 def _part_of(budget: ByteBudget) -> ByteBudget:
-    """A quarter of a budget, or what a single request may hold."""
+    """A budget of a quarter of the bytes, but at least the limit of a single request."""
     return ByteBudget(budget.max_each, max(budget.max_each, budget.max_bytes // 4), budget.refusal)
 
 
