@@ -18,9 +18,11 @@ from weft.server.internal import INTERNAL
 from weft.server.settings import ServerSettings
 
 _HOST = re.compile(r"(?P<name>[A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
-_OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
+_OPEN_PATHS = frozenset({"/", "/health", "/docs", "/openapi.json"})
 """Routes without a key, for probes and browsers that cannot send one. They reveal nothing
 that is not in the manual."""
+_OPEN_FOLDER = "/page/"
+"""The files of the page, which need no key either."""
 _ADMIN_PATHS = "/admin"
 
 
@@ -72,7 +74,7 @@ class Guard:
         self._check_host(headers.get(b"host"))
         self._check_origin(headers.get(b"origin"), headers.get(b"host"))
         scope[KEY] = None
-        if scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
+        if not _is_open(scope["path"]) and scope["method"] != "OPTIONS":
             key = self._keys.find(_authorization(headers))
             if scope["path"] == _ADMIN_PATHS or scope["path"].startswith(_ADMIN_PATHS + "/"):
                 self._check_admin(key)
@@ -187,6 +189,10 @@ class Guard:
         name = "max_file_bytes" if _is_upload(scope) else "max_body_bytes"
         message = f"the body has {found}; allowed: {self._max_bytes(scope)} bytes ({name})"
         return ApiError(413, message, code="body_too_large")
+
+
+def _is_open(path: str) -> bool:
+    return path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER)
 
 
 def _is_upload(scope: Scope) -> bool:
