@@ -209,7 +209,7 @@ class ServerApp:
         active = self._active_requests.begin(
             key, choices, record.id, record.given_id, is_idle_work=is_idle_work
         )
-        outcome: Outcome = ApiError.internal_error()  # unless the code below sets another
+        outcome: Outcome = ApiError.internal_error()  # for an unexpected exception; else it is replaced below
         is_owned_by_response = False
         try:
             await self._loop_turns.wait()

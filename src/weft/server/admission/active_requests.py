@@ -142,7 +142,8 @@ class ActiveRequests:
         )
         engine.on_progress = self._gate.release_answers
         self._open: dict[ActiveRequest, None] = {}
-        """Not by id: a background request has the id of the request that began it, which may end after its begin."""
+        """Not a dict by id: a background request has the same id as the request that created it, and both may be
+        active for a moment."""
         self._num_of_clients = 0
         """Active requests that are not idle work."""
         self._idle_answers = IdleAnswers()
@@ -356,8 +357,8 @@ class ActiveRequests:
             ) from None
 
     def _add_idle_answers(self, active: ActiveRequest, count: int) -> None:
-        """Counts answers of idle work. Raises a 429 if the engine has more than one batch of them: they would fill its
-        queue. A single request always fits."""
+        """Counts answers of idle work. Raises a 429 if the engine would have more of them than one step can run:
+        they would only fill its queue. If the engine has none, any number is accepted."""
         max_answers = self._settings.engine.scheduler.max_running
         num_answers = self._idle_answers.num_answers
         if num_answers and num_answers + count > max_answers:
@@ -365,7 +366,7 @@ class ActiveRequests:
             raise ApiError(429, message, code="idle_work_full")
         active.idle_answers.num_answers = count
         self._idle_answers.num_answers += count
-        # Not a reference to the request, which refers to its choices: that would be a reference cycle.
+        # Passes `idle_answers` and not the request: the request refers to its choices, which would be a reference cycle.
         active.choices.on_answer_end = partial(self._idle_answer_ended, active.idle_answers)
 
     def _idle_answer_ended(self, own: IdleAnswers, num_tokens: int) -> None:

@@ -33,13 +33,14 @@ from weft.server.state.files import StoredFile
 
 PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
 _BATCH_SECONDS = 30 * 86400
-"""Lifetime of the input file of a batch, if the upload names none. Other files have no end."""
+"""Default lifetime of the input file of a batch. Other files do not expire by default."""
 MIN_SECONDS, MAX_SECONDS = 3600, 30 * 86400
 """Lifetimes that a client may choose."""
 _MAX_UPLOADS = 16
-"""Uploads at a time. Each holds up to two megabytes in memory."""
+"""Limit for concurrent uploads. Each holds up to two megabytes in memory."""
 _MAX_UPLOADS_OF_KEY = 4
-"""Of one of several keys. An upload may take hours, so one key could keep all places."""
+"""Limit for the concurrent uploads of one key, if there are several keys. Uploads may take hours, so one key could
+otherwise keep the others from uploading."""
 
 
 class File(Shape):
@@ -145,7 +146,7 @@ class _Files:
         self._services = services
         self._files = services.files
         self._uploads = Counter[str]()
-        """By owner."""
+        """Owner -> its concurrent uploads."""
         has_keys = len(services.settings.api_keys) > 1
         self._most_own = _MAX_UPLOADS_OF_KEY if has_keys else _MAX_UPLOADS
 

@@ -72,13 +72,13 @@ def page_query(request: Request, *, default_limit: int, max_limit: int) -> PageQ
 
 
 def page_parameters(max_limit: int) -> dict[str, dict[str, Any]]:
-    """What `page_query` reads, for the OpenAPI document."""
+    """The parameters that `page_query` reads, as JSON schemas for the OpenAPI document."""
     return {
         "limit": {
             "type": "integer",
             "minimum": 1,
             "maximum": max_limit,
-            "description": "The most objects of a page.",
+            "description": "Maximum number of objects on a page.",
         },
         "order": {
             "type": "string",

@@ -82,7 +82,7 @@ class _Reader:
                     self._add(Thought(text))
             elif kind == "tool_use":
                 self._call(block, place)
-            elif kind != "redacted_thinking":  # only its author can read it
+            elif kind != "redacted_thinking":  # encrypted: weft cannot read it
                 for text in _texts_of(block, place):
                     self._say("assistant", text)
 
@@ -158,7 +158,7 @@ def _without_billing_header(text: str) -> str:
 
 
 def _blocks(content: Any, where: str) -> Iterator[tuple[Any, str]]:
-    """The blocks of a content, with their paths in the body. A string is one block."""
+    """The blocks of a message's content, with their paths in the body. A string is one block."""
     if isinstance(content, str):
         yield content, where
         return
