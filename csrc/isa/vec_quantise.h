@@ -154,9 +154,9 @@ inline uint32_t find_scales(PerBlock largest, float* factors, float* scales) {
 constexpr int32_t start_of(int32_t sum) { return sum * ((1 << 16) - w4_middle) + w4_lift; }
 constexpr int32_t correction_of(int32_t sum) { return -128 * sum; }
 
-// `write_codes` below writes up to groups_together groups to `into`, `panel_rows` apart: their codes, and the start
-// values of `RowGroup`. A code is value * factor, rounded to nearest, ties to even. Returns one bit for each group: 1
-// if the sum of its magnitudes is above the limit.
+// `write_codes` below quantises up to groups_together groups. It writes their codes, and the start values of their
+// `RowGroup`, to `into`; neighbouring groups are `panel_rows` apart. A code is value * factor, rounded to nearest, ties
+// to even. Returns one bit for each group: 1 if the sum of its magnitudes is above the limit.
 #if defined(WEFT_AVX512)
 
 // The sum of every four codes.

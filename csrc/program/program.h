@@ -286,7 +286,7 @@ class Program {
   Pipeline pipeline_;
   std::vector<int64_t> written_by_;   // per KV block: 1 + index of the request that writes it in this step, or 0
   std::vector<HeadProduct> head_products_;   // per row block
-  bool has_head_products_ = false;           // some logits of this step are in `head_products_` already
+  bool has_head_products_ = false;           // threads computed a part of this step's logits while they waited
   std::vector<Segment> segments_;
   Aligned<float> partials_;
 

@@ -10,11 +10,12 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
+import msgspec
 import pytest
 from in_process import InProcess, in_process
 from server_process import Server
@@ -22,6 +23,10 @@ from server_process import Server
 from weft.engine.ipc.remote_answer import RemoteAnswer
 from weft.request import InferenceRequest
 from weft.server.admission.keys import ApiKey
+from weft.server.api.batches import BatchRequest
+from weft.server.api.formats import FORMATS
+from weft.server.api.schema import MAX_ENTRIES, DetokenizeRequest, TokenizeRequest, read
+from weft.server.errors import ApiError
 
 _SECONDS_PER_BYTE = 5e-6
 """Allowed cost per byte of the body: ten times what parsing, checking and sending it takes."""
@@ -149,7 +154,9 @@ USES = [{"type": "tool_use", "id": f"t{n}", "name": "f", "input": {}} for n in r
 RESULTS = [{"type": "tool_result", "tool_use_id": f"t{n}"} for n in reversed(range(1000))]
 CALLS = [{"type": "function_call", "call_id": f"t{n}", "name": "f", "arguments": "{}"} for n in range(2000)]
 OUTPUTS = [{"type": "function_call_output", "call_id": f"t{n}", "output": ""} for n in reversed(range(2000))]
-NAMESPACE = {"type": "namespace", "name": "n", "tools": functions(type="function") * 8}
+NAMESPACES = [{"type": "namespace", "name": f"n{n}", "tools": functions(type="function")} for n in range(8)]
+OLLAMA_CALLS = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 1024}
+OLLAMA_RESULTS = [{"role": "tool", "tool_name": "g", "content": ""}] * 4000
 OLLAMA_STOPS = {"options": {"num_predict": 1, "stop": STOPS}}
 EVERY_API: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     "/v1/chat/completions": (
@@ -178,7 +185,7 @@ EVERY_API: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "items": {"input": MESSAGES},
             "parts": {"input": PARTS},
             "tools": {"tools": functions(type="function", parameters=SCHEMA)},
-            "namespaces": {"tools": [NAMESPACE]},
+            "namespaces": {"tools": NAMESPACES},
             "metadata": {"metadata": {str(number): "x" * 100 for number in range(64)}},
             "include": {"include": ["reasoning.encrypted_content"] * 1000},
             "references": {"input": [{"type": "item_reference", "id": f"msg_{n}"} for n in range(4000)]},
@@ -187,7 +194,12 @@ EVERY_API: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     ),
     "/api/chat": (
         {"messages": MESSAGES[:1], "options": {"num_predict": 1}, "stream": False},
-        {"messages": {"messages": MESSAGES}, "tools": {"tools": TOOLS}, "stop": OLLAMA_STOPS},
+        {
+            "messages": {"messages": MESSAGES},
+            "tools": {"tools": TOOLS},
+            "stop": OLLAMA_STOPS,
+            "results": {"messages": [*MESSAGES[:1], *[OLLAMA_CALLS] * 3, *OLLAMA_RESULTS]},
+        },
     ),
     "/api/generate": (
         {"prompt": "x", "options": {"num_predict": 1}, "stream": False},
@@ -249,3 +261,73 @@ def test_every_list_has_a_limit_and_the_error_has_both_numbers(
     refused = server.chat(**{field: value})
     error = refused.json()["error"]
     assert refused.status_code == 400 and error["param"].startswith(field) and message in error["message"]
+
+
+LIMITED_OTHERWISE = {"prompt", "context", "tokens", "guided_choice"}
+"""Lists with a limit that is no number of entries: the number of answers, the context, the length of a grammar."""
+
+
+def lists_of(kind: Any) -> Iterator[str]:
+    """The fields that may have a list, also those of inner objects."""
+    for name, each in get_type_hints(kind).items():
+        for one in (each, *get_args(each)):
+            if one is list or get_origin(one) is list:
+                yield name
+            elif isinstance(one, type) and issubclass(one, msgspec.Struct):
+                yield from lists_of(one)
+
+
+def test_every_list_field_of_every_api_has_a_limit() -> None:
+    kinds = [
+        *(one.request_type for one in FORMATS.values()),
+        TokenizeRequest,
+        DetokenizeRequest,
+        BatchRequest,
+    ]
+    found = {name for kind in kinds for name in lists_of(kind)}
+    assert {"messages", "input", "tools", "stop_sequences", "context"} <= found
+    assert found - MAX_ENTRIES.keys() == LIMITED_OTHERWISE
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "assistant", "tool_calls": [{}] * 1025}]},
+            "messages[0].tool_calls has 1025 entries; allowed: at most 1024",
+        ),
+        (
+            "/api/chat",
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 1025}]},
+            "messages[0].tool_calls has 1025 entries; allowed: at most 1024",
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 1025}],
+                "max_tokens": 1,
+            },
+            "messages[0].content has 1025 entries; allowed: at most 1024",
+        ),
+        *(
+            (
+                "/v1/responses",
+                {"input": ["x", {"type": "x", name: [{}] * 1025}]},
+                f"input[1].{name} has 1025 entries; allowed: at most 1024",
+            )
+            for name in ("content", "output", "summary")
+        ),
+        (
+            "/v1/responses",
+            {"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": [{}] * 129}]},
+            "tools[0].tools has 129 entries; allowed: at most 128",
+        ),
+    ],
+)
+def test_lists_inside_messages_items_and_tools_have_limits(
+    path: str, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ApiError) as refused:
+        read(FORMATS[path].request_type, json.dumps(fields).encode())
+    assert refused.value.status == 400 and refused.value.message == message

@@ -17,6 +17,7 @@ from weft.request import InferenceRequest
 from weft.server.admission.keys import plain_keys
 from weft.server.api.answer_format import ServedModel
 from weft.server.api.messages import MessagesFormat, MessagesRequest
+from weft.server.errors import ApiError
 from weft.server.stream.events import EventStream as ServerStream
 from weft.text.conversation import Item, Message, Thought, ToolCall, ToolResult
 
@@ -214,6 +215,16 @@ def test_documents_are_read_as_text() -> None:
     assert items([{"role": "user", "content": [*documents, text("Why?")]}]) == [
         Message("user", "T\nD\nC\nS\nu\nR\nWhy?")
     ]
+
+
+@pytest.mark.parametrize("depth", [2, 480])
+def test_documents_inside_documents_are_refused_at_any_depth(depth: int) -> None:
+    block = text("R")
+    for _ in range(depth):
+        block = {"type": "search_result", "content": [block]}
+    place = r"messages\[0\]\.content\[0\]\.content\[0\] has the type 'search_result': allowed here: text"
+    with pytest.raises(ApiError, match=place):
+        items([{"role": "user", "content": [block]}])
 
 
 def test_an_answer_continues_a_last_message_of_the_assistant() -> None:

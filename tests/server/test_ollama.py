@@ -15,7 +15,14 @@ from server_process import MODEL, Server
 from weft.request import InferenceRequest
 from weft.server.admission.keys import ApiKey, plain_keys
 from weft.server.api.answer_format import AnswerFormat, ServedModel
-from weft.server.api.ollama_chat import OllamaChatFormat, OllamaChatRequest
+from weft.server.api.ollama_chat import (
+    GivenCall,
+    GivenFunction,
+    GivenMessage,
+    OllamaChatFormat,
+    OllamaChatRequest,
+    items_of,
+)
 from weft.server.api.ollama_generate import OllamaGenerateFormat, OllamaGenerateRequest
 from weft.server.api.schema import read
 from weft.server.errors import ApiError, renamed_fields
@@ -300,6 +307,29 @@ def test_messages_become_items_and_results_find_their_calls(default_tokenizer: T
         ToolResult("x", "fog"),
         Message("assistant", ""),
     ]
+
+
+def test_a_result_is_not_compared_with_every_call() -> None:
+    """Otherwise a body of 500 kB with thousands of calls and of results takes seconds."""
+    num_comparisons = 0
+
+    class Name(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal num_comparisons
+            num_comparisons += 1
+            return str.__eq__(self, other)
+
+    calls = [GivenCall(GivenFunction(Name("f"))) for _ in range(200)]
+    for name, most in (("g", 0), ("f", 200), (None, 200)):
+        given = [GivenMessage("assistant", tool_calls=calls)]
+        results = [GivenMessage("tool", tool_name=None if name is None else Name(name)) for _ in range(300)]
+        num_comparisons = 0
+        ids = [one.call_id for one in items_of([*given, *results]) if isinstance(one, ToolResult)]
+        assert ids == [f"call_0_{number}" for number in range(most)] + [None] * (300 - most)
+        assert num_comparisons < 1000, f"{num_comparisons} comparisons for 200 calls and 300 results"
 
 
 def test_a_chat_with_tools_and_their_results_is_answered(default_model_path: Path) -> None:

@@ -186,13 +186,13 @@ def test_the_document_says_which_routes_need_a_key(default_model_path: Path) -> 
         assert required == ([] if path in is_open else [{"key": []}])
 
 
-def test_a_browser_without_a_key_can_open_only_the_docs_page(
+def test_a_browser_without_a_key_can_open_only_the_two_pages(
     default_model_path: Path,
 ) -> None:
     with running_server(default_model_path, api_keys=[api_key("sk-secret")]) as server:
         for method, path in OPERATIONS:
             response = server.client.request(method, path.replace("{", "").replace("}", ""))
-            if path in ("/docs", "/openapi.json", "/health"):
+            if path in ("/", "/docs", "/openapi.json", "/health"):
                 assert response.status_code == 200 and "sk-secret" not in response.text, path
             else:
                 assert response.status_code == (403 if path.startswith("/admin") else 401), path

@@ -14,6 +14,9 @@ from test_responses import CALL, RESULT, TOOL, URL, Api, run
 from weft.request import RequestId
 from weft.server.admission.keys import plain_keys
 from weft.server.errors import ApiError
+from weft.server.state.batches import Batch, BatchDetails
+from weft.server.state.batches import add as add_batch
+from weft.server.state.responses import Keeping, StoredResponse, insert
 from weft.server.state.store import StoreFullError
 from weft.server.stream.choices import Choices
 
@@ -191,6 +194,74 @@ def test_when_the_store_is_full_the_oldest_responses_of_the_key_that_stores_most
         max_stored_bytes=250_000,
         max_context=8192,
     )
+
+
+@pytest.mark.parametrize("path", ["/v1/responses/resp_x", "/v1/responses/resp_x/input_items", "/v1/batches"])
+def test_what_is_read_from_the_store_counts_as_answers_until_the_client_has_read_it(
+    default_model_path: Path, tmp_path: Path, path: str
+) -> None:
+    """Clients that read nothing must not fill the memory with copies of a stored object."""
+
+    def add(connection: Any, now: float) -> None:
+        content, long = b'[{"id":"a","text":"%b"}]' % (b"x" * 400_000), {"a": "x" * 400_000}
+        row = StoredResponse("resp_x", now, None, content, content, "completed", 2)
+        insert(connection, row, "", now, Keeping(1, 1 << 30))
+        details = BatchDetails("/v1/completions", "24h", long)
+        add_batch(connection, Batch("batch_x", "", now, now + 1000, "completed", "file-x", details))
+
+    async def work(api: Api) -> None:
+        store, reads = api.app.server.store, asyncio.Event()
+        await store.run(lambda connection: add(connection, store.wall_clock()))
+
+        async def read_slowly() -> tuple[int, bytes]:
+            sent: list[Any] = []
+
+            async def receive() -> Any:
+                return await asyncio.Future()
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+                if message["type"] == "http.response.body" and sent[0]["status"] == 200:
+                    begun.set()
+                    await reads.wait()
+
+            scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode()}
+            headers = {"query_string": b"", "root_path": "", "headers": [(b"host", b"localhost")]}
+            await api.app._asgi({**scope, **headers}, receive, send)
+            begun.set()
+            retry = dict(sent[0]["headers"]).get(b"retry-after", b"none")
+            return sent[0]["status"], retry if sent[0]["status"] == 429 else sent[-1]["body"]
+
+        readers = []
+        for _ in range(4):
+            begun = asyncio.Event()
+            readers.append(asyncio.create_task(read_slowly()))
+            await begun.wait()
+        reads.set()
+        replies = [await one for one in readers]
+        statuses = [status for status, _ in replies]
+        assert statuses[0] == 200 and set(statuses) == {200, 429} and statuses == sorted(statuses)
+        assert all(int(retry) >= 1 for status, retry in replies if status == 429)
+        assert (await read_slowly())[0] == 200, "the bytes are released at the end of each request"
+
+    run(default_model_path, tmp_path, work, max_buffered_answer_bytes=1_000_000)
+
+
+def test_background_responses_of_one_key_leave_places_for_the_others(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    async def work(api: Api) -> None:
+        one, two = Api(api.app, "one"), Api(api.app, "two")
+        ids = [(await one.create(input="x", background=True, **LONG))["id"] for _ in range(8)]
+        status, _, code, message = await one.error(input="x", background=True)
+        assert (status, code) == (429, "queue_full") and "8 requests run in the background, 8 of" in message
+        other = await two.create(input="x", background=True, **LONG)
+        for client, response_id in [*((one, each) for each in ids), (two, other["id"])]:
+            assert (await client.get(f"{response_id}/cancel", method="POST"))[0] == 200
+        assert (await one.ended((await one.create(input="x", background=True))["id"]))["output"]
+
+    keys = plain_keys(["one", "two"])
+    run(default_model_path, tmp_path, work, api_keys=keys, max_requests=10, max_context=1 << 17)
 
 
 def test_calls_of_the_stored_answer_need_their_results(default_model_path: Path, tmp_path: Path) -> None:

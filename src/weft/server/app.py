@@ -110,7 +110,7 @@ class ServerApp:
         self._active_requests = ActiveRequests(settings, engine, self._metrics, time.monotonic)
         folder = Path(settings.state_path).expanduser() if settings.state_path else home_directory() / "state"
         self.store = Store(folder, log.event)
-        self.tasks = Tasks(settings.max_requests)
+        self.tasks = Tasks(settings.max_requests, len(settings.api_keys))
         self.files = FileStore(self.store, settings.max_stored_bytes)
         self._batches = BatchRunner(self, self._metrics, log.event, lambda: self.is_draining)
 
@@ -209,7 +209,7 @@ class ServerApp:
         active = self._active_requests.begin(
             key, choices, record.id, record.given_id, is_idle_work=is_idle_work
         )
-        outcome: Outcome = ApiError.internal_error()  # unless the code below sets another
+        outcome: Outcome = ApiError.internal_error()  # for an unexpected exception; else it is replaced below
         is_owned_by_response = False
         try:
             await self._loop_turns.wait()

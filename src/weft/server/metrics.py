@@ -190,7 +190,7 @@ class ServerMetrics:
         self._generated_tokens.inc(num_tokens)
 
     def batch_lines(self, completed: int, failed: int) -> None:
-        """Records results of lines that were saved."""
+        """Records results of batch lines when they are saved."""
         for outcome, count in (("completed", completed), ("failed", failed)):
             self._batch_lines.labels(**self._labels, outcome=outcome).inc(count)
 

@@ -114,7 +114,7 @@ class ServerSettings:
     max_body_bytes: AtLeastOne = 16 << 20
     """Largest body of one request."""
     max_buffered_bytes: AtLeastOne = 256 << 20
-    """Limit for the bodies of all requests together. A body counts until its prompt is tokenised; what the response repeats or stores of it, until the end."""
+    """Limit for the bodies of all requests together. A body counts until its prompt is tokenised. The parts that the response repeats or stores count until the request ends."""
     max_answer_bytes: AtLeastOne = 64 << 20
     """Limit for the answers of one request in memory. For a stream only unsent bytes count."""
     max_buffered_answer_bytes: AtLeastOne = 256 << 20

@@ -22,8 +22,8 @@ class ToolCallStart:
     id: str
     name: str
     written: str = ""
-    """The text of the call before its arguments, as the model wrote it, with its marker and the white space before it. All its text so
-    far if the arguments were held back."""
+    """The text of the call up to its arguments, as the model wrote it: the white space before the call, the marker, the
+    name. If the arguments were held back, their text so far is included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +126,13 @@ class StreamTrimmer:
         return certain
 
     def flush(self) -> str:
-        """Returns the white space held back. For callers that must keep it after all."""
+        """Returns the white space held back, for callers that keep it."""
         held, self._held = self._held, ""
         return held
 
     def interrupt(self) -> str:
-        """A tool call interrupts the text. White space that was held back is part of the text only if there is text
-        before and after the call. Returns it for callers that write the call as text."""
+        """Called when a tool call interrupts the text. The white space held back is part of the text only if there is
+        text before and after the call. It is returned for callers that write the call as text."""
         self._is_started = False
         if self._is_empty:
             self._held = ""

@@ -114,7 +114,7 @@ class ChatTemplate:
         chat = [{"role": role, "content": "hello"} for role in ("system", "user")]
         probes = [self._probe(name, messages, [_PROBE_TOOL]) for messages in (chat[1:], chat)]
         rendered = [text for text in probes if text is not None]
-        # If the template rejects both probes, nothing is known: pass tools on, and let it reject them.
+        # If the template rejects both probes, nothing is known. Then it gets the tools: its error reaches the client.
         return not rendered or any(_PROBE in text for text in rendered)
 
     @cached_property

@@ -22,7 +22,7 @@ def custom_arguments(text: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """The input of a call. `arguments` may be cut, or have another form than they should."""
+    """The input of a call. `arguments` may be incomplete, or not the object that the function asks for."""
     try:
         value = json.loads(arguments, strict=False)
     except (ValueError, RecursionError):
@@ -34,7 +34,7 @@ def custom_input(arguments: str) -> str:
 
 
 def _cut_input(arguments: str) -> str:
-    """The input as far as it goes: the string after `"input":`, without an escape that was cut."""
+    """The input so far, from incomplete arguments: the string after `"input":`, without an incomplete escape at its end."""
     _, found, rest = arguments.partition(f'"{INPUT}"')
     _, found, rest = rest.partition('"')
     if not found:

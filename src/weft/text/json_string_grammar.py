@@ -25,7 +25,7 @@ _SPECIAL = {chr(code): json.dumps(chr(code))[1:-1] for code in (*range(0x20), or
 _PATTERNS = {character: re.escape(escape) for character, escape in _SPECIAL.items()}
 _SAFE = r'[^"\\\x00-\x1f]'
 _NAME = re.compile(r"_?[A-Z][_A-Z0-9]*")
-"""The name of a terminal, or its place in a rule."""
+"""The name of a terminal."""
 _CATEGORIES = {
     parts.CATEGORY_DIGIT: r"\d",
     parts.CATEGORY_NOT_DIGIT: r"\D",
@@ -57,11 +57,11 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _COUNT = re.compile(r"\s*\d")
-"""What follows the `~` of a repetition."""
+"""The count after the `~` of a repetition."""
 _NOT_REWRITTEN = frozenset(
     ("<", "@", "%json", "%lark", "%regex", "%llguidance", "%override", "%declare", "%ignore", "&")
 )
-"""Syntax of llguidance that `NotRewritableError` is raised for."""
+"""Syntax of llguidance that is not rewritten: it raises NotRewritableError."""
 _COMMON = {
     "LF": r"\n",
     "CR": r"\r",
@@ -106,8 +106,8 @@ def _tokens(lark: str) -> Iterator[str]:
 
 
 def _bounded(pieces: Iterable[str]) -> list[str]:
-    """The pieces. Raises if they are too long: a dot becomes 280 characters, and a repetition may write twice what it
-    repeats, so nested ones could write any number."""
+    """The pieces of the rewritten grammar. Raises if they are too long together. A dot becomes 280 characters. A
+    repetition may write its content twice, so the length doubles with each level of nesting."""
     found, length = [], 0
     for piece in pieces:
         found.append(piece)
@@ -186,7 +186,7 @@ def _sequence(tree: Sequence[Any], flags: int) -> str:
 
 
 def _pieces(tree: Sequence[Any], flags: int) -> Iterator[str]:
-    """What the parts of a regular expression become. Neighbouring characters are one string."""
+    """Rewrites the parts of a regular expression. Neighbouring characters become one string."""
     is_any_case = bool(flags & re.IGNORECASE)
     text = ""
     for kind, value in tree:
@@ -222,7 +222,7 @@ def _repeated(least: int, most: Any, inner: Sequence[Any], flags: int) -> str:
     one = _sequence(inner, flags) if items is None else _one_of(items, flags)
     if most is not parts.MAXREPEAT:
         return f"({one}){{{least},{most}}}"
-    # Many characters of a class are one terminal, up to the next escape. It takes far fewer steps of the parser.
+    # A run of characters up to the next escape is one terminal: one terminal per character needs far more parser steps.
     many = one if items is None else _one_of(items, flags, is_run=True)
     first = f"({one}){{{least - 1}}} " if least > 1 else ""
     return f"{first}({many}){'+' if least else '*'}"
@@ -240,7 +240,8 @@ def _class_items(kind: Any, value: Any, flags: int) -> Sequence[Any] | None:
 
 
 def _one_of(items: Sequence[Any], flags: int, *, is_run: bool = False) -> str:
-    """One character of a class: one that JSON leaves as it is (with `is_run`: one or more), or an escape."""
+    """An expression for one character of a class: a character that JSON does not escape, or an escape. With `is_run`,
+    one or more characters that JSON does not escape."""
     is_negated = items[0][0] is parts.NEGATE
     inside = items[1:] if is_negated else items
     written = "".join(_in_class(inside))
@@ -275,7 +276,7 @@ def _in_class(items: Sequence[Any]) -> Iterator[str]:
 
 
 def _special(kind: Any, value: Any) -> Iterable[str]:
-    """The characters of a part of a class that JSON escapes."""
+    """The characters that JSON escapes, of those in this part of a class."""
     if kind is parts.LITERAL:
         return (chr(value),)
     if kind is parts.RANGE:

@@ -21,7 +21,8 @@ from weft.text.answer_parts import (
 from weft.text.tool_formats import ToolFormat
 
 _LONGEST_HELD = 1 << 14
-"""Most characters held back. A call is held back up to its arguments, because its text may turn out to be content."""
+"""At most this many characters are held back. A call is held back up to its arguments, because its text may turn out to
+be content."""
 _SPACE = re.compile(r"\s*")
 _STRING_END = re.compile(r'["\\]')
 _BRACKET_OR_STRING = re.compile(r'["{}\[\]]')

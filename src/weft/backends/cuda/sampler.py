@@ -122,9 +122,9 @@ class DeviceSampler:
         self._counters = device.zeros(max_sampled, dtype=torch.int32)
         sizes = self._cut = _INTERPRETED if INTERPRETED.value else _ON_CARD
         self._survey_pieces = ceil_divide(vocabulary_size, sizes.group * sizes.groups_of_piece)
-        # The second list is longer: it has the tokens above a lower score. That score is chosen so that the best tokens
-        # of this many groups are in the list. If likely tokens are spread evenly over the vocabulary, the list has
-        # about 1/14 of all tokens.
+        # A second list, with a lower threshold, is made if the first one lacks tokens. Its threshold is the highest
+        # that the best tokens of this many groups reach. If likely tokens are spread evenly over the vocabulary, the
+        # list has about 1/14 of all tokens.
         self._most_groups = vocabulary_size // sizes.group * 127 // 128
         self._groups = self._survey_pieces * sizes.groups_of_piece
         self._maxima = device.empty(max_sampled, self._groups, dtype=torch.float32)

@@ -300,7 +300,7 @@ def padded_rows(rows: int) -> int:
     return ceil_divide(rows, step) * step
 
 
-# pairs: up to the first number of rows, they are padded to a multiple of the second number
+# (most rows, multiple): up to so many rows, the number of rows is padded to this multiple
 _PADDED_TO = ((16, 8), (64, 16), (256, 32), (1024, 64), (4096, 128), (1 << 31, 256))
 
 

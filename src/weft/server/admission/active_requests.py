@@ -15,7 +15,7 @@ from weft.request import GenerationResult, InferenceRequest, RequestId
 from weft.server.admission.completion_rate import CompletionRate
 from weft.server.admission.fairness import AnswerJob, FairGate, GateTicket
 from weft.server.admission.keys import ApiKey
-from weft.server.admission.limits import KeyLimits
+from weft.server.admission.limits import KeyLimits, has_room
 from weft.server.errors import ApiError
 from weft.server.metrics import ServerMetrics
 from weft.server.settings import ServerSettings
@@ -28,9 +28,6 @@ Outcome = list[GenerationResult] | ApiError | None
 _DEFAULT_ANSWER_TOKENS = 512
 """Tokens that an answer without max_tokens reserves from the rate limit of its key. When the request ends, the tokens
 that it used replace the reservation."""
-_MAX_OPEN_PER_FREE = 4
-"""With several keys, a key may have at most this many active requests for each further request that the server can
-accept. So a key that sends very many requests leaves a fifth of `max_requests` to the other keys."""
 _GRACE_SECONDS = 1.0
 """The engine enforces deadlines. The server ends a request this much later if the engine did not."""
 _WAKE_EVERY = 64
@@ -145,7 +142,8 @@ class ActiveRequests:
         )
         engine.on_progress = self._gate.release_answers
         self._open: dict[ActiveRequest, None] = {}
-        """Not by id: a background request has the id of the request that began it, which may end after its begin."""
+        """Not a dict by id: a background request has the same id as the request that created it, and both may be
+        active for a moment."""
         self._num_of_clients = 0
         """Active requests that are not idle work."""
         self._idle_answers = IdleAnswers()
@@ -174,9 +172,8 @@ class ActiveRequests:
     def check_capacity(self, key: ApiKey | None) -> None:
         """Raises a 429 if one more request of `key` does not fit. Called before a body is read."""
         max_requests = self._settings.max_requests
-        free = max_requests - self._num_of_clients
         num_own = self._limits[key.name].num_open if key else 0
-        if free > 0 and (len(self._limits) < 2 or num_own < _MAX_OPEN_PER_FREE * free):
+        if has_room(num_own, max_requests - self._num_of_clients, len(self._limits)):
             return
         of_key = f", {num_own} of them with the key {key.name!r}" if key else ""
         raise ApiError(
@@ -360,8 +357,8 @@ class ActiveRequests:
             ) from None
 
     def _add_idle_answers(self, active: ActiveRequest, count: int) -> None:
-        """Counts answers of idle work. Raises a 429 if the engine has more than one batch of them: they would fill its
-        queue. A single request always fits."""
+        """Counts answers of idle work. Raises a 429 if the engine would have more of them than one step can run:
+        they would only fill its queue. If the engine has none, any number is accepted."""
         max_answers = self._settings.engine.scheduler.max_running
         num_answers = self._idle_answers.num_answers
         if num_answers and num_answers + count > max_answers:
@@ -369,7 +366,7 @@ class ActiveRequests:
             raise ApiError(429, message, code="idle_work_full")
         active.idle_answers.num_answers = count
         self._idle_answers.num_answers += count
-        # Not a reference to the request, which refers to its choices: that would be a reference cycle.
+        # Passes `idle_answers` and not the request: the request refers to its choices, which would be a reference cycle.
         active.choices.on_answer_end = partial(self._idle_answer_ended, active.idle_answers)
 
     def _idle_answer_ended(self, own: IdleAnswers, num_tokens: int) -> None:

@@ -70,8 +70,8 @@ class ApiKey:
 
     @property
     def owner(self) -> str:
-        """The owner of what its requests store. The name of a plain key depends on its place among the keys: when a key
-        is removed, the next one gets the name, and must not get the files."""
+        """The owner of what its requests store. A plain key is named after its position among the keys. When a key is
+        removed, the next one gets its name, but must not get its files: their owner is the digest of the secret."""
         return f"sha256:{self.key_sha256[:32]}" if self.is_plain else self.name
 
     def salt_for(self, requested: str) -> str:

@@ -7,6 +7,14 @@ from weft.server.admission.keys import ApiKey
 from weft.server.errors import ApiError
 
 _SECONDS = 60.0
+_MAX_OWN_PER_FREE = 4
+"""With several keys, a key may have at most this many requests for each further one that the server can accept. So a key
+that sends very many leaves a fifth of all places to the other keys."""
+
+
+def has_room(num_own: int, num_free: int, num_keys: int) -> bool:
+    """Whether a key with `num_own` of the places may take another one."""
+    return num_free > 0 and (num_keys < 2 or num_own < _MAX_OWN_PER_FREE * num_free)
 
 
 class Bucket:

@@ -115,7 +115,7 @@ class AnswerWriter(ABC):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the request that the writer keeps until the end. They count as the body did."""
+        """Bytes of the request that the writer keeps until the end. They count against the budget for bodies."""
         return 0
 
     async def start(self, caller: Caller) -> bytes | None:
@@ -289,6 +289,6 @@ class AnswerFormat(ABC, Generic[B]):
 
 
 def around_text(content: bytes) -> tuple[bytes, bytes]:
-    """Splits JSON around its last string, which is empty. So an event with another text needs no encoding of the rest."""
+    """Splits JSON at its last string, which is empty. For each event, only the text between the halves is encoded."""
     split = content.rindex(b'""')
     return content[:split], content[split + 2 :]

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from weft.server.api import schema
 from weft.server.api.answer_format import Operation
 from weft.server.api.files import MAX_SECONDS, MIN_SECONDS, check_seconds, not_found
-from weft.server.api.listing import Page, owner_of, page_parameters, page_query, page_response
+from weft.server.api.listing import Page, counted_list, owner_of, page_parameters, page_query, page_response
 from weft.server.api.response_shapes import Shape
 from weft.server.api.services import Services
 from weft.server.errors import ApiError, json_response, refusal, warning_header
@@ -134,7 +134,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "Newest first. The default limit is 20.",
         "Batches",
         BatchList,
-        errors=(400, 404, 503),
+        errors=(400, 404, 413, 429, 503),
         query=page_parameters(100),
     ),
     ("get", "/v1/batches/{id}"): Operation(
@@ -206,7 +206,7 @@ class _Batches:
     async def list(self, request: Request) -> Response:
         query, owner = page_query(request, default_limit=20, max_limit=100), owner_of(request)
         found = await self._store.run(lambda connection: rows.read_batches(connection, owner, query))
-        return json_response(page_response(found, query, described))
+        return counted_list(request, page_response(found, query, described))
 
     async def describe(self, request: Request) -> Response:
         owner, batch_id = owner_of(request), request.path_params["id"]

@@ -239,7 +239,8 @@ class ChatWriter(OpenAIWriter):
         return {"message": self._message(answer)}
 
     def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """The deltas of a piece. The input of a custom tool is one delta: it is a string inside of JSON."""
+        """The deltas of a piece. The input of a custom tool is sent as one delta when the call is complete: the model
+        writes it as a string inside JSON, which is decoded as a whole."""
         index = piece.choice.index
         for delta in piece.deltas or ():
             if isinstance(delta, ToolCallArguments):

@@ -77,7 +77,7 @@ def sampling_of(api_request: ChatRequest) -> dict[str, Any]:
 
 
 def check_words(api_request: ChatRequest) -> None:
-    """Refuses values of fields that have a list of allowed words."""
+    """Raises ApiError if a field that accepts only certain words has another value."""
     for name, given, allowed in (
         ("reasoning_effort", api_request.reasoning_effort, EFFORTS),
         ("verbosity", api_request.verbosity, ("low", "medium", "high")),

@@ -34,7 +34,7 @@ def chat_tools(
 
 
 def custom_names(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """The names of the custom tools. The tools are valid."""
+    """The names of the custom tools. The tools must be valid."""
     return frozenset(tool["custom"]["name"] for tool in tools if tool["type"] == "custom")
 
 

@@ -14,7 +14,7 @@ from weft.text.json_string_grammar import NotRewritableError, in_json_string
 
 
 def listed_tools(tools: Iterable[FunctionTool]) -> list[FunctionTool]:
-    """The tools, as long as their grammars are not too long together. Each one may take long to rewrite."""
+    """The tools as a list. Raises ApiError if their grammars together are too long: rewriting them takes time."""
     found: list[FunctionTool] = []
     length = 0
     for tool in tools:
@@ -36,7 +36,7 @@ def custom_tool(name: Any, description: Any, form: Any, where: str) -> FunctionT
 def _with_grammar(tool: FunctionTool, form: Any) -> FunctionTool:
     where = f"{tool.where}.format"
     kind = form.get("type") if isinstance(form, Mapping) else None
-    # Chat completions have the grammar in an object of its own, the Responses API has its fields beside the type.
+    # In chat completions the grammar is an object inside `format`. In the Responses API its fields are in `format`.
     given = form.get("grammar", form) if isinstance(form, Mapping) else None
     given = given if isinstance(given, Mapping) else {}
     definition, syntax = given.get("definition"), given.get("syntax")

@@ -16,7 +16,15 @@ from starlette.routing import Route
 
 from weft.errors import WeftError
 from weft.server.api.answer_format import Operation
-from weft.server.api.listing import Page, checked_number, owner_of, page_parameters, page_query, page_response
+from weft.server.api.listing import (
+    Page,
+    checked_number,
+    counted_list,
+    owner_of,
+    page_parameters,
+    page_query,
+    page_response,
+)
 from weft.server.api.response_shapes import Shape
 from weft.server.api.services import Services
 from weft.server.errors import ApiError, json_response, refusal
@@ -26,14 +34,15 @@ from weft.server.state.files import StoredFile
 
 PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
 _BATCH_SECONDS = 30 * 86400
-"""Lifetime of the input file of a batch, if the upload names none. Other files have no end."""
+"""Default lifetime of the input file of a batch. Other files do not expire by default."""
 _RANGE = re.compile(r"bytes=(?=.*[0-9])([0-9]{0,18})-([0-9]{0,18})")
 MIN_SECONDS, MAX_SECONDS = 3600, 30 * 86400
 """Lifetimes that a client may choose."""
 _MAX_UPLOADS = 16
-"""Uploads at a time. Each holds up to two megabytes in memory."""
+"""Limit for concurrent uploads. Each holds up to two megabytes in memory."""
 _MAX_UPLOADS_OF_KEY = 4
-"""Of one of several keys. An upload may take hours, so one key could keep all places."""
+"""Limit for the concurrent uploads of one key, if there are several keys. Uploads may take hours, so one key could
+otherwise keep the others from uploading."""
 
 
 class File(Shape):
@@ -103,7 +112,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "Newest first. The default limit is 10000.",
         "Files",
         FileList,
-        errors=(400, 404, 503),
+        errors=(400, 404, 413, 429, 503),
         query={
             "purpose": {"type": "string", "description": "Only files with this purpose."},
             **page_parameters(10_000),
@@ -139,7 +148,7 @@ class _Files:
         self._services = services
         self._files = services.files
         self._uploads = Counter[str]()
-        """By owner."""
+        """Owner -> its concurrent uploads."""
         has_keys = len(services.settings.api_keys) > 1
         self._most_own = _MAX_UPLOADS_OF_KEY if has_keys else _MAX_UPLOADS
 
@@ -188,7 +197,7 @@ class _Files:
     async def list(self, request: Request) -> Response:
         query = page_query(request, default_limit=10_000, max_limit=10_000)
         found = await self._files.page(owner_of(request), request.query_params.get("purpose"), query)
-        return json_response(page_response(found, query, described))
+        return counted_list(request, page_response(found, query, described))
 
     async def describe(self, request: Request) -> Response:
         return json_response(described(await self._find(request)))

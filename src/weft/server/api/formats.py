@@ -16,6 +16,7 @@ from weft.server.api.ollama_chat import OllamaChatFormat
 from weft.server.api.ollama_generate import OllamaGenerateFormat
 from weft.server.api.services import Services
 from weft.server.errors import ApiError
+from weft.server.page import routes as page
 
 Formats = Mapping[str, AnswerFormat[Any]]
 """By path."""
@@ -37,7 +38,7 @@ FORMATS: Formats = {
 
 
 class OtherRoutes(Protocol):
-    """The routes of one API that do not generate. Its module has both members."""
+    """The routes of one API that do not generate. A module implements this protocol."""
 
     @property
     def OPERATIONS(self) -> Mapping[tuple[str, str], Operation]:
@@ -47,7 +48,7 @@ class OtherRoutes(Protocol):
     def routes(self, services: Services) -> Sequence[Route]: ...
 
 
-OTHER_ROUTES: Sequence[OtherRoutes] = (models, responses_routes, files, batches, ollama_models)
+OTHER_ROUTES: Sequence[OtherRoutes] = (models, responses_routes, files, batches, ollama_models, page)
 
 
 def error_writer(formats: Formats, path: str, headers: Mapping[bytes, bytes]) -> ErrorWriter | None:

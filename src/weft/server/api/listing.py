@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
+import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
 from weft.server.api.response_shapes import Shape
 from weft.server.api.services import owner_of_key
 from weft.server.errors import ApiError, refusal
-from weft.server.http.scope import KEY
+from weft.server.http.byte_budget import RequestBytes
+from weft.server.http.scope import ANSWER, KEY
 from weft.server.state.paging import PageQuery
+from weft.server.stream.whole_answer import PartsResponse
 
 T = TypeVar("T")
 
@@ -28,6 +33,24 @@ class Page(Shape):
 def owner_of(request: Request) -> str:
     """The owner of what the request makes, and the only owner whose objects it sees."""
     return owner_of_key(request.scope[KEY])
+
+
+def count_bytes(request: Request, num_bytes: int) -> None:
+    """Counts what was read from the store against the budget for answers, like an answer that is generated. Raises an
+    ApiError if there is too much."""
+    answer_bytes: RequestBytes = request.scope[ANSWER]
+    answer_bytes.add(num_bytes)
+
+
+def counted_response(request: Request, content: bytes) -> Response:
+    """JSON that may have megabytes. Its bytes count until the client has read them."""
+    answer_bytes: RequestBytes = request.scope[ANSWER]
+    answer_bytes.keep(len(content))
+    return PartsResponse(deque([content]), answer_bytes, {})
+
+
+def counted_list(request: Request, content: Any) -> Response:
+    return counted_response(request, msgspec.json.encode(content))
 
 
 def checked_number(text: str, param: str, least: int, most: int) -> int:
@@ -49,13 +72,13 @@ def page_query(request: Request, *, default_limit: int, max_limit: int) -> PageQ
 
 
 def page_parameters(max_limit: int) -> dict[str, dict[str, Any]]:
-    """What `page_query` reads, for the OpenAPI document."""
+    """The parameters that `page_query` reads, as JSON schemas for the OpenAPI document."""
     return {
         "limit": {
             "type": "integer",
             "minimum": 1,
             "maximum": max_limit,
-            "description": "The most objects of a page.",
+            "description": "Maximum number of objects on a page.",
         },
         "order": {
             "type": "string",

@@ -23,7 +23,7 @@ class TokenLogprob(Shape):
 
 
 def logprob_entry(token: int, logprobs: TokenLogprobs, token_bytes: Callable[[int], bytes]) -> dict[str, Any]:
-    """`token_bytes` is that of the tokenizer."""
+    """The logprobs of one token. `token_bytes` is the method of the tokenizer."""
     return {
         **_entry(token, logprobs.logprob, token_bytes),
         "top_logprobs": [_entry(*other, token_bytes) for other in logprobs.top],

@@ -82,7 +82,7 @@ class _Reader:
                     self._add(Thought(text))
             elif kind == "tool_use":
                 self._call(block, place)
-            elif kind != "redacted_thinking":  # only its author can read it
+            elif kind != "redacted_thinking":  # encrypted: weft cannot read it
                 for text in _texts_of(block, place):
                     self._say("assistant", text)
 
@@ -158,7 +158,7 @@ def _without_billing_header(text: str) -> str:
 
 
 def _blocks(content: Any, where: str) -> Iterator[tuple[Any, str]]:
-    """The blocks of a content, with their paths in the body. A string is one block."""
+    """The blocks of a message's content, with their paths in the body. A string is one block."""
     if isinstance(content, str):
         yield content, where
         return
@@ -188,12 +188,20 @@ def _texts_of(block: Any, where: str) -> list[str]:
         return _document(block, where)
     if kind == "search_result":
         titles = [one for name in ("title", "source") if isinstance(one := block.get(name), str)]
-        return [*titles, *_texts(block.get("content"), f"{where}.content")]
+        return [*titles, *_inner_texts(block.get("content"), f"{where}.content")]
     if kind == "tool_reference":
         return [_string(block, "tool_name", where)]
     known = _REFUSED_BLOCKS.get(kind) if isinstance(kind, str) else None
     reason = known or "allowed here: text, document, search_result"
     raise refusal(f"{where} has the type {quoted(kind)}: {reason}", "messages")
+
+
+def _inner_texts(content: Any, where: str) -> list[str]:
+    """The texts of a document or a search result. It has text blocks only, so blocks cannot be nested without end."""
+    for block, place in _blocks(content, where):
+        if isinstance(block, Mapping) and block.get("type") in ("document", "search_result"):
+            raise refusal(f"{place} has the type {quoted(block['type'])}: allowed here: text", "messages")
+    return _texts(content, where)
 
 
 def _document(block: Mapping[str, Any], where: str) -> list[str]:
@@ -203,7 +211,7 @@ def _document(block: Mapping[str, Any], where: str) -> list[str]:
     if isinstance(source, Mapping) and kind == "text":
         return [*titles, _string(source, "data", f"{where}.source")]
     if isinstance(source, Mapping) and kind == "content":
-        return [*titles, *_texts(source.get("content"), f"{where}.source.content")]
+        return [*titles, *_inner_texts(source.get("content"), f"{where}.source.content")]
     raise refusal(f"{where}.source has the type {quoted(kind)}: {_REFUSED_BLOCKS['document']}", "messages")
 
 

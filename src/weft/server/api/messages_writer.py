@@ -325,7 +325,7 @@ def _block(part: Content | Reasoning | ParsedCall) -> dict[str, Any]:
         return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}
     if isinstance(part, ParsedCall) and (arguments := _arguments(part)) is not None:
         return {"type": "tool_use", "id": _call_id(part.id), "name": part.name, "input": arguments}
-    # A client would run an incomplete call with a wrong input. As text nothing is lost, and nothing is run.
+    # An incomplete call becomes text: the client would run a call with wrong input.
     return {"type": "text", "text": part.text}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -157,7 +158,7 @@ class OllamaChatFormat(OllamaFormat[OllamaChatRequest]):
             ToolChoice(),
             None,
         )
-        conversation = Conversation(_items(given), template_options=template_options(api_request, model))
+        conversation = Conversation(items_of(given), template_options=template_options(api_request, model))
         return parsed_request(api_request, conversation, model, tools=tools)
 
     def writer(self, api_request: OllamaChatRequest, context: AnswerContext) -> AnswerWriter:
@@ -191,16 +192,16 @@ def _tool(tool: dict[str, Any], where: str) -> FunctionTool:
     )
 
 
-def _items(messages: Sequence[GivenMessage]) -> list[Item]:
+def items_of(messages: Sequence[GivenMessage]) -> list[Item]:
     """Calls and results may leave out their ids. Templates of some models need them. A call gets an id from its
     position. A result gets the id of the first call of its tool that has no result yet."""
     items: list[Item] = []
-    open_calls: list[ToolCall] = []
+    open_calls = _OpenCalls()
     for index, message in enumerate(messages):
         refuse_images(message.images, f"messages[{index}].images")
         if message.role == "tool":
             name = {} if message.tool_name is None else {"name": message.tool_name}
-            call_id = message.tool_call_id or _answered_id(message.tool_name, open_calls)
+            call_id = message.tool_call_id or open_calls.take(message.tool_name)
             items.append(ToolResult(call_id, message.content or "", name))
             continue
         if message.role == "assistant" and message.thinking:
@@ -209,15 +210,32 @@ def _items(messages: Sequence[GivenMessage]) -> list[Item]:
         items.append(Message(message.role, None if calls and not message.content else message.content or ""))
         for number, call in enumerate(calls):
             arguments = msgspec.json.encode(call.function.arguments or {}).decode()
-            call_id = call.id or f"call_{index}_{number}"
-            open_calls.append(ToolCall(call_id, call.function.name, arguments))
-            items.append(open_calls[-1])
+            given = ToolCall(call.id or f"call_{index}_{number}", call.function.name, arguments)
+            open_calls.add(given)
+            items.append(given)
     return items
 
 
-def _answered_id(tool_name: str | None, open_calls: list[ToolCall]) -> str | None:
-    """The id of the call that a result belongs to. Removes the call from `open_calls`."""
-    for index, call in enumerate(open_calls):
-        if tool_name is None or call.name == tool_name:
-            return open_calls.pop(index).id
-    return None
+class _OpenCalls:
+    """The calls without a result. Each is visited at most twice: a body may have thousands of calls and results."""
+
+    def __init__(self) -> None:
+        self._ids: dict[int, str | None] = {}
+        """By position in the conversation."""
+        self._positions: dict[str | None, deque[int]] = {None: deque()}
+        """By tool, and None for all, in order. A position that is not in `_ids` any more is skipped."""
+        self._count = 0
+
+    def add(self, call: ToolCall) -> None:
+        self._ids[self._count] = call.id
+        for name in (None, call.name):
+            self._positions.setdefault(name, deque()).append(self._count)
+        self._count += 1
+
+    def take(self, tool_name: str | None) -> str | None:
+        """The id of the call that a result belongs to. None if there is no such call."""
+        positions = self._positions.get(tool_name)
+        while positions:
+            if (position := positions.popleft()) in self._ids:
+                return self._ids.pop(position)
+        return None

@@ -13,9 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from weft.errors import ModelFileError
@@ -33,7 +32,7 @@ from weft.server.api.services import Services
 from weft.server.errors import ApiError, json_response, refusal, warning_header
 from weft.server.http.bodies import read_body
 from weft.server.http.loopback import is_loopback
-from weft.server.http.scope import KEY, OLLAMA_PORT
+from weft.server.http.scope import KEY
 from weft.server.stream.events import unless_disconnected
 from weft.text.infill import can_infill
 
@@ -242,7 +241,6 @@ class _OllamaModels:
     def routes(self) -> list[Route]:
         post, get = ["POST"], ["GET"]
         return [
-            Route("/", self._root, methods=get, include_in_schema=False),
             Route("/api/tags", self._tags, methods=get),
             Route("/api/ps", self._ps, methods=get),
             Route("/api/version", self._version, methods=get),
@@ -259,12 +257,6 @@ class _OllamaModels:
         if self._known is None:
             self._known = await asyncio.to_thread(_facts, self._served)
         return self._known
-
-    async def _root(self, request: Request) -> Response:
-        """Ollama's clients request `/` to see whether the server runs. The main port has no such route."""
-        if not request.scope.get(OLLAMA_PORT):
-            raise HTTPException(404)
-        return PlainTextResponse("Ollama is running")
 
     async def _version(self, request: Request) -> Response:
         return json_response({"version": _VERSION})

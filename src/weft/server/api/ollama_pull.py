@@ -33,7 +33,7 @@ class _Cancelled(BaseException):
 
 
 def fetchable_name(name: str) -> str | None:
-    """weft's name of a model that it can fetch, or None."""
+    """The name under which weft fetches the model. None: weft cannot fetch it."""
     if name.removesuffix(":latest") == "default":
         return "default"
     for prefix in _HUB_PREFIXES:
@@ -43,7 +43,7 @@ def fetchable_name(name: str) -> str | None:
 
 
 class ModelWork:
-    """One pull or removal. Its thread reports progress, and the event loop takes it."""
+    """One pull or removal. It runs in a thread, which reports progress to the event loop."""
 
     def __init__(self, work: Callable[[Progress], object], on_end: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -51,7 +51,8 @@ class ModelWork:
         self._on_end = on_end
         self._is_cancelled = False
         self._pending: dict[str, PullProgress] = {}
-        """The newest progress of each stage that was not taken. So it stays small if the client reads slowly."""
+        """Stage -> its newest progress that is not sent yet. Newer progress replaces older, so a client that reads
+        slowly costs little memory."""
         self._has_news = asyncio.Event()
         self._is_over = False
         self._error: Exception | None = None
@@ -98,7 +99,7 @@ class ModelWork:
             pass
         except Exception as failure:
             error = failure
-        with suppress(RuntimeError):  # the server has ended
+        with suppress(RuntimeError):  # the server has closed its event loop
             self._loop.call_soon_threadsafe(self._end, error)
 
     def _progress(self, progress: PullProgress) -> None:
@@ -155,8 +156,8 @@ class ModelStore:
         remove(name, progress)
 
     async def lines(self, work: ModelWork, name: str) -> AsyncIterator[dict[str, Any]]:
-        """The progress of a pull. The last line is success or an error. The last progress is repeated while there is
-        no other, so that the client does not give up."""
+        """The progress of a pull, as lines. The last line is success or an error. While there is no new progress, the
+        previous line is repeated, so that the client does not give up."""
         last: dict[str, Any] = {"status": _STATUSES["find"]}
         yield last
         try:

@@ -73,7 +73,8 @@ class OllamaWriter(AnswerWriter):
 
     @abstractmethod
     def message(self, text: str, thought: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The fields of a line or an answer for its content. The text is the last string."""
+        """The fields of a line, or of a whole answer, that have its content. In their JSON, the last string must be
+        `text`: see `around_text`."""
 
     # ------------------------------------------------------------------ a stream
 
@@ -206,7 +207,7 @@ def _written_call(call: ParsedCall, index: int) -> dict[str, Any] | str:
         is_object = False
     if not is_object:
         return call.text
-    # As the model wrote them, on one line: JSON has line breaks only between values.
+    # The arguments stay as the model wrote them, but on one line. In JSON, line breaks stand only between values.
     arguments = msgspec.Raw(call.arguments.replace("\n", " ").replace("\r", " ").encode())
     return {"id": call.id, "function": {"index": index, "name": call.name, "arguments": arguments}}
 

@@ -39,7 +39,7 @@ _STOPPED = "the server stopped before the response was complete; send the reques
 async def begin_background(caller: Caller, row: table.StoredResponse) -> None:
     """Stores a queued response, and starts its task."""
     services, store = caller.services, caller.services.store
-    services.tasks.check_capacity()
+    services.tasks.check_capacity(caller.owner)
     row = dataclasses.replace(row, worker=store.worker.name)
 
     def add(connection: Any) -> None:
@@ -47,7 +47,7 @@ async def begin_background(caller: Caller, row: table.StoredResponse) -> None:
         table.insert(connection, row, caller.owner, store.wall_clock(), table.keeping(services.settings))
 
     await store.run(add)
-    services.tasks.start(row.id, _run(caller, row.id))
+    services.tasks.start(row.id, caller.owner, _run(caller, row.id))
 
 
 async def take_over(caller: Caller, response_id: str) -> float:
@@ -66,8 +66,8 @@ async def take_over(caller: Caller, response_id: str) -> float:
 
 
 async def read_state(services: Services, response_id: str, owner: str) -> table.StoredResponse | None:
-    """A stored response. One whose worker has ended becomes `failed`. So does one whose task could not store its end,
-    because the disk was full for example."""
+    """A stored response. It is changed to `failed` if its worker has ended, or if its task has ended without storing
+    the result, for example because the disk was full."""
     store = services.store
     is_own_task = response_id in services.tasks
 

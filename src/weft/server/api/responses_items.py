@@ -74,7 +74,7 @@ def check_items(items: Any) -> list[Mapping[str, Any]]:
 
 
 def ignored_items(items: Any) -> list[str]:
-    """The types of the items that are left out."""
+    """The types of the items in a request that weft leaves out."""
     kinds = (
         (item.get("type") for item in items if isinstance(item, Mapping)) if isinstance(items, list) else ()
     )
@@ -93,8 +93,8 @@ def referenced_ids(items: Iterable[Mapping[str, Any]]) -> list[str]:
 def with_references(
     items: Iterable[Mapping[str, Any]], found: Mapping[str, Mapping[str, Any]], max_bytes: int
 ) -> tuple[list[Mapping[str, Any]], int]:
-    """The items with those of `found` in place of references, and the bytes of these. An item counts each time that it
-    is referenced: a short body may refer to a long item thousands of times."""
+    """Replaces references by the items that they refer to, from `found`. Also returns the bytes of all inserted items.
+    An item counts for each reference to it: a short body may refer to a long item thousands of times."""
     sizes: dict[str, int] = {}
     resolved = []
     num_bytes = 0
@@ -121,7 +121,7 @@ def conversation_items(items: Sequence[Mapping[str, Any]], where: str = "input")
 
 
 def without_lost_calls(items: Sequence[Item]) -> list[Item]:
-    """The items without results of calls that are not there."""
+    """The items without tool results that belong to none of the calls in them."""
     calls = {item.id for item in items if isinstance(item, ToolCall)}
     return [item for item in items if not isinstance(item, ToolResult) or item.call_id in calls]
 

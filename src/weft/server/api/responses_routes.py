@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -16,7 +15,14 @@ from starlette.routing import Route
 
 from weft.server.api import responses_background as background
 from weft.server.api.answer_format import Operation
-from weft.server.api.listing import list_object, owner_of, page_parameters, page_query
+from weft.server.api.listing import (
+    count_bytes,
+    counted_response,
+    list_object,
+    owner_of,
+    page_parameters,
+    page_query,
+)
 from weft.server.api.responses_shapes import DeletedResponse, InputItems, ResponseObject
 from weft.server.api.services import Services
 from weft.server.errors import ApiError, json_response, refusal
@@ -33,7 +39,7 @@ OPERATIONS = {
         "cancelled.",
         "Stored responses",
         ResponseObject,
-        errors=(400, 404),
+        errors=(400, 404, 413, 429),
     ),
     ("delete", _ONE): Operation(
         "Delete a response",
@@ -47,14 +53,14 @@ OPERATIONS = {
         "One that has ended stays as it is.",
         "Stored responses",
         ResponseObject,
-        errors=(400, 404),
+        errors=(400, 404, 413, 429),
     ),
     ("get", f"{_ONE}/input_items"): Operation(
         "List the input items of a response",
         "The default limit is 20.",
         "Stored responses",
         InputItems,
-        errors=(400, 404),
+        errors=(400, 404, 413, 429),
         query=page_parameters(_MOST_ITEMS),
     ),
 }
@@ -80,7 +86,7 @@ def routes(services: Services) -> Sequence[Route]:
 async def _read(services: Services, request: Request, owner: str) -> Response:
     if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
         raise refusal("stored responses cannot be streamed; leave stream out of the query", "stream")
-    return _response(await _found(services, request, owner))
+    return counted_response(request, (await _found(services, request, owner)).response)
 
 
 async def _delete(services: Services, request: Request, owner: str) -> Response:
@@ -103,17 +109,17 @@ async def _cancel(services: Services, request: Request, owner: str) -> Response:
     cancelled = await background.cancel(services, row.id, owner)
     if cancelled is None:
         raise _not_found(row.id)
-    return _response(cancelled)
+    return counted_response(request, cancelled.response)
 
 
 async def _input_items(services: Services, request: Request, owner: str) -> Response:
     query = page_query(request, default_limit=20, max_limit=_MOST_ITEMS)
     row = await _found(services, request, owner)
     # In a thread: the items may have megabytes.
-    return json_response(await asyncio.to_thread(_page, row.input, query))
+    return counted_response(request, await asyncio.to_thread(_page, row.input, query))
 
 
-def _page(content: bytes, query: PageQuery) -> dict[str, Any]:
+def _page(content: bytes, query: PageQuery) -> bytes:
     ids = [one.id for one in msgspec.json.decode(content, type=list[_Id])]
     items = msgspec.json.decode(content, type=list[msgspec.Raw])
     if query.order == "desc":
@@ -124,7 +130,7 @@ def _page(content: bytes, query: PageQuery) -> dict[str, Any]:
             raise refusal(f"after is {query.after!r:.80}, which is not the id of an input item", "after")
         start = ids.index(query.after) + 1
     end = start + query.limit
-    return list_object(items[start:end], ids[start:end], has_more=len(ids) > end)
+    return msgspec.json.encode(list_object(items[start:end], ids[start:end], has_more=len(ids) > end))
 
 
 class _Id(msgspec.Struct):
@@ -136,11 +142,8 @@ async def _found(services: Services, request: Request, owner: str) -> table.Stor
     row = await background.read_state(services, response_id, owner)
     if row is None:
         raise _not_found(response_id)
+    count_bytes(request, row.num_bytes)
     return row
-
-
-def _response(row: table.StoredResponse) -> Response:
-    return Response(row.response, media_type="application/json")
 
 
 def _not_found(response_id: str) -> ApiError:

@@ -82,7 +82,7 @@ class ResponsesWriter(AnswerWriter):
         if not self._is_background:
             return None
         if caller.is_internal:
-            self._input = self._request = b""  # the row has them
+            self._input = self._request = b""  # the row in the store has them already
             self._created = await take_over(caller, self._id)
             return None
         queued = self._object("queued")

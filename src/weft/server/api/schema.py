@@ -26,6 +26,11 @@ MAX_ENTRIES = {
     "include": 64,
     "client_metadata": MAX_METADATA,
     "content": 1024,
+    "output": 1024,
+    "summary": 1024,
+    "tool_calls": 1024,
+    "images": 1024,
+    "modalities": 64,
     "system": 1024,
     "tools": 128,
     "documents": 1024,
@@ -36,9 +41,9 @@ MAX_ENTRIES = {
     "stop_token_ids": MAX_STOP_TOKENS,
     "logit_bias": MAX_LOGIT_BIAS,
 }
-"""Limits for lists and mappings, checked before their entries are processed. `content` belongs to a message. Other
-lists have limits of their own: prompts (`max_answers`), token ids (the context), schemas and choices
-(`MAX_GRAMMAR_LENGTH`)."""
+"""Limits for lists and mappings, checked before their entries are processed. They also hold for the lists of each
+message, item and tool. Other lists have limits of their own: prompts (`max_answers`), token ids (the context), schemas
+and choices (`MAX_GRAMMAR_LENGTH`)."""
 MAX_CHARACTERS = {
     "session_id": MAX_NAME_LENGTH,
     "cache_salt": MAX_NAME_LENGTH,
@@ -191,11 +196,12 @@ def _check_lengths(api_request: msgspec.Struct) -> None:
             _check_length(name, len(value), MAX_ENTRIES.get(name), "entries")
         elif isinstance(value, str):
             _check_length(name, len(value), MAX_CHARACTERS.get(name), "characters")
-    for name in ("messages", "input"):
+    for name in ("messages", "input", "tools"):
         items = getattr(api_request, name, None)
         for index, item in enumerate(items if isinstance(items, list) else ()):
-            if isinstance(item, dict) and isinstance(content := item.get("content"), list):
-                _check_length(f"{name}[{index}].content", len(content), MAX_ENTRIES["content"], "entries")
+            for field, value in item.items() if isinstance(item, dict) else ():
+                if isinstance(value, list):
+                    _check_length(f"{name}[{index}].{field}", len(value), MAX_ENTRIES.get(field), "entries")
 
 
 def _check_length(name: str, length: int, most: int | None, what: str) -> None:

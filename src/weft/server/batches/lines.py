@@ -21,8 +21,8 @@ MAX_LINES = 1_000_000
 MAX_CUSTOM_ID = 512
 _PIECE_LINES = 256
 _PIECE_BYTES = 256 << 10
-"""A piece of the input has at most this many lines, and at most one line more than these bytes. Checking it takes about
-a millisecond."""
+"""The input is read in pieces, which take about a millisecond to check. A piece ends after this many lines, or with the
+line that reaches this many bytes."""
 _REFUSED = {
     "stream": "the results of a batch are in a file; leave stream out",
     "background": "a batch runs in the background already; leave background out",

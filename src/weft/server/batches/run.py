@@ -29,7 +29,7 @@ from weft.server.state.files import NewFile, StoredFile
 from weft.server.state.store import StoreError
 
 _MAX_ERRORS = 100
-"""Wrong lines that a batch lists. The error file has all."""
+"""A batch object lists at most this many wrong lines. The error file has all of them."""
 _SMALLEST_LINE = 40
 _RETRY_SECONDS = 2.0
 """If results could not be saved, the delay before the next attempt."""
@@ -215,7 +215,8 @@ class BatchRun:
 
     async def _save(self, results: Sequence[Result]) -> None:
         now = self._store.wall_clock()
-        checks_space = abs(now - self._checked_space_at) >= _SPACE_SECONDS  # the clock may also jump back
+        # abs: an operator may set the clock back
+        checks_space = abs(now - self._checked_space_at) >= _SPACE_SECONDS
 
         def save(connection: Any) -> tuple[int, int]:
             if checks_space:

@@ -18,8 +18,8 @@ from weft.server.state.batches import Batch
 from weft.server.state.store import StoreError
 
 _POLL_SECONDS = 30.0
-"""How often the store is read again. It may have batches whose completion window has passed, or that another server with
-the same folder made or cancelled."""
+"""How often the runner reads the store. A completion window may have passed, or another server with the same folder may
+have made or cancelled a batch."""
 _SWEEP_SECONDS = 600.0
 _KEPT_SECONDS = 30 * 86400.0
 """The row of a batch that has ended is deleted this long after the batch was made. Its files are kept."""
@@ -37,7 +37,8 @@ class _Running:
     task: asyncio.Task[None]
 
     def must_begin_again(self, batch: Batch | None, now: float) -> bool:
-        """Whether this task must end, because `batch`, which the owner should run now, needs a new one."""
+        """Whether this task must end and a new one must start. `batch` is the one that should run now for this owner:
+        another batch, or the same one after it was cancelled or its completion window passed. None: no batch."""
         if batch is None or batch.id != self.batch.id:
             return True
         is_cancelled = batch.status == "cancelling" != self.batch.status
@@ -101,7 +102,7 @@ class BatchRunner:
         if not self._store.is_primary or self._is_draining():
             return _POLL_SECONDS
         now = self._store.wall_clock()
-        if abs(now - self._swept_at) >= _SWEEP_SECONDS:  # the clock may also jump back
+        if abs(now - self._swept_at) >= _SWEEP_SECONDS:  # abs: an operator may set the clock back
             self._swept_at = now
             await self._sweep(now)
         oldest = {batch.owner: batch for batch in unfinished if self._has_key(batch.owner)}

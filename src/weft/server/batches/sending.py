@@ -28,9 +28,9 @@ class LineSender:
     async def send(self, endpoint: str, body: bytes, key: ApiKey | None) -> InternalReply:
         """Returns the first response that is neither 429 nor 503.
 
-        A line may cause a crash of the engine, and then it is unknown which line in flight did. After the first crash,
-        which often has another cause, they are sent together again; after the second, each alone. A line during which
-        the engine crashed `_MAX_CRASHES` times gets the 503 as its result.
+        If the engine crashes, any line in flight may be the cause. After its first crash, a line is sent together with
+        others again: the cause is often something else. After its second crash, it is sent alone. After `_MAX_CRASHES`
+        crashes, the 503 is its result.
         """
         request = InternalRequest(key, is_idle_work=True)
         delay, crashes = _FIRST_DELAY, 0

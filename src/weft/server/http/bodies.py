@@ -73,7 +73,9 @@ class BodyReader:
             result = self._decoder.decode(content)
             if isinstance(result, _ParsedBody):
                 return msgspec.msgpack.decode(result.fields, type=kind), result.unknown
-        except RecursionError:  # the worker process has a shallower stack, so it did not fail
+        except (
+            RecursionError
+        ):  # the call stack is deeper here than in the worker process, which could parse the body
             message = "the body is nested too deeply; use fewer levels"
             raise ApiError(400, message, code="invalid_json") from None
         raise refusal(result.message, result.param, result.code)
@@ -87,7 +89,7 @@ def _parse(job: bytes) -> bytes:
     module, _, kind_name = name.decode().partition(" ")
     kind: type[msgspec.Struct] = getattr(
         import_module(module), kind_name
-    )  # a client cannot choose these names
+    )  # the server sends these names; a client cannot choose them
     try:
         api_request, unknown = schema.read(kind, body)
         # A cheap upper bound of the count first: each value follows a comma, or is the first of its list or object.

@@ -75,7 +75,7 @@ class RequestBytes:
             raise self._budget.refusal(num_bytes, self._budget)
 
     def keep(self, num_bytes: int) -> None:
-        """Counts this many bytes from here on, instead of those so far."""
+        """From now on, counts this many bytes for the request, instead of the bytes counted so far."""
         self.add(num_bytes - self.num_bytes)
         if self._is_large:
             self._budget.trim_later()

@@ -18,9 +18,11 @@ from weft.server.internal import INTERNAL
 from weft.server.settings import ServerSettings
 
 _HOST = re.compile(r"(?P<name>[A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
-_OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
+_OPEN_PATHS = frozenset({"/", "/health", "/docs", "/openapi.json"})
 """Routes without a key, for probes and browsers that cannot send one. They reveal nothing
 that is not in the manual."""
+_OPEN_FOLDER = "/page/"
+"""The files of the page, which need no key either."""
 _ADMIN_PATHS = "/admin"
 
 
@@ -72,7 +74,7 @@ class Guard:
         self._check_host(headers.get(b"host"))
         self._check_origin(headers.get(b"origin"), headers.get(b"host"))
         scope[KEY] = None
-        if scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
+        if not _is_open(scope["path"]) and scope["method"] != "OPTIONS":
             key = self._keys.find(_authorization(headers))
             if scope["path"] == _ADMIN_PATHS or scope["path"].startswith(_ADMIN_PATHS + "/"):
                 self._check_admin(key)
@@ -189,12 +191,16 @@ class Guard:
         return ApiError(413, message, code="body_too_large")
 
 
+def _is_open(path: str) -> bool:
+    return path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER)
+
+
 def _is_upload(scope: Scope) -> bool:
     return scope["path"] in UPLOADS and scope["method"] == "POST"
 
 
 def _part_of(budget: ByteBudget) -> ByteBudget:
-    """A quarter of a budget, or what a single request may hold."""
+    """A budget of a quarter of the bytes, but at least the limit of a single request."""
     return ByteBudget(budget.max_each, max(budget.max_each, budget.max_bytes // 4), budget.refusal)
 
 

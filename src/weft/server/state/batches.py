@@ -33,12 +33,12 @@ class LineError(msgspec.Struct, frozen=True, omit_defaults=True):
     code: str
     message: str
     line: int | None = None
-    """From 1, as editors count."""
+    """Line number, from 1. None: the error concerns the whole file."""
     param: str | None = None
 
 
 class BatchDetails(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is stored as JSON: no query needs it."""
+    """The properties of a batch that are stored as one JSON column, because no query selects by them."""
 
     endpoint: str
     completion_window: str
@@ -52,7 +52,7 @@ class BatchDetails(msgspec.Struct, frozen=True, omit_defaults=True):
     output_file_id: str | None = None
     error_file_id: str | None = None
     times: dict[str, int] = {}
-    """When the batch got each status."""
+    """Status -> when the batch got it."""
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -94,7 +94,7 @@ def add(connection: Connection, batch: Batch) -> None:
 
 
 def find(connection: Connection, batch_id: str, owner: str | None = None) -> Batch | None:
-    """`owner` None: of any owner."""
+    """`owner` None: the batch may have any owner."""
     row = connection.execute(f"SELECT {_COLUMNS} FROM batches WHERE id = ?", (batch_id,)).fetchone()
     batch = None if row is None else _batch(*row)
     return batch if batch is not None and owner in (None, batch.owner) else None

@@ -67,14 +67,14 @@ class NewFile:
         self.num_bytes += len(content)
 
     def complete(self) -> None:
-        """Gives the file its name, when its content is on disk."""
+        """Flushes the content to disk, and then gives the file its final name."""
         with self._lock, storage_errors(self._folder):
             os.fsync(self._descriptor)
             os.rename(self._partial, self._folder / self.id)
             _sync_folder(self._folder)
 
     def close(self) -> None:
-        """Releases the lock. The row must exist."""
+        """Releases the lock. The row must exist: without it, `sweep` removes the file."""
         with self._lock:
             if not self.is_closed:
                 self.is_closed = True

@@ -94,9 +94,9 @@ class Chain:
 
     rows: list[StoredResponse]
     missing_id: str | None = None
-    """A response before these that is not there any more, or never was."""
+    """The id of the response before these, if there is none with this id: it was deleted, expired or never stored."""
     is_cut: bool = False
-    """There are older ones, beyond the limits."""
+    """Older responses exist, but are left out because of the limits."""
 
 
 def chain(
@@ -155,8 +155,8 @@ def delete(connection: Connection, response_id: str, owner: str) -> None:
 
 
 def _make_room(connection: Connection, num_bytes: int, max_bytes: int) -> None:
-    """Deletes the responses of the owner that has most bytes. So an owner that stores very much cannot use up the
-    space of the others."""
+    """Deletes responses of the owner with the most bytes, oldest first, until `num_bytes` more fit. So an owner that
+    stores very much does not use up the space of the others."""
     largest = (
         f"SELECT owner FROM responses WHERE NOT {_UNFINISHED} GROUP BY owner "
         "ORDER BY sum(length(input) + length(response)) DESC LIMIT 1"

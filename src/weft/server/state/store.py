@@ -32,8 +32,8 @@ _DATABASE = "state.db"
 _FILES = "files"
 _LOCK = "lock"
 _BUSY_SECONDS = 10.0
-"""How long a transaction waits for another process that holds the database. The time counts from its call: those that
-waited for each other do not wait again."""
+"""How long a transaction waits for another process that has locked the database. The time counts from the call of
+`run`: it includes the wait for earlier transactions of this process."""
 _LEAST_BUSY_SECONDS = 0.05
 _EXPIRY_SECONDS = 600.0
 _EXPIRED_AT_ONCE = 1000
@@ -83,7 +83,7 @@ class Store:
         self._connection: Connection | None = None
         self._lock: IO[str] | None = None
         self._expired_at = -math.inf
-        """When expired rows were deleted."""
+        """When expired rows were last deleted."""
         self.worker = Worker(folder)
         self.is_primary = False
         """Whether this server opened the store before any other. False until the first transaction."""
@@ -116,9 +116,8 @@ class Store:
                 connection = self._connection
                 if not self.is_primary:
                     self._try_lock()
-                with suppress(
-                    sqlite3.OperationalError
-                ):  # a full disk or a lock; `work` may not need to write
+                # A full disk or a lock is no error here: `work` may only read.
+                with suppress(sqlite3.OperationalError):
                     self._expire(connection)
                 busy_seconds = max(_LEAST_BUSY_SECONDS, give_up_at - time.monotonic())
                 connection.execute(f"PRAGMA busy_timeout = {round(1000 * busy_seconds)}")
@@ -180,13 +179,13 @@ class Store:
 
     def _expire(self, connection: Connection) -> None:
         now = self.wall_clock()
-        if abs(now - self._expired_at) < _EXPIRY_SECONDS:  # the clock may also jump back
+        if abs(now - self._expired_at) < _EXPIRY_SECONDS:  # abs: an operator may set the clock back
             return
         self._expired_at = now
         for table in EXPIRING:
             expired = f"SELECT id FROM {table} WHERE expires_at <= ? LIMIT {_EXPIRED_AT_ONCE}"
             if connection.execute(f"DELETE FROM {table} WHERE id IN ({expired})", (now,)).rowcount:
-                self._expired_at = -math.inf  # there may be more
+                self._expired_at = -math.inf  # more rows may be expired: continue in the next transaction
 
     def _set_aside(self, reason: str) -> None:
         """Renames a damaged database, and the folder of files: without their rows they would count as leftovers of a

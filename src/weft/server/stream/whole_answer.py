@@ -112,7 +112,7 @@ class WholeAnswer:
         return choices.results
 
     def response(self, headers: dict[str, str]) -> Response:
-        return _PartsResponse(self._body, self._answer_bytes, headers)
+        return PartsResponse(self._body, self._answer_bytes, headers)
 
     def add(self, pieces: Sequence[Piece]) -> None:
         """Encodes new pieces. Raises if the answers become too large."""
@@ -173,8 +173,8 @@ class WholeAnswer:
         return logprobs
 
 
-class _PartsResponse(Response):
-    """Sends a body that is a queue of pieces, and frees each piece after it is sent."""
+class PartsResponse(Response):
+    """Sends a body that is a queue of pieces, and frees each piece after it is sent. `answer_bytes` counts the rest."""
 
     def __init__(
         self, body: deque[bytes | bytearray], answer_bytes: RequestBytes, headers: dict[str, str]

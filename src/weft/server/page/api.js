@@ -1,0 +1,124 @@
+// Requests to the server: the API key, errors, and streams of server-sent events.
+
+const KEY = "weft.key";
+
+/** An error in the words of the server. `status` is 0 if there was no answer. */
+export class ApiError extends Error {
+  constructor(message, { status = 0, code = null, retryAfter = null } = {}) {
+    super(message);
+    this.status = status;
+    this.code = code;
+    /** Seconds after which the server wants the request again, or null. */
+    this.retryAfter = retryAfter;
+  }
+}
+
+export class Api {
+  /** `askForKey(message)`: shows the message and resolves to a key, or to null if there will be none. */
+  constructor(askForKey) {
+    this._askForKey = askForKey;
+    this._asking = null;
+  }
+
+  /** The key stays in this tab of the browser, and is forgotten with it. */
+  get key() {
+    return sessionStorage.getItem(KEY) || "";
+  }
+
+  set key(value) {
+    if (value) sessionStorage.setItem(KEY, value);
+    else sessionStorage.removeItem(KEY);
+  }
+
+  /** Sends a request. Asks for a key when the server wants one. Throws an ApiError for every other error.
+   *  `isQuiet`: throw the error for a missing key too. */
+  async request(path, { method = "GET", body, signal, isQuiet = false } = {}) {
+    for (;;) {
+      const headers = {};
+      const key = this.key;
+      if (key) headers.Authorization = "Bearer " + key;
+      if (body !== undefined) headers["Content-Type"] = "application/json";
+      let response;
+      try {
+        const content = body === undefined ? undefined : JSON.stringify(body);
+        response = await fetch(path, { method, headers, signal, body: content });
+      } catch (error) {
+        if (error.name === "AbortError") throw error;
+        throw new ApiError("The server does not answer. Is it running?");
+      }
+      if (response.ok) return response;
+      const error = await errorOf(response);
+      if (response.status !== 401 || isQuiet) throw error;
+      if (key === this.key && !(await this._askOnce(error.message, key))) throw error;
+    }
+  }
+
+  /** Several requests may need the key at once; they share one question. */
+  async _askOnce(message, refused) {
+    const words = refused ? "The server does not accept this API key." : "This server needs an API key.";
+    this._asking ??= this._askForKey(words).finally(() => { this._asking = null; });
+    const key = await this._asking;
+    if (key) this.key = key;
+    return Boolean(key);
+  }
+
+  async json(path, options) {
+    return (await this.request(path, options)).json();
+  }
+
+  /** The events of a stream, each as {event, data}. `data` is text. */
+  async *events(path, options) {
+    const response = await this.request(path, options);
+    yield* eventsOf(response);
+  }
+}
+
+async function errorOf(response) {
+  let found = {};
+  try {
+    const content = await response.json();
+    found = typeof content.error === "object" ? content.error : { message: content.error };
+  } catch { /* not JSON: the status has to do */ }
+  const seconds = Number(response.headers.get("retry-after"));
+  return new ApiError(found.message || `The server answered with the status ${response.status}.`, {
+    status: response.status,
+    code: found.code || null,
+    retryAfter: response.headers.has("retry-after") && Number.isFinite(seconds) ? seconds : null,
+  });
+}
+
+export async function* eventsOf(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      let piece;
+      try {
+        piece = await reader.read();
+      } catch (error) {
+        if (error.name === "AbortError") throw error;
+        throw new ApiError("The connection to the server broke.");
+      }
+      if (piece.done) return;
+      const blocks = (rest + piece.value).split("\n\n");
+      rest = blocks.pop();
+      for (const block of blocks) {
+        const event = parseEvent(block);
+        if (event) yield event;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+/** Null for a comment. */
+function parseEvent(block) {
+  let name = "message";
+  const data = [];
+  for (const line of block.split("\n")) {
+    if (line.startsWith("data:")) data.push(line.slice(line[5] === " " ? 6 : 5));
+    else if (line.startsWith("event:")) name = line.slice(6).trim();
+  }
+  return data.length ? { event: name, data: data.join("\n") } : null;
+}
