@@ -36,7 +36,7 @@ class LiveView {
     const blocks = panel("kv", "KV memory"), queue = panel("queue", "Queue"), charts = panel("chart-panel", "Charts");
     this._notice = make("p", { class: "live-notice", role: "status", hidden: true });
     this._main = make("div", { class: "live-grid" }, this._batchPanel, blocks, charts, queue);
-    this._view = make("div", { class: "live" }, this._makeBar(), this._notice, this._main);
+    this._view = make("div", { class: "live" }, make("h1", { class: "unseen" }, this._isReplay ? "Replay" : "Live"), this._makeBar(), this._notice, this._main);
     root.append(this._view);
     this._batch = new BatchView(this._batchPanel, { open });
     this._blocks = new BlocksView(blocks);

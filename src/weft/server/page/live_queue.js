@@ -51,7 +51,7 @@ export class QueueView {
     this._ended = make("ul", { class: "ended" });
     this._endedHead = make("h3", {}, "Ended lately");
     root.append(make("header", {}, make("h2", {}, "Queue"), this._head),
-      make("div", { class: "queue-box", tabindex: "0", role: "region", "aria-label": "Queue" }, this._table, this._empty, this._more, this._endedHead, this._ended));
+      make("div", { class: "queue-box", tabindex: "0", role: "region", "aria-label": "Requests that wait" }, this._table, this._empty, this._more, this._endedHead, this._ended));
     this._rows = new Pool(this._body, () => this._makeRow());
     this._endedRows = new Pool(this._ended, () => this._makeEnded());
   }
