@@ -11,8 +11,8 @@ from playwright.sync_api import BrowserContext, ConsoleMessage, Page, Request
 
 WIDTHS = (360, 1920)
 THEMES = ("light", "dark")
-HEIGHTS = {360: 740}
-"""The height of a window by its width; others are 1,080."""
+HEIGHTS = {360: 740, 1280: 800, 1920: 1080}
+"""The height of a window by its width."""
 ADMIN, USER = "admin-secret", "user-secret"
 """Keys of `keyed_server`. The name of a key is its secret."""
 CHROMIUM_ARGUMENTS = (

@@ -64,7 +64,7 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
         ) -> Page:
             given = browser.new_context(
                 base_url=server.url,
-                viewport={"width": width, "height": HEIGHTS.get(width, 1080)},
+                viewport={"width": width, "height": HEIGHTS[width]},
                 color_scheme=theme,
                 reduced_motion="reduce",
                 **context,
