@@ -13,32 +13,38 @@ from server_process import Server
 
 
 def empty_chat(open_view: Callable[[str], Page]) -> Page:
-    page = open_view("chat")
+    page = open_view("/#chat")
     expect(page.locator("#view-chat")).to_be_visible()
     return page
 
 
 def question_for_a_key(open_view: Callable[[str], Page]) -> Page:
-    page = open_view("chat")
+    page = open_view("/#chat")
     page.get_by_role("button", name="API key").click()
     expect(page.get_by_role("dialog")).to_be_visible()
     return page
 
 
 def live(open_view: Callable[[str], Page]) -> Page:
-    page = open_view("live")
+    page = open_view("/#live")
     expect(page.locator("#view-live")).to_be_visible()
     return page
 
 
-STATES = (empty_chat, question_for_a_key, live)
+def docs(open_view: Callable[[str], Page]) -> Page:
+    page = open_view("/docs")
+    expect(page.get_by_role("main")).to_be_visible()
+    return page
+
+
+STATES = (empty_chat, question_for_a_key, live, docs)
 
 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
 def test_a_view_fits_its_window_and_axe_finds_no_serious_fault(
     open_page: OpenPage, noop_server: Server, state: Callable[[Callable[[str], Page]], Page]
 ) -> None:
-    page = state(lambda view: open_page(noop_server, f"/#{view}"))
+    page = state(lambda path: open_page(noop_server, path))
     for width, theme in product(WIDTHS, THEMES):
         page.set_viewport_size({"width": width, "height": HEIGHTS[width]})
         page.emulate_media(color_scheme=theme)
