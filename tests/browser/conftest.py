@@ -64,7 +64,7 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
         ) -> Page:
             given = browser.new_context(
                 base_url=server.url,
-                viewport={"width": width, "height": HEIGHTS.get(width, 1080)},
+                viewport={"width": width, "height": HEIGHTS[width]},
                 color_scheme=theme,
                 reduced_motion="reduce",
                 **context,
@@ -72,9 +72,7 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
             stack.callback(given.close)
             watch = Watch(f"127.0.0.1:{server.port}", expected)
             watches.append(watch)
-            given.on("console", watch.on_console)
-            given.on("request", watch.on_request)
-            given.on("weberror", lambda found: watch.on_page_error(found.error))
+            watch.attach(given)
             page = given.new_page()
             page.set_default_timeout(30_000)
             stack.callback(lambda: page.is_closed() or page.evaluate("1"))  # receives the last events

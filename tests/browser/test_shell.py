@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-from browser_pages import ADMIN, THEMES, WIDTHS, OpenPage
+from browser_pages import ADMIN, OpenPage
 from playwright.sync_api import expect
 from server_process import Server
-
-
-@pytest.mark.parametrize("theme", THEMES)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("view", ["chat", "live"])
-def test_a_view_fits_the_width_of_its_window(
-    open_page: OpenPage, noop_server: Server, view: str, width: int, theme: str
-) -> None:
-    page = open_page(noop_server, f"/#{view}", width=width, theme=theme)
-    expect(page.locator(f"#view-{view}")).to_be_visible()
-    content, window = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
-    assert content <= window
 
 
 def test_arrow_keys_move_between_the_tabs(open_page: OpenPage, noop_server: Server) -> None:
