@@ -9,8 +9,14 @@ SERIOUS = {"serious", "critical"}
 
 
 def faults(page: Page) -> list[str]:
-    found = Axe().run(page).response["violations"]
-    return [
+    return checked(page)[1]
+
+
+def checked(page: Page) -> tuple[str, list[str]]:
+    """The version of axe, and the serious faults."""
+    response = Axe().run(page).response
+    found = response["violations"]
+    return response["testEngine"]["version"], [
         f"{fault['impact']}: {fault['id']} at {node['target']}: {node.get('failureSummary', '')}"
         for fault in found
         if fault["impact"] in SERIOUS

@@ -58,3 +58,15 @@ def test_the_question_for_a_key_closes_with_escape_and_gives_the_focus_back(
     page.keyboard.press("Escape")
     expect(dialog).to_have_count(0)
     expect(opener).to_be_focused()
+
+
+def test_the_first_tab_stop_skips_the_header_and_keeps_the_view(
+    open_page: OpenPage, noop_server: Server
+) -> None:
+    page = open_page(noop_server, "/#live")
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("main")).to_be_focused()
+    page.reload()
+    expect(page.get_by_role("tab", name="Live")).to_have_attribute("aria-selected", "true")

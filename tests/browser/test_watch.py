@@ -59,7 +59,7 @@ def test_a_request_to_another_host_is_noticed(browser: Browser, noop_server: Ser
 def test_axe_notices_a_button_without_a_name_and_text_of_low_contrast(
     browser: Browser, noop_server: Server
 ) -> None:
-    given = browser.new_context()
+    given = browser.new_context(reduced_motion="reduce")  # colours change at once
     page = given.new_page()
     page.goto(noop_server.url)
     page.get_by_role("tab", name="Chat").wait_for()
