@@ -155,13 +155,9 @@ class LiveView {
   _startReplay(api) {
     this._controls = new ReplayControls(this._view, { info: this._info, api,
       show: (frames, isSeek, binSeconds) => this._takeReplayed(frames, isSeek, binSeconds),
-      onError: (error) => this._showNotice(error.message) });
+      onNotice: (text) => this._showNotice(text, "note") });
     this._view.addEventListener("keydown", (event) => this._controls.key(event));
-    const parts = [];
-    if (this._info.path) parts.push(String(this._info.path).split("/").pop());
-    setText(this._view.querySelector(".model"), [this._info.model, ...parts].filter(Boolean).join(" · "));
-    if (!this._info.num_frames) this._showNotice("This log has no steps.", "note");
-    else if (this._info.is_complete === false) this._showNotice("This log was cut: it ends before the engine stopped.", "note");
+    setText(this._view.querySelector(".model"), String(this._info.model ?? this._info.path ?? ""));
     this._controls.start();
   }
 
@@ -192,7 +188,7 @@ class LiveView {
   _draw() {
     const history = this._history;
     this._showTiles();
-    this._batch.update(history);
+    this._batch.update(history, this._request.id);
     this._blocks.update(history);
     this._queue.update(history);
     this._request.update(history);

@@ -5,8 +5,8 @@ import { MARKS } from "./live_band.js";
 import { palette, Pool, setAttribute, setText, Surface } from "./live_canvas.js";
 import { duration, percent, plural, shortId, whole } from "./live_numbers.js";
 
-/** Rows are as tall as fits, in pixels. */
-const TALLEST = 26, SHORTEST = 16;
+/** Rows are as tall as fits, in pixels. The overview has lower ones, without text. */
+const TALLEST = 26, SHORTEST = 14, LOWEST = 3;
 const COLUMN_WIDTH = 4;
 /** Rows that are elements at a time, however tall the list is. */
 const MAX_ELEMENTS = 64;
@@ -19,6 +19,8 @@ export class BatchView {
     this._rows = [];
     this._active = 0;
     this._height = TALLEST;
+    this._isOverview = false;
+    this._chosen = null;
     this._canvas = make("canvas", { class: "band", "aria-hidden": "true" });
     this._space = make("div", { class: "batch-space", role: "presentation" });
     this._list = make("div", { class: "batch-list", role: "listbox", tabindex: "0", "aria-label": "Rows of the batch",
@@ -28,7 +30,9 @@ export class BatchView {
     this._tip = make("div", { class: "tip", hidden: true });
     this._head = make("span", { class: "figure" });
     this._box = make("div", { class: "batch-box" }, this._canvas, this._list, this._empty, this._tip);
-    root.append(make("header", {}, make("h2", {}, "Batch"), this._head, make("span", { class: "grow" }), legend()), this._box);
+    this._overview = make("button", { type: "button", class: "quiet small", "aria-pressed": "false", hidden: true,
+      onclick: () => this._toggleOverview() }, "Overview");
+    root.append(make("header", {}, make("h2", {}, "Batch"), this._head, make("span", { class: "grow" }), this._overview, legend()), this._box);
     this._surface = new Surface(this._canvas, () => this.draw());
     this._pool = new Pool(this._space, () => this._makeRow());
     this._list.addEventListener("pointermove", (event) => this._onPoint(event));
@@ -36,11 +40,20 @@ export class BatchView {
     this._list.addEventListener("click", (event) => this._onClick(event));
   }
 
-  update(history) {
+  /** `chosen`: the id of the request whose life is shown, or null. */
+  update(history, chosen) {
     this._history = history;
+    this._chosen = chosen;
     this._rows = rowsOf(history, this._columns());
     this._active = Math.max(0, Math.min(this._active, this._rows.length - 1));
     this.draw();
+  }
+
+  _stepsText() {
+    const { band } = this._history;
+    if (!band.count) return "";
+    const first = band.column(Math.max(band.first, band.count - this._columns() + 1)).first, { last } = band.column(band.count - 1);
+    return ` · steps ${whole(first)}–${whole(last)}`;
   }
 
   /** How many columns fit on the band. */
@@ -48,11 +61,21 @@ export class BatchView {
     return Math.max(8, Math.ceil((this._surface.width - this._left() - this._right()) / COLUMN_WIDTH) + 1);
   }
 
+  _toggleOverview() {
+    this._isOverview = !this._isOverview;
+    setAttribute(this._overview, "aria-pressed", String(this._isOverview));
+    this._list.classList.toggle("is-overview", this._isOverview);
+    this._list.scrollTop = 0;
+    this.draw();
+  }
+
   _left() {
+    if (this._isOverview) return 14;
     return this._surface.width < 480 ? 88 : 104;
   }
 
   _right() {
+    if (this._isOverview) return 8;
     return this._surface.width < 480 ? 8 : 140;
   }
 
@@ -60,17 +83,19 @@ export class BatchView {
     if (!this._history) return;
     const rows = this._rows;
     const running = rows.filter((row) => row.request && row.row >= 0).length;
-    setText(this._head, `${whole(running)} of ${plural(this._history.info.num_rows, "row")} in use`);
+    setText(this._head, `${whole(running)} of ${plural(this._history.info.num_rows, "row")} in use${this._stepsText()}`);
+    const fitting = Math.floor(this._surface.height / Math.max(1, rows.length));
+    this._overview.hidden = fitting >= SHORTEST && !this._isOverview;
     this._empty.hidden = rows.length > 0;
     this._list.hidden = rows.length === 0;
-    this._height = Math.max(SHORTEST, Math.min(TALLEST, Math.floor(this._surface.height / Math.max(1, rows.length))));
+    this._height = Math.max(this._isOverview ? LOWEST : SHORTEST, Math.min(TALLEST, fitting));
     this._list.style.setProperty("--row", this._height + "px");
     this._space.style.height = rows.length * this._height + "px";
     const top = this._list.scrollTop;
     const first = Math.max(0, Math.floor(top / this._height));
     const end = Math.min(rows.length, Math.ceil((top + this._list.clientHeight) / this._height));
-    this._first = first;
-    this._pool.show(rows.slice(first, Math.min(end, first + MAX_ELEMENTS)));
+    this._shown = this._isOverview ? [Math.max(first, Math.min(this._active, end - 1))] : Array.from({ length: Math.min(end - first, MAX_ELEMENTS) }, (_, index) => first + index);
+    this._pool.show(this._shown.map((index) => ({ ...rows[index], index })));
     this._markActive();
     if (!this._surface.begin()) return;
     const context = this._surface.context;
@@ -83,10 +108,14 @@ export class BatchView {
     for (let index = first; index < end; index++) {
       const y = index * this._height - top;
       const row = rows[index];
-      context.fillStyle = palette().line;
-      context.fillRect(left, y + this._height - 1, right - left, 1);
-      if (row.row >= 0) this._drawBand(context, row.row, y + 2, this._height - 5, left, right);
-      else hatch(context, left, y + 2, right - left, this._height - 5, colourOfState(row.request.state));
+      const isLow = this._height < SHORTEST;
+      const height = isLow ? this._height - 1 : this._height - 5;
+      if (!isLow) {
+        context.fillStyle = palette().line;
+        context.fillRect(left, y + this._height - 1, right - left, 1);
+      }
+      if (row.row >= 0) this._drawBand(context, row.row, isLow ? y : y + 2, height, left, right, isLow);
+      else hatch(context, left, y + 2, right - left, height, colourOfState(row.request.state));
     }
     context.restore();
   }
@@ -100,7 +129,8 @@ export class BatchView {
     }
   }
 
-  _drawBand(context, row, y, height, left, right) {
+  /** Low rows show one colour for each step, without marks. */
+  _drawBand(context, row, y, height, left, right, isLow) {
     const { band } = this._history;
     const colours = palette();
     const base = y + height;
@@ -124,11 +154,13 @@ export class BatchView {
       if (band.prefill[cell] > 0) {
         next = { colour: colours["data-2"], alpha: Math.min(1, .45 + Math.log2(1 + band.prefill[cell]) / 18), height, width: COLUMN_WIDTH - 1 };
       } else if (band.decode[cell] > 0) {
-        next = { colour: colours["data-1"], alpha: 1, height: Math.max(2, Math.round(height * .42 * Math.min(1, band.decode[cell]))), width: COLUMN_WIDTH };
-      } else next = { colour: colours["data-empty"], alpha: 1, height: 2, width: COLUMN_WIDTH };
+        next = { colour: colours[isLow && band.accepted[cell] > 0 ? "data-3" : "data-1"], alpha: 1, width: COLUMN_WIDTH,
+          height: isLow ? height : Math.max(2, Math.round(height * .42 * Math.min(1, band.decode[cell]))) };
+      } else next = { colour: colours["data-empty"], alpha: 1, height: Math.min(2, height), width: COLUMN_WIDTH };
       const isPrefill = next.width < COLUMN_WIDTH;
       if (run && !isPrefill && run.colour === next.colour && run.height === next.height) { run.x = x; run.width += COLUMN_WIDTH; }
       else { flush(); run = { ...next, x }; if (isPrefill) flush(); }
+      if (isLow) continue;
       if (band.accepted[cell] > 0 || band.rejected[cell] > 0) this._drawDrafts(context, cell, x, y, height);
       if (band.marks[cell]) marks.push([x, band.marks[cell]]);
     }
@@ -159,11 +191,12 @@ export class BatchView {
     const meter = make("span", { class: "meter" }, make("i"));
     const tokens = make("span", { class: "tokens" });
     const element = make("div", { class: "batch-row", role: "option", "aria-selected": "false" }, dot, name, state, tokens, meter);
-    const update = (row, index) => {
-      const { request, life } = row;
-      element.id = "batch-row-" + index;
-      element.style.transform = `translateY(${(this._first + index) * this._height}px)`;
-      setAttribute(element, "aria-posinset", this._first + index + 1);
+    const update = (row, position) => {
+      const { request, life, index } = row;
+      element.id = "batch-row-" + position;
+      element.style.transform = `translateY(${index * this._height}px)`;
+      setAttribute(element, "aria-posinset", index + 1);
+      element.classList.toggle("is-chosen", Boolean(life) && life.id === this._chosen);
       setAttribute(element, "aria-setsize", this._rows.length);
       setAttribute(element, "data-state", request ? request.state : life ? "ended" : "idle");
       setAttribute(element, "data-id", life?.id ?? "");
@@ -182,7 +215,7 @@ export class BatchView {
   _markActive() {
     const hasFocus = document.activeElement === this._list;
     this._pool.items.forEach(({ element }, index) => {
-      const isActive = hasFocus && !element.hidden && this._first + index === this._active;
+      const isActive = hasFocus && !element.hidden && this._shown[index] === this._active;
       setAttribute(element, "aria-selected", isActive ? "true" : "false");
       if (isActive) setAttribute(this._list, "aria-activedescendant", element.id);
     });
@@ -345,7 +378,9 @@ function cross(context, colour, x, y) {
 }
 
 function legend() {
+  const glyph = (sign, text) => make("span", { class: "key" }, make("span", { class: "glyph", "aria-hidden": "true" }, sign), text);
   const item = (kind, text) => make("span", { class: "key" }, make("i", { class: "swatch " + kind }), text);
   return make("div", { class: "legend" }, item("prefill", "prefill"), item("decode", "decode"), item("accepted", "accepted drafts"),
-    item("rejected", "rejected drafts"), item("preempted", "preempted"), item("swapped", "swapped"));
+    item("rejected", "rejected drafts"), item("preempted", "preempted"), item("swapped", "swapped"),
+    glyph("▏", "admitted"), glyph("▾", "first token"), glyph("▮", "end"));
 }

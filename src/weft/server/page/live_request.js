@@ -299,7 +299,7 @@ export class RequestView {
       const found = await response.json();
       if (this.id !== id) return;
       const parts = Object.entries(found).filter(([, value]) => typeof value === "string" && value && value !== id);
-      this._text.replaceChildren(...parts.flatMap(([name, value]) => [make("h3", {}, name), make("pre", { tabindex: "0" }, value)]));
+      this._text.replaceChildren(...parts.flatMap(([name, value]) => [make("h3", {}, name[0].toUpperCase() + name.slice(1)), make("pre", { tabindex: "0" }, value)]));
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       toast(error.message);

@@ -3,28 +3,34 @@
 import { ApiError } from "./api.js";
 import { icon, make } from "./dom.js";
 import { setAttribute, setText } from "./live_canvas.js";
-import { duration, whole } from "./live_numbers.js";
+import { duration, percent, whole } from "./live_numbers.js";
 
-const PAGE = 100;
+const PAGE = 96;
 const MAX_PAGES = 24;
+/** Seconds until the page asks again how many frames there are, while the server still reads the log. */
+const ASK_AGAIN = 1;
 /** Frames before the shown one that fill the band and the charts. */
 const WINDOW = 240;
 const SPEEDS = [0.1, 0.25, 0.5, 1, 2, 5, 10, 50];
 const SHORTEST_TICK = 1 / 20;
 
-/** Pages of frames, the ones used last. */
+/** Pages of frames, the ones used last. `load(start, count)` resolves to the frames that are there: the last page may be
+ *  short, and is loaded again when the log has more frames. */
 export class FramePages {
   constructor(load, { size = PAGE, limit = MAX_PAGES } = {}) {
     this._load = load;
     this._size = size;
     this._limit = limit;
     this._pages = new Map();
+    /** Number of frames that the server has. */
+    this.total = 0;
   }
 
   /** The frames from `first` to before `end`. Several callers may wait for the same page. */
   async frames(first, end) {
     const numbers = [];
-    for (let page = Math.floor(first / this._size); page * this._size < end; page++) numbers.push(page);
+    for (let page = Math.floor(first / this._size); page * this._size < Math.min(end, this.total); page++) numbers.push(page);
+    if (!numbers.length) return [];
     const pages = await Promise.all(numbers.map((number) => this._page(number)));
     return pages.flat().slice(first - numbers[0] * this._size, end - numbers[0] * this._size);
   }
@@ -34,35 +40,40 @@ export class FramePages {
   }
 
   _page(number) {
+    const start = number * this._size;
     let page = this._pages.get(number);
-    if (page) this._pages.delete(number);
-    else {
-      page = this._load(number * this._size, this._size);
-      page.catch(() => this._pages.delete(number));
+    this._pages.delete(number);
+    const hasMore = page && page.length < this._size && start + page.length < this.total;
+    if (!page || hasMore) {
+      page = { length: Infinity, frames: this._load(start, this._size) };
+      const loaded = page;
+      page.frames.then((frames) => { loaded.length = frames.length; }, () => {
+        if (this._pages.get(number) === loaded) this._pages.delete(number);
+      });
     }
     this._pages.set(number, page);
     for (const old of this._pages.keys()) {
       if (this._pages.size <= this._limit) break;
-      if (old !== number) this._pages.delete(old);
+      this._pages.delete(old);
     }
-    return page;
+    return page.frames;
   }
 }
 
 /** The controls of a replay. `show(frames, isSeek, binSeconds)` gets the frames to add; after a seek they begin a new
- *  history. `onError(error)` gets what went wrong. */
+ *  history. `onNotice(text)` gets what the user has to know, or null. */
 export class ReplayControls {
-  constructor(root, { info, api, show, onError }) {
+  constructor(root, { info, api, show, onNotice }) {
     this._info = info;
     this._show = show;
-    this._onError = onError;
-    this._last = Math.max(0, info.num_frames - 1);
+    this._onNotice = onNotice;
+    this._api = api;
     this._pages = new FramePages((start, count) => api.json(`replay/frames?start=${start}&count=${count}`));
     this._wanted = 0;
     this._shown = -1;
     this._isLoading = false;
     this._isPlaying = false;
-    this._slider = make("input", { type: "range", min: "0", max: String(this._last), step: "1", value: "0", "aria-label": "Frame",
+    this._slider = make("input", { type: "range", min: "0", max: "0", step: "1", value: "0", "aria-label": "Frame",
       oninput: () => { this.pause(); this.seek(Number(this._slider.value)); } });
     this._text = make("output", { class: "mono position" });
     this._play = make("button", { type: "button", class: "icon-button", onclick: () => this.toggle() });
@@ -76,8 +87,36 @@ export class ReplayControls {
     this._showPlaying();
   }
 
-  start() {
-    this.seek(0);
+  get _last() {
+    return Math.max(0, this._info.num_frames - 1);
+  }
+
+  /** Begins, and follows the server as it reads the log. */
+  async start() {
+    for (;;) {
+      this._takeInfo();
+      if (this._info.is_complete || this._info.problem) return;
+      await new Promise((resolve) => setTimeout(resolve, ASK_AGAIN * 1000));
+      try {
+        this._info = await this._api.json("live/info");
+      } catch (error) {
+        if (!(error instanceof ApiError)) throw error;
+        this._onNotice(error.message);
+        return;
+      }
+    }
+  }
+
+  _takeInfo() {
+    const { num_frames: number, is_complete: isComplete, problem, progress } = this._info;
+    this._pages.total = number;
+    this._slider.max = String(this._last);
+    this._slider.disabled = !number;
+    if (problem) this._onNotice(problem);
+    else if (!isComplete) this._onNotice(`The server reads the log: ${percent(progress || 0)}.`);
+    else this._onNotice(number ? null : "This log has no steps.");
+    if (number && this._shown < 0) this.seek(0);
+    this._showPosition();
   }
 
   /** Shows the frame `index`; frames that were wanted meanwhile and are no more are left out. */
@@ -108,7 +147,8 @@ export class ReplayControls {
     } catch (error) {
       this._wanted = Math.max(0, this._shown);
       this.pause();
-      this._onError(error);
+      if (!(error instanceof ApiError)) throw error;
+      this._onNotice(error.message);
     } finally {
       this._isLoading = false;
     }
@@ -151,7 +191,7 @@ export class ReplayControls {
       // A long pause of the engine is not waited for.
       if (!number && ahead.length && ahead[0].at - due > 2 * speed) { number = 1; this._anchor = null; }
       if (number) await this.seek(this._shown + number);
-      if (this._shown >= this._last) { this.pause(); return; }
+      if (this._shown >= this._last && (this._info.is_complete || this._info.problem)) { this.pause(); return; }
     }
     this._timer = setTimeout(() => this._tick(), SHORTEST_TICK * 1000);
   }
