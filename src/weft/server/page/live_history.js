@@ -143,7 +143,9 @@ export class History {
     const life = this.lives.get(event.request_id);
     if (!life) return;
     if (event.kind === "finished" || event.kind === "failed" || event.kind === "preempted") ends.set(life, event.step);
-    else if (event.kind === "first_token" || event.kind === "swapped_in") life.decodesAfter = event.step;
+    else if (event.kind === "first_token") life.decodesAfter = event.step;
+    // A sequence that was swapped in decodes in that step.
+    else if (event.kind === "swapped_in") life.decodesAfter = event.step - 1;
     if (life.row < 0 || life.row >= this.band.numRows) return;
     const group = groups.find((one) => event.step <= one.last);
     const cell = this.band.at(group.number, life.row);
@@ -166,9 +168,11 @@ export class History {
       const isDecoding = request.state === "decoding";
       if (isDecoding && life.decodesAfter === null) life.decodesAfter = groups.length ? groups[0].first - 1 : frame.step;
       const first = life.decodesAfter;
-      if (groups.length && first !== null && life.row >= 0 && (isDecoding || ends.has(life))) {
+      const tokens = life.tokens === null ? Infinity : Math.max(0, request.num_tokens - life.tokens);
+      // A request that was preempted since has decoded before.
+      if (groups.length && first !== null && life.row >= 0 && (isDecoding || tokens > 0)) {
         this._spread(life, groups, first, ends.get(life) ?? Infinity, {
-          tokens: life.tokens === null ? Infinity : Math.max(0, request.num_tokens - life.tokens),
+          tokens,
           accepted: Math.max(0, request.num_accepted - life.accepted),
           drafted: Math.max(0, request.num_drafted - life.drafted),
         });
