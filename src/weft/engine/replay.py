@@ -233,13 +233,15 @@ class LogReplay:
             is_log = False
         if not is_log:
             raise UnreadableLogError(
-                f"{self._where}: not a weft log: the first line is no start event. Logs are written with log_path"
+                f"{self._where}: not a weft log, or cut in its first line; engines write logs to log_path"
             )
         if version != LOG_VERSION:
+            weft = event.get("weft", "another version")
             raise UnreadableLogError(
-                f"{self._where}: the log has version {version!r:.40}, written by weft {event.get('weft', 'of an older version')!s:.40}; "
-                f"weft {__version__} reads version {LOG_VERSION}. Replay it with the weft that wrote it"
+                f"{self._where}: the log has version {version!r:.40}, of weft {weft!s:.40}; weft {__version__} replays "
+                f"version {LOG_VERSION}. Replay it with the weft that wrote it"
             )
+        self._weft = str(event.get("weft", ""))
         with self._errors_as_differences(UnreadableLogError):
             self._clock.begin(event["clock"])
             return _scheduler_from(event, self._clock)
@@ -257,13 +259,15 @@ class LogReplay:
 
     @contextmanager
     def _errors_as_differences(self, kind: type[ReplayDifference]) -> Iterator[None]:
-        """Adds the line to errors."""
+        """Adds the line to errors, and the version of weft that wrote the log if it is another one."""
+        is_other = self._weft not in ("", __version__)
+        hint = f". Weft {self._weft:.40} wrote the log; this is weft {__version__}" if is_other else ""
         try:
             yield
         except WeftError as error:
-            raise kind(f"{self._where}: {error}") from None
+            raise kind(f"{self._where}: {error}{hint}") from None
         except Exception as error:
-            message = f"{self._where}: cannot be replayed ({type(error).__name__}: {error})"
+            message = f"{self._where}: cannot be replayed ({type(error).__name__}: {error}){hint}"
             raise kind(message) from error
 
 
