@@ -338,15 +338,27 @@ def replay(
         Path,
         typer.Argument(metavar="LOG", hidden=True, exists=True, dir_okay=False),
     ],
+    show: Annotated[
+        bool, typer.Option("--show", help="Serve a page that shows the run step by step, until Ctrl-C.")
+    ] = False,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, metavar="N", help="With --show: the port. Default: 8001; 0: any."),
+    ] = None,
 ) -> None:
     """Replay an event log.
 
-    LOG is the file that an engine wrote (log_path in its config). Its events run through the real scheduler again, and
-    every plan has to be the same.
+    LOG is the file that an engine wrote (`weft serve --log-path`). Its events run through the real scheduler again, and
+    every plan has to be the same. Exit code 1: a plan differs; 2: not a log of this version.
     """
-    from weft.cli.replay import replay_command
+    from weft.cli.replay import replay_command, show_command
 
-    replay_command(path)
+    if show:
+        show_command(path, 8001 if port is None else port)
+    elif port is not None:
+        raise typer.BadParameter("it needs --show", param_hint="'--port'")
+    else:
+        replay_command(path)
 
 
 @app.command("simulate-check")

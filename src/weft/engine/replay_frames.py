@@ -22,6 +22,7 @@ _FRAMES_PER_GROUP = 32
 _LEVEL = 1
 _FRAME_SECONDS = 1.0
 """While no step ends, there is a frame for the events of each period of this length."""
+_CLOSE_SECONDS = 5.0
 _STEP_ENDS = frozenset({"apply", "fail"})
 
 
@@ -107,7 +108,7 @@ class ReplayFrames:
         self.is_complete = False
         """Whether there will be no more frames."""
         self.problem: str | None = None
-        """Why the frames end before the log does."""
+        """What is wrong with the log, if the frames end earlier than the run did."""
 
     @property
     def num_frames(self) -> int:
@@ -139,13 +140,17 @@ class ReplayFrames:
     def close(self) -> None:
         self._stopping = True
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_CLOSE_SECONDS)
+            if self._thread.is_alive():
+                return  # it waits for the writer of a pipe, and ends with the process
         self._log.close()
         self._file.close()
 
     def _run(self) -> None:
         try:
             self._make_frames()
+            if self.report.is_cut:
+                self.problem = f"{self.path} ends within a line: the engine was killed, or still writes to it"
         except WeftError as error:
             self.problem = str(error)
         except OSError as error:
