@@ -39,7 +39,7 @@ help:
 	@echo "make test-gpu   the CUDA kernels and the engine on this machine's GPU; PYTHON=... with torch and pytest; installs nothing"
 	@echo "make test-clients   widely used clients against the real server; writes docs/guide/clients.md"
 	@echo "make test-agents   coding agents and client libraries complete their loops offline; writes docs/guide/clients.md; 3 GB, npm"
-	@echo "make test-browser   the page in a real browser; installs Debian's chromium if there is none and it can; SHORT=1 as in CI"
+	@echo "make test-browser   the page in a real browser; writes docs/internals/testing.md; installs Debian's chromium if it can; SHORT=1 as in CI"
 	@echo "make test-sanitize   the kernel tests under AddressSanitizer and UBSan, the thread pool tests under ThreadSanitizer"
 	@echo "make --jobs=2 setup   set up for the tests, and nothing else"
 	@echo "make kernels   rebuild the C++ kernels after a change; WEFT_NO_KERNELS=1 make ... skips them"
@@ -224,8 +224,8 @@ $(BROWSER)/.installed: tests/browser/requirements.txt | $(TESTABLE)
 	@touch $@
 
 test-browser: $(TESTABLE) $(BROWSER)/.installed
-	@chromium=$$(tests/browser/find_chromium.sh) && CHROMIUM="$$chromium" PYTHONPATH=$(BROWSER) \
-		$(BIN)/python -m pytest -q $(if $(SHORT),-m "not long") tests/browser $(ARGS)
+	@chromium=$$(tests/browser/find_chromium.sh) && export CHROMIUM="$$chromium" PYTHONPATH=$(BROWSER) && \
+		$(BIN)/python $(if $(SHORT),-m pytest -q -m "not long" tests/browser,tests/clients/record.py browser) $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-clients dist build src/weft/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from playwright.sync_api import ConsoleMessage, Page, Request
+from playwright.sync_api import BrowserContext, ConsoleMessage, Page, Request
 
 WIDTHS = (360, 1920)
 THEMES = ("light", "dark")
-HEIGHTS = {360: 740}
-"""The height of a window by its width; others are 1,080."""
+HEIGHTS = {360: 740, 1280: 800, 1920: 1080}
+"""The height of a window by its width."""
 ADMIN, USER = "admin-secret", "user-secret"
 """Keys of `keyed_server`. The name of a key is its secret."""
 CHROMIUM_ARGUMENTS = (
@@ -38,14 +38,16 @@ class Watch:
     errors: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
 
-    def on_console(self, message: ConsoleMessage) -> None:
+    def attach(self, context: BrowserContext) -> None:
+        context.on("console", self._on_console)
+        context.on("request", self._on_request)
+        context.on("weberror", lambda found: self._add(f"uncaught: {found.error}"))
+
+    def _on_console(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
             self._add(f"{message.type}: {message.text} ({message.location.get('url', '')})")
 
-    def on_page_error(self, error: Exception) -> None:
-        self._add(f"uncaught: {error}\n{getattr(error, 'stack', '')}")
-
-    def on_request(self, request: Request) -> None:
+    def _on_request(self, request: Request) -> None:
         url = urlsplit(request.url)
         if url.scheme not in ("data", "blob", "about") and url.netloc != self.host:
             self.foreign.append(request.url)

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
+def figures() -> Iterator[dict[str, str]]:
+    """What the tests measured, for the table that `make test-browser` writes."""
+    found: dict[str, str] = {}
+    yield found
+    if path := os.environ.get("WEFT_TEST_FIGURES"):
+        Path(path).write_text(json.dumps(found), "utf-8")
+
+
+@pytest.fixture(scope="session")
+def browser(figures: dict[str, str]) -> Iterator[Browser]:
     path = os.environ.get("CHROMIUM")
     assert path, "CHROMIUM must be the path of the browser; `make test-browser` finds it"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=list(CHROMIUM_ARGUMENTS))
+        figures["chromium"] = browser.version
+        figures["Playwright"] = version("playwright")
         yield browser
         browser.close()
 
@@ -64,7 +76,7 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
         ) -> Page:
             given = browser.new_context(
                 base_url=server.url,
-                viewport={"width": width, "height": HEIGHTS.get(width, 1080)},
+                viewport={"width": width, "height": HEIGHTS[width]},
                 color_scheme=theme,
                 reduced_motion="reduce",
                 **context,
@@ -72,9 +84,7 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
             stack.callback(given.close)
             watch = Watch(f"127.0.0.1:{server.port}", expected)
             watches.append(watch)
-            given.on("console", watch.on_console)
-            given.on("request", watch.on_request)
-            given.on("weberror", lambda found: watch.on_page_error(found.error))
+            watch.attach(given)
             page = given.new_page()
             page.set_default_timeout(30_000)
             stack.callback(lambda: page.is_closed() or page.evaluate("1"))  # receives the last events

@@ -7,7 +7,7 @@ find_it && exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   echo "==> installing chromium from Debian (100 MB)" >&2
   export DEBIAN_FRONTEND=noninteractive
-  { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } >&2 && find_it && exit 0
+  { apt-get update -qq && apt-get install -qq -y -o DPkg::Lock::Timeout=120 --no-install-recommends chromium fonts-liberation; } >&2 && find_it && exit 0
 fi
 echo "There is no chromium: install it (Debian: apt-get install chromium), or name one with CHROMIUM=PATH." >&2
 exit 1

@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-from browser_pages import ADMIN, THEMES, WIDTHS, OpenPage
+from browser_pages import ADMIN, OpenPage
 from playwright.sync_api import expect
 from server_process import Server
-
-
-@pytest.mark.parametrize("theme", THEMES)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("view", ["chat", "live"])
-def test_a_view_fits_the_width_of_its_window(
-    open_page: OpenPage, noop_server: Server, view: str, width: int, theme: str
-) -> None:
-    page = open_page(noop_server, f"/#{view}", width=width, theme=theme)
-    expect(page.locator(f"#view-{view}")).to_be_visible()
-    content, window = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
-    assert content <= window
 
 
 def test_arrow_keys_move_between_the_tabs(open_page: OpenPage, noop_server: Server) -> None:
@@ -71,3 +58,15 @@ def test_the_question_for_a_key_closes_with_escape_and_gives_the_focus_back(
     page.keyboard.press("Escape")
     expect(dialog).to_have_count(0)
     expect(opener).to_be_focused()
+
+
+def test_the_first_tab_stop_skips_the_header_and_keeps_the_view(
+    open_page: OpenPage, noop_server: Server
+) -> None:
+    page = open_page(noop_server, "/#live")
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("main")).to_be_focused()
+    page.reload()
+    expect(page.get_by_role("tab", name="Live")).to_have_attribute("aria-selected", "true")
