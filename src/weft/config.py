@@ -304,9 +304,7 @@ class ServingEngineConfig:
     """Unread tokens of a stream before its request is cancelled."""
     max_kept_results: Annotated[int, Range(1)] = 16384
     """Results kept for `get_result`. The oldest are dropped first."""
-    log_path: Annotated[str | None, Flag("--log-path", "PATH", "Write an event log, for `weft replay`.")] = (
-        None
-    )
+    log_path: str | None = None
     """Path of the event log, for `weft replay`. It has every input of the scheduler, prompts too. Logs of earlier runs are
     kept next to it, as .1 to .5."""
 
