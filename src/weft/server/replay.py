@@ -96,7 +96,7 @@ def _info(frames: Frames, name: str) -> dict[str, object]:
         "show_prompts": False,
         "reasons": [reason.value for reason in FINISH_REASONS],
         "block_states": BLOCK_STATES,
-        "priorities": {one.name.lower(): one.value for one in Priority},
+        "priorities": [priority.name.lower() for priority in Priority],
         "buckets": [Histogram.FIRST, Histogram.GROWTH],
         **msgspec.to_builtins(frames.info),
         "path": frames.path,
