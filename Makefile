@@ -27,7 +27,7 @@ endif
 # once at a time.
 TESTABLE := $(VENV)/.dev $(READY)
 
-.PHONY: help setup kernels chat serve test test-machines test-gpu test-sanitize test-clients test-agents test-schema lint docs reference charts clean
+.PHONY: help setup kernels chat serve test test-machines test-gpu test-sanitize test-clients test-agents test-browser test-schema lint docs reference charts clean
 .DELETE_ON_ERROR:
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo "make test-gpu   the CUDA kernels and the engine on this machine's GPU; PYTHON=... with torch and pytest; installs nothing"
 	@echo "make test-clients   widely used clients against the real server; writes docs/guide/clients.md"
 	@echo "make test-agents   coding agents and client libraries complete their loops offline; writes docs/guide/clients.md; 3 GB, npm"
+	@echo "make test-browser   the page in a real browser; writes docs/internals/testing.md; installs Debian's chromium if it can; SHORT=1 as in CI"
 	@echo "make test-sanitize   the kernel tests under AddressSanitizer and UBSan, the thread pool tests under ThreadSanitizer"
 	@echo "make --jobs=2 setup   set up for the tests, and nothing else"
 	@echo "make kernels   rebuild the C++ kernels after a change; WEFT_NO_KERNELS=1 make ... skips them"
@@ -214,6 +215,17 @@ $(AGENTS)/.installed: $(wildcard tests/agents/*.json tests/agents/*.txt)
 
 test-agents: $(VENV)-clients/.installed $(AGENTS)/.installed
 	@OPENBLAS_NUM_THREADS=1 $(VENV)-clients/bin/python tests/clients/record.py agents
+
+# The page in Debian's chromium. Playwright is beside the test tools in a folder of its own: nothing else needs its 170 MB.
+BROWSER := build/browser
+$(BROWSER)/.installed: tests/browser/requirements.txt | $(TESTABLE)
+	@echo "==> installing Playwright and axe (50 MB)"
+	@rm -rf $(BROWSER) && $(PIP) install --quiet --target $(BROWSER) --requirement tests/browser/requirements.txt
+	@touch $@
+
+test-browser: $(TESTABLE) $(BROWSER)/.installed
+	@chromium=$$(tests/browser/find_chromium.sh) && export CHROMIUM="$$chromium" PYTHONPATH=$(BROWSER) && \
+		$(BIN)/python $(if $(SHORT),-m pytest -q -m "not long" tests/browser,tests/clients/record.py browser) $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-clients dist build src/weft/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis

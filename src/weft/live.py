@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from weft.request import RequestId
+from weft.request import FinishReason, RequestId
 
 BLOCK_STATES = {
     "f": "free",
@@ -19,6 +19,9 @@ BLOCK_STATES = {
     "i": "cached content of idle work, evicted first",
 }
 """A letter for each state of a full block. A store block of a two-tier cache has the same letter in upper case."""
+
+FINISH_REASONS = tuple(FinishReason)
+"""The events of ends have an index in this list."""
 
 MAX_REQUESTS = 512
 """Requests in a frame: running ones first, then the head of the queue."""
@@ -38,6 +41,7 @@ class LiveStep(NamedTuple):
     num_decodes: int
     """Sequences that decoded, with or without draft tokens."""
     num_drafts: int
+    """Draft tokens that it checked."""
     num_prefills: int
     prefill_tokens: int
 
@@ -48,9 +52,12 @@ class LiveEvent(NamedTuple):
     at: float
     """Seconds on the clock of the engine."""
     step: int
+    """queued, first_token, finished, failed: the newest applied step. admitted, preempted, swapped_in: the step that was
+    planned then. chunk: the step that computed it."""
     kind: str
     """queued; admitted (row, tokens of the prefix hit); chunk (first position, tokens); preempted (0 recompute or
-    1 swap); swapped_in; first_token; finished (index in the list of finish reasons); failed."""
+    1 swap); swapped_in (1: the copy failed, and its tokens are computed again); first_token; finished (index in
+    `FINISH_REASONS`); failed."""
     request_id: RequestId
     first: int = 0
     second: int = 0
@@ -81,6 +88,7 @@ class LiveRequest(NamedTuple):
     arrived_at: float
     """Times are seconds on the clock of the engine."""
     admitted_at: float | None
+    """Its first admission."""
     first_token_at: float | None
     deadline_at: float | None
 
@@ -126,5 +134,7 @@ class LiveFrame:
     totals: dict[str, int]
     """Totals since the start of the engine: the fields of `SchedulerStats`."""
     first_token_counts: dict[int, int]
+    """Counts since the start by bucket of `weft.metrics.Histogram`. The page subtracts an older frame. A request counts
+    when it ends."""
     gap_counts: dict[int, int]
-    """Counts since the start by bucket of `weft.metrics.Histogram`. The page subtracts an older frame."""
+    """The same for the gaps between tokens. A gap counts at once."""

@@ -1,20 +1,28 @@
-"""Runs the tests of the clients or of the agents, and writes their results, with versions and commit, to
-docs/guide/clients.md: `make test-clients`, `make test-agents`. The whole output of pytest goes to the terminal."""
+"""Runs the tests of the clients, of the agents or of the page in a browser, and writes their results, with versions and
+commit, into a document: `make test-clients`, `make test-agents`, `make test-browser`. The whole output of pytest goes to
+the terminal."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "guide" / "clients.md"
+DOCS = ROOT / "docs"
+PAGES = {
+    "clients": DOCS / "guide" / "clients.md",
+    "agents": DOCS / "guide" / "clients.md",
+    "browser": DOCS / "internals" / "testing.md",
+}
 AGENTS = ROOT / "tests" / "agents"
 PACKAGES = ("openai", "litellm", "langchain-openai", "llm", "instructor", "lm_eval")
 OFFLINE = ("unshare", "-rn", "sh", "-c", 'ip link set lo up; exec "$@"', "sh")
@@ -68,16 +76,29 @@ ALIASES = {
 
 
 def main() -> int:
-    kind = sys.argv[1]
+    kind, *arguments = sys.argv[1:]
     is_offline = kind == "agents" and subprocess.run((*OFFLINE, "true"), capture_output=True).returncode == 0
-    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", f"tests/{kind}"]
-    done = subprocess.run(
-        [*(OFFLINE if is_offline else ()), *command],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        f"tests/{kind}",
+        *arguments,
+    ]
+    with tempfile.NamedTemporaryFile(suffix=".json") as figures:
+        done = subprocess.run(
+            [*(OFFLINE if is_offline else ()), *command],
+            cwd=ROOT,
+            env={**os.environ, "WEFT_TEST_FIGURES": figures.name},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        measured = json.loads(figures.read() or "{}")
     print(done.stdout)
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, capture_output=True, text=True
@@ -86,9 +107,12 @@ def main() -> int:
     if kind == "agents":
         network = "without a network" if is_offline else "with a network: no namespace could be made"
         text = f"{where}, {network}.\n\n{agent_results(done.stdout, agent_versions())}"
+    elif kind == "browser":
+        text = f"{where}.\n\n{browser_results(done.stdout, measured)}"
     else:
         text = f"{where}, the default model.\n\n{results(done.stdout, importlib.metadata.version)}"
-    PAGE.write_text(replaced(PAGE.read_text("utf-8"), kind, text), "utf-8")
+    page = PAGES[kind]
+    page.write_text(replaced(page.read_text("utf-8"), kind, text), "utf-8")
     return done.returncode
 
 
@@ -96,7 +120,7 @@ def replaced(page: str, kind: str, text: str) -> str:
     """The page with another text between the marks of `make test-KIND`."""
     begin, end = f"<!-- written by `make test-{kind}` -->", f"<!-- end of `make test-{kind}` -->"
     head, _, rest = page.partition(begin)
-    assert end in rest, f"{PAGE} has no marks of make test-{kind}"
+    assert end in rest, f"{PAGES[kind]} has no marks of make test-{kind}"
     return f"{head}{begin}\n\n{text}\n{end}{rest.partition(end)[2]}"
 
 
@@ -124,6 +148,15 @@ def agent_results(output: str, versions: Mapping[str, str]) -> str:
         lines.append(f"| {name} | {versions[package]} | {' | '.join(cells)} |")
     passed = sum(outcome == "PASSED" for _, _, outcome in tests)
     return "\n".join([*lines, "", f"{passed} of {len(tests)} tests passed.", *_missed(tests)]) + "\n"
+
+
+def browser_results(output: str, measured: Mapping[str, str]) -> str:
+    """A table of the versions and figures that the tests measured, and how many tests passed."""
+    tests = LINE.findall(output)
+    passed = sum(outcome == "PASSED" for _, _, outcome in tests)
+    rows = [f"| {name} | {value} |" for name, value in measured.items()]
+    lines = ["| | |", "|---|---|", *rows, f"| tests passed | {passed} of {len(tests)} |"]
+    return "\n".join([*lines, *_missed(tests)]) + "\n"
 
 
 def agent_versions() -> dict[str, str]:

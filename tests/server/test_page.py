@@ -7,6 +7,7 @@ import re
 import pytest
 from server_process import Server
 
+from weft.live import BLOCK_STATES, LiveEvent, LiveRequest, LiveStep
 from weft.server.page.routes import FOLDER, MEDIA_TYPES
 
 FILES = sorted(path.name for path in FOLDER.iterdir() if path.suffix in MEDIA_TYPES)
@@ -81,3 +82,23 @@ def test_every_file_is_used() -> None:
     for name in FILES:
         if name != "index.html":
             assert any(name in text for other, text in texts.items() if other != name), name
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("REQUEST", LiveRequest), ("STEP", LiveStep), ("EVENT", LiveEvent)]
+)
+def test_the_live_view_reads_the_fields_of_a_frame_in_their_order(name: str, shape: type) -> None:
+    text = (FOLDER / "live_numbers.js").read_text("utf-8")
+    found = re.search(rf"const {name}_FIELDS = \[([^\]]*)\]", text)
+    assert found and tuple(re.findall(r'"(\w+)"', found[1])) == getattr(shape, "_fields")  # noqa: B009
+
+
+def test_the_live_view_draws_every_state_of_a_block() -> None:
+    states = re.search(r"const STATES = \[([^\]]*)\]", (FOLDER / "live_cells.js").read_text("utf-8"))
+    kinds = re.findall(
+        r'^  \["(\w)", "[^"]+", "[\w-]+", [.\d]+\],$', (FOLDER / "live_blocks.js").read_text("utf-8"), re.M
+    )
+    assert states and set(kinds) == set(BLOCK_STATES)
+    assert set(re.findall(r'"(\w)"', states[1])) == {
+        one for state in BLOCK_STATES for one in (state, state.upper())
+    }

@@ -18,6 +18,7 @@ VOCABULARY = (
     "weft.clock",
     "weft.config",
     "weft.errors",
+    "weft.live",
     "weft.metrics",
     "weft.parameters",
     "weft.plan",

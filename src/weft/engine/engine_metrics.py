@@ -39,6 +39,10 @@ class EngineMetrics:
             if result.finish_reason not in (FinishReason.CANCELLED, FinishReason.ERROR):
                 self._latency.record(result.total_time)
 
+    def bucket_counts(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Counts by bucket of the times to the first token, and of the gaps between tokens."""
+        return _counts(self._first_token), _counts(self._between_tokens)
+
     def metrics(self, now: float) -> ServingMetrics:
         scheduler = self._scheduler
         uptime = max(now - self._started_at, 1e-9)
@@ -65,3 +69,7 @@ class EngineMetrics:
             slots=slots(scheduler, now),
             two_tier=scheduler.kv_cache.two_tier(),
         )
+
+
+def _counts(histogram: Histogram) -> dict[int, int]:
+    return {bucket: count for bucket, count in enumerate(histogram.counts) if count}

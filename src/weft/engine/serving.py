@@ -16,12 +16,14 @@ from weft.backends.base import Backend, OpenedModel
 from weft.clock import Clock
 from weft.config import PriorityPolicy, SchedulerConfig, ServingEngineConfig
 from weft.engine.engine_metrics import EngineMetrics
+from weft.engine.live import LiveRecorder
 from weft.engine.loop import MAX_FAILED_STEPS, EngineCore
 from weft.engine.output_texts import AnswerTexts
 from weft.engine.replay import RunRecorder
 from weft.engine.request_ids import new_request_id
 from weft.engine.streams import TokenBuffer
 from weft.errors import EngineStoppedError, QueueFullError, id_in_use
+from weft.live import LiveFrame, LiveInfo
 from weft.metrics import SchedulerStats, ServingMetrics
 from weft.request import (
     Failure,
@@ -112,6 +114,7 @@ class ServingEngine:
         self._failure: str | None = None
         self._is_waiting = False
         self._metrics = EngineMetrics(self.scheduler, clock())
+        self._live = LiveRecorder(self.scheduler, self._metrics)
 
     @classmethod
     def from_model(
@@ -494,6 +497,14 @@ class ServingEngine:
     def metrics(self) -> ServingMetrics:
         with self._lock:
             return self._metrics.metrics(self._clock())
+
+    def live_info(self) -> LiveInfo:
+        return self._live.info()
+
+    def live_frame(self) -> LiveFrame:
+        """A snapshot for the live page. Steps and events are recorded while frames are asked for."""
+        with self._lock:
+            return self._live.frame(self._clock())
 
     def stats(self) -> tuple[SchedulerStats, KvCacheManagerStats]:
         with self._lock:

@@ -55,6 +55,8 @@ class DraftProposer:
         "_prediction",
         "_tokens",
         "acceptance_rate",
+        "num_accepted",
+        "num_drafted",
         "num_predicted_accepted",
         "num_predicted_rejected",
     )
@@ -76,8 +78,10 @@ class DraftProposer:
         """Index of the token that is proposed next. -1: there is no match."""
         self.acceptance_rate = PREDICTED_ACCEPTANCE if prediction else INITIAL_ACCEPTANCE
         """Estimated probability that the next draft token is accepted."""
+        self.num_drafted = self.num_accepted = 0
+        """Draft tokens that steps have checked."""
         self.num_predicted_accepted = self.num_predicted_rejected = 0
-        """Draft tokens from the prediction that steps have checked."""
+        """Of these, the ones from the prediction."""
 
     def sibling(self, tokens: list[int]) -> DraftProposer:
         """A copy for another sequence with equal `tokens`."""
@@ -120,7 +124,9 @@ class DraftProposer:
         return tuple(takewhile(lambda token: token not in stop_ids, proposed))
 
     def count_checked(self, num_drafts: int, num_accepted: int) -> None:
-        """Counts the draft tokens of a step, if they were from the prediction. Called before `update`."""
+        """Counts the draft tokens of a step. Called before `update`."""
+        self.num_drafted += num_drafts
+        self.num_accepted += num_accepted
         if self._is_predicted:
             self.num_predicted_accepted += num_accepted
             self.num_predicted_rejected += num_drafts - num_accepted

@@ -243,9 +243,15 @@ class PromptPlanner:
         self._sequences.active_queue.remove(sequence)
         sequence.allocation = allocation
         sequence.scheduled = start
+        now = self._clock()
         if sequence.cached_tokens is None:
             sequence.cached_tokens = start
-        self._sequences.add_running(sequence, builder.step, Phase.PREFILL, self._clock())
+            sequence.admitted_at = now
+        if now < self._sequences.history.until:
+            row = allocation.row
+            assert row is not None
+            self._sequences.history.add_event(now, builder.step, "admitted", sequence.request_id, row, start)
+        self._sequences.add_running(sequence, builder.step, Phase.PREFILL, now)
         self._add_prefill(builder, sequence, count)
         return True
 

@@ -82,6 +82,12 @@ class RequestQueue:
         """About the first `count` sequences, in no particular order. The very first is among them."""
         return [item.sequence for item in self._heap[:count] if item.sequence.queue_item is item]
 
+    def head(self, count: int) -> list[Sequence]:
+        """The first `count` sequences in order. In a longer queue some of them may be missing or rank later: the cost does
+        not depend on the length of the queue."""
+        items = [item for item in self._heap[: 2 * count] if item.sequence.queue_item is item]
+        return [item.sequence for item in sorted(items, key=_rank)[:count]]
+
     def remove(self, sequence: Sequence) -> None:
         if sequence.queue_item is None:
             raise ValueError(f"request {sequence.request_id} is not waiting")
@@ -129,3 +135,7 @@ class RequestQueue:
         self._length -= 1
         self.num_preempted -= item.is_preempted
         self.waiting_tokens -= item.num_tokens
+
+
+def _rank(item: _QueueItem) -> tuple[SortKey, int]:
+    return item.sort_key, item.order

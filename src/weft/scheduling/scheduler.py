@@ -31,6 +31,7 @@ from weft.scheduling.budget import NO_LIMIT, TokenBudget
 from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.checks import check_request
 from weft.scheduling.deadlines import Deadlines
+from weft.scheduling.history import History
 from weft.scheduling.pending_plan import PendingPlan
 from weft.scheduling.plan_builder import PlanBuilder
 from weft.scheduling.planner import Planner
@@ -99,6 +100,15 @@ class ContinuousBatchScheduler:
     def paused(self) -> list[Sequence]:
         """Idle sequences that hold memory, while interactive ones have work."""
         return self._sequence_table.paused
+
+    @property
+    def history(self) -> History:
+        return self._sequence_table.history
+
+    @property
+    def applied_step(self) -> int:
+        """The last step whose result was applied. -1: none."""
+        return self._sequence_table.applied_step
 
     @property
     def sequences(self) -> dict[RequestId, Sequence]:
@@ -173,6 +183,7 @@ class ContinuousBatchScheduler:
         queue = table.queue_of(sequences[0])
         queue.check_room(sum(s.prompt_length for s in sequences), len(sequences))
         now = self._clock()
+        is_recorded = now < self.history.until
         for sequence in sequences:
             sequence.order = self._next_order
             self._next_order += 1
@@ -187,6 +198,8 @@ class ContinuousBatchScheduler:
                 table.interactive_at = now
             queue.push(sequence)
             self.stats.prompt_tokens += sequence.prompt_length
+            if is_recorded:
+                self.history.add_event(now, self.applied_step, "queued", sequence.request_id)
 
     def cancel(self, request_id: RequestId, reason: str | None = None) -> bool:
         """Ends a request in any state. False: it has ended already, or is unknown."""
@@ -247,6 +260,9 @@ class ContinuousBatchScheduler:
         if sequence.request.session_id is not None:
             session = (sequence.request.cache_salt, sequence.request.session_id)
             self._sequence_table.sessions.keep(session, sequence.block_hashes, now)
+        if now < self.history.until:
+            assert sequence.finish_reason is not None
+            self.history.add_end(now, self.applied_step, sequence.request_id, sequence.finish_reason)
         self.stats.prompt_tokens_cached += sequence.cached_tokens or 0
         self._results.append(sequence.result())
 
@@ -321,6 +337,8 @@ class ContinuousBatchScheduler:
         self._finish_swaps(result)
         self._sequence_table.settle(plan.step)
         self._account(plan, seconds)
+        if now < self.history.until:
+            self.history.add_step(plan, seconds)
         self._planner.speculation.learn(plan, seconds, now, has_next=bool(self._in_flight))
         self._should_wait_for_tokens = self._planner.should_wait_for_tokens()
 
@@ -390,8 +408,12 @@ class ContinuousBatchScheduler:
     def _commit_prefills(self, pending: PendingPlan, result: StepResult, now: float) -> None:
         plan = pending.plan
         sampled = plan.first_prefill + sum(map(len, plan.drafts))
+        is_recorded = now < self.history.until
         for entry in range(plan.first_prefill, len(plan.rows)):
             sequence = pending.sequences[entry]
+            if is_recorded and sequence.admitted_step <= plan.step and sequence.finish_reason is None:
+                start, count = plan.starts[entry], plan.counts[entry]
+                self.history.add_event(now, plan.step, "chunk", sequence.request_id, start, count)
             self._commit(sequence, plan.step, plan.starts[entry] + plan.counts[entry])
             if plan.samples[entry]:
                 logprob = None if result.logprobs is None else result.logprobs[sampled]
@@ -431,6 +453,8 @@ class ContinuousBatchScheduler:
             self._count_gaps(now - sequence.last_token_at if gap is None else gap, 1)
         else:
             sequence.first_token_at = now
+            if now < self.history.until:
+                self.history.add_event(now, self.applied_step, "first_token", sequence.request_id)
             target = sequence.request.ttft_target
             self.stats.ttft_targets_missed += target is not None and now - sequence.arrival > target
         sequence.last_token_at = now

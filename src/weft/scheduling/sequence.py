@@ -55,6 +55,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "admitted_at",
         "admitted_step",
         "allocation",
         "arrival",
@@ -139,6 +140,8 @@ class Sequence:
         self.failure: Failure | None = None
         self.phase = Phase.WAITING
         self.phase_times = [0.0, 0.0, 0.0]
+        self.admitted_at: float | None = None
+        """The time of its first admission."""
         self.first_token_at: float | None = None
         self.last_token_at = 0.0
         self.cached_tokens: int | None = None

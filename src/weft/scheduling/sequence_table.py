@@ -12,6 +12,7 @@ from weft.scheduling.cache.block_pool import BlockHash
 from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.cache.prefix import PrefixSharing
 from weft.scheduling.cache.sessions import Sessions
+from weft.scheduling.history import History
 from weft.scheduling.policy import AdmissionPolicy
 from weft.scheduling.preemption import is_swap_cheaper, prefers_swap
 from weft.scheduling.queue import RequestQueue
@@ -61,6 +62,7 @@ class SequenceTable:
         blocks."""
         self.resuming: dict[int, Sequence] = {}
         """Swap-ins in flight, by swap id. The sequence holds a row and blocks, and runs once the copy is finished."""
+        self.history = History()
         self.applied_step = -1
         """The last step whose result was applied. Rows and blocks of later steps must not be reused."""
         self._draining: list[Sequence] = []
@@ -163,6 +165,9 @@ class SequenceTable:
         sequence.state = RequestState.PREEMPTED
         sequence.preemptions += 1
         sequence.enter(Phase.WAITING, now)
+        if now < self.history.until:
+            by_swap = int(task is not None)
+            self.history.add_event(now, step, "preempted", sequence.request_id, by_swap)
         self.queue_of(sequence).push(sequence)
         return task
 
@@ -226,6 +231,8 @@ class SequenceTable:
                 sequence.computed = sequence.scheduled = 0
             is_prompt = sequence.target - sequence.scheduled > 1
             self.add_running(sequence, step, Phase.PREFILL if is_prompt else Phase.DECODE, now)
+            if now < self.history.until:
+                self.history.add_event(now, step, "swapped_in", sequence.request_id, int(failed))
             if not failed:
                 self.prefixes.register(sequence, 0, sequence.computed)
         elif failed:

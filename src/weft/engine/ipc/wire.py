@@ -57,7 +57,7 @@ class Submit(Message):
 
     handles: tuple[int, ...]
     request: InferenceRequest
-    """Has default params: the real ones are in `params`."""
+    """Its own `params` are the defaults. Those of the client are in the field `params` of this message."""
     params: msgspec.Raw
     first: int = 0
     waited: float = 0.0

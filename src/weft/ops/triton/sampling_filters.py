@@ -1,5 +1,5 @@
-"""Top-k, top-p, min-p, typical-p and xtc: finds the tokens that they keep, and samples one of them. A list of the most
-likely tokens is enough for both; the row is not sorted.
+"""Top-k, top-p, min-p, typical-p and xtc: finds the tokens that these filters keep, and samples one of them. Both
+steps use a list of the most likely tokens only. The row is not sorted.
 
     survey      reads the scores once. It finds the best score of every group of tokens, and the mass of every piece of
                 the vocabulary.

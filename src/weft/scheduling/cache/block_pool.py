@@ -120,6 +120,22 @@ class BlockPool:
     def is_cached(self, block: int) -> bool:
         return self._hashes[block] is not None
 
+    def states(self, first: int, end: int) -> str:
+        """A letter of `weft.live.BLOCK_STATES` for each of the blocks from `first` to `end`."""
+        hot, idle = self._hot_counts, self._idle_content
+        states = []
+        for block in range(first, end):
+            block_hash = self._hashes[block]
+            if count := self._references[block]:
+                states.append("u" if count == 1 else "s")
+            elif block_hash is None:
+                states.append("f")
+            elif block_hash in hot:
+                states.append("h")
+            else:
+                states.append("i" if block in idle else "c")
+        return "".join(states)
+
     def allocate(self, count: int) -> list[int] | None:
         """Allocates `count` blocks: free ones, then evictable ones, hot ones last. An untouched block may come after
         the evictable ones (see the class). None: there are not enough blocks."""

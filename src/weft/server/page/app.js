@@ -115,6 +115,7 @@ async function start() {
 window.addEventListener("hashchange", () => {
   const wanted = location.hash.slice(1);
   if (views.has(wanted)) show(wanted);
+  else history.replaceState(null, "", "#" + open); // the link that skips the header
 });
 
 start();

@@ -32,6 +32,8 @@ const ICONS = {
   left: "M14 6l-6 6 6 6",
   right: "M10 6l6 6-6 6",
   down: "M12 5v14M6 13l6 6 6-6",
+  play: "M8 5l11 7-11 7z",
+  pause: "M9 5v14M15 5v14",
 };
 
 export function icon(name) {

@@ -6,8 +6,12 @@ import { make } from "./dom.js";
 export function askForKey(message) {
   return new Promise((resolve) => {
     const input = make("input", { type: "password", id: "key-input", autocomplete: "off", spellcheck: "false", required: true });
+    function submitted(event) {
+      event.preventDefault();
+      finish(input.value.trim());
+    }
     const dialog = make("dialog", { class: "small", "aria-labelledby": "key-title" },
-      make("form", { method: "dialog", onsubmit: () => finish(input.value.trim()) },
+      make("form", { method: "dialog", onsubmit: submitted },
         make("h2", { id: "key-title" }, "API key"),
         make("p", {}, message),
         make("label", { for: "key-input" }, "Key"),

@@ -1,9 +1,236 @@
 // The live view and the replay. `info` is the answer of /live/info; its `mode` is "live" or "replay".
 
-import { make } from "./dom.js";
+import { announce, icon, make } from "./dom.js";
+import { BatchView } from "./live_batch.js";
+import { BlocksView } from "./live_blocks.js";
+import { onTheme, setAttribute, setText } from "./live_canvas.js";
+import { ChartsView } from "./live_charts.js";
+import { History } from "./live_history.js";
+import { brief, duration, short, whole } from "./live_numbers.js";
+import { QueueView } from "./live_queue.js";
+import { RequestView } from "./live_request.js";
+import { LiveSource } from "./live_source.js";
+import { ReplayControls } from "./replay.js";
+
+/** Charts change with each point, not with each frame. Milliseconds. */
+const CHART_PAUSE = 450;
 
 /** Draws into `root`. The page calls `hide()` when another tab is opened, and `show()` when it is opened again. */
 export function mountLive(root, { info, api }) {
-  root.append(make("p", { class: "notice" }, `${info.model}: ${info.num_blocks} blocks`));
-  return { show() {}, hide() {} };
+  return new LiveView(root, { info, api });
+}
+
+class LiveView {
+  constructor(root, { info, api }) {
+    this._info = info;
+    this._isReplay = info.mode === "replay";
+    this._history = new History(info);
+    this._isShown = true;
+    this._isPaused = false;
+    this._isDue = false;
+    this._chartsAt = 0;
+    this._cost = { milliseconds: 0, frames: 0, first: 0 };
+    const open = (id) => this._openRequest(id);
+    const panel = (name, label) => make("section", { class: `panel ${name}`, "aria-label": label });
+    this._batchPanel = panel("batch", "Batch");
+    const blocks = panel("kv", "KV memory"), queue = panel("queue", "Queue"), charts = panel("chart-panel", "Charts");
+    this._notice = make("p", { class: "live-notice", role: "status", hidden: true });
+    this._main = make("div", { class: "live-grid" }, this._batchPanel, blocks, charts, queue);
+    this._view = make("div", { class: "live" }, make("h1", { class: "unseen" }, this._isReplay ? "Replay" : "Live"), this._makeBar(), this._notice, this._main);
+    root.append(this._view);
+    this._batch = new BatchView(this._batchPanel, { open });
+    this._blocks = new BlocksView(blocks);
+    this._queue = new QueueView(queue, { info, open });
+    this._charts = new ChartsView(charts);
+    this._request = new RequestView(this._view, { info, api, onClose: () => this._view.classList.remove("has-request") });
+    this._offTheme = onTheme(() => this._schedule(true));
+    if (this._isReplay) this._startReplay(api);
+    else this._startLive(api);
+  }
+
+  // --- the bar above ---
+
+  _makeBar() {
+    this._state = make("span", { class: "chip", "data-state": "connecting" }, make("i", {}), make("span", {}, "Connecting"));
+    this._pause = make("button", { type: "button", class: "icon-button", "aria-label": "Pause", title: "Pause", onclick: () => this._togglePause() },
+      icon("pause"));
+    this._tiles = new Map();
+    const tiles = make("dl", { class: "tiles" });
+    for (const [name, words] of [["step", "step"], ["running", "running"], ["waiting", "waiting"], ["tokens", "tokens/s"], ["time", "a step"], ["hits", "prefix hits"], ["preempted", "preemptions"]]) {
+      const value = make("dd", {}, "–");
+      this._tiles.set(name, value);
+      tiles.append(make("div", {}, make("dt", {}, words), value));
+    }
+    this._rate = make("span", { class: "hint rate", title: "Frames a second, and what drawing one costs" });
+    return make("div", { class: "live-bar" }, this._isReplay ? null : [this._state, this._pause],
+      make("span", { class: "model" }, String(this._info.model ?? "")), tiles, make("span", { class: "grow" }), this._rate);
+  }
+
+  _showState(name, text) {
+    setAttribute(this._state, "data-state", name);
+    setText(this._state.lastChild, text);
+  }
+
+  _showTiles() {
+    const { frame, bins } = this._history;
+    const recent = bins.slice(-4);
+    const seconds = recent.reduce((sum, bin) => sum + bin.seconds, 0);
+    const steps = recent.reduce((sum, bin) => sum + bin.steps, 0);
+    const prompt = bins.reduce((sum, bin) => sum + bin.prompt, 0);
+    const tile = (name, text) => setText(this._tiles.get(name), text);
+    tile("step", whole(frame.step));
+    tile("running", whole(frame.num_running));
+    tile("waiting", whole(frame.num_waiting + frame.held.length));
+    tile("tokens", seconds ? brief(Math.round(recent.reduce((sum, bin) => sum + bin.tokens, 0) / seconds)) : "–");
+    tile("time", steps ? duration(recent.reduce((sum, bin) => sum + bin.stepSeconds, 0) / steps) : "–");
+    tile("hits", prompt ? `${Math.round(100 * bins.reduce((sum, bin) => sum + bin.cached, 0) / prompt)}%` : "–");
+    tile("preempted", whole((frame.totals.preemptions_by_recompute || 0) + (frame.totals.preemptions_by_swap || 0)));
+  }
+
+  // --- live ---
+
+  _startLive(api) {
+    this._source = new LiveSource(api, { onFrame: (frame) => this._take(frame), onState: (...state) => this._onSource(...state) });
+    document.addEventListener("visibilitychange", () => this._connect());
+    this._connect();
+  }
+
+  /** Frames are read only while they are looked at. */
+  _connect() {
+    if (!this._source) return;
+    if (this._isShown && !this._isPaused && document.visibilityState !== "hidden") this._source.start();
+    else this._source.stop();
+  }
+
+  _togglePause() {
+    this._isPaused = !this._isPaused;
+    const text = this._isPaused ? "Continue" : "Pause";
+    setAttribute(this._pause, "aria-label", text);
+    setAttribute(this._pause, "title", text);
+    this._pause.replaceChildren(icon(this._isPaused ? "play" : "pause"));
+    this._connect();
+    announce(this._isPaused ? "The live view is paused." : "The live view continues.");
+  }
+
+  _onSource(name, { problem, seconds } = {}) {
+    if (name === "open") return;
+    if (name === "stopped") {
+      this._showState("paused", this._isPaused ? "Paused" : "Stopped");
+      this._showNotice(null);
+    } else if (name === "connecting") this._showState("connecting", "Connecting");
+    else {
+      this._showState("broken", name === "refused" ? "Refused" : "Not connected");
+      this._showNotice(name === "refused" ? `${problem.message} Reload the page to try again.`
+        : `${problem.message ?? "The connection broke."} Next attempt in ${short(seconds)} s.`);
+    }
+    this._view.classList.toggle("is-stale", name === "waiting" || name === "refused");
+  }
+
+  _showNotice(text, kind = "bad") {
+    this._notice.hidden = !text;
+    setAttribute(this._notice, "data-kind", kind);
+    setText(this._notice, text || "");
+  }
+
+  _take(frame) {
+    if (frame.engine && frame.engine !== "ready") {
+      const isStarting = frame.engine === "starting";
+      this._showState(frame.engine, isStarting ? "Engine starts" : "Engine is silent");
+      this._showNotice(isStarting ? "The engine starts. It loads the model, and is not ready for requests."
+        : "The engine does not answer. The picture below is the last one that it sent.");
+      this._view.classList.add("is-stale");
+      return;
+    }
+    this._showState("live", "Live");
+    this._showNotice(null);
+    this._view.classList.remove("is-stale");
+    const start = performance.now();
+    this._history.add(frame);
+    this._count(performance.now() - start, 1);
+    this._schedule();
+  }
+
+  // --- replay ---
+
+  _startReplay(api) {
+    this._controls = new ReplayControls(this._view, { info: this._info, api,
+      show: (frames, isSeek, binSeconds) => this._takeReplayed(frames, isSeek, binSeconds),
+      onNotice: (text) => this._showNotice(text, "note") });
+    this._view.addEventListener("keydown", (event) => this._controls.key(event));
+    setText(this._view.querySelector(".model"), String(this._info.model ?? this._info.path ?? ""));
+    this._controls.start();
+  }
+
+  _takeReplayed(frames, isSeek, binSeconds) {
+    const start = performance.now();
+    if (isSeek) this._history = new History(this._info, { binSeconds });
+    for (const frame of frames) this._history.add(frame);
+    this._count(performance.now() - start, frames.length);
+    this._schedule(isSeek);
+  }
+
+  // --- drawing ---
+
+  /** Draws once before the next picture of the browser, however many frames came. */
+  _schedule(isForced = false) {
+    this._isForced ||= isForced;
+    if (this._isDue) return;
+    this._isDue = true;
+    requestAnimationFrame(() => {
+      this._isDue = false;
+      if (!this._history.frame || !this._isShown) return;
+      const start = performance.now();
+      this._draw();
+      this._count(performance.now() - start, 0);
+    });
+  }
+
+  _draw() {
+    const history = this._history;
+    this._showTiles();
+    this._batch.update(history, this._request.id);
+    this._blocks.update(history);
+    this._queue.update(history);
+    this._request.update(history);
+    const now = performance.now();
+    if (this._isForced || now - this._chartsAt > CHART_PAUSE) {
+      this._chartsAt = now;
+      this._charts.update(history);
+    }
+    this._isForced = false;
+  }
+
+  /** The cost of the page itself: milliseconds of scripting for each frame. */
+  _count(milliseconds, frames) {
+    const now = performance.now();
+    this._cost.milliseconds += milliseconds;
+    this._cost.frames += frames;
+    if (now - this._cost.first < 2000) return;
+    const seconds = (now - this._cost.first) / 1000;
+    if (this._cost.first && this._cost.frames) {
+      const each = this._cost.milliseconds / this._cost.frames;
+      setText(this._rate, `${short(Math.round(10 * this._cost.frames / seconds) / 10)} frames/s · ${each.toFixed(1)} ms`);
+      setAttribute(this._view, "data-script-ms", each.toFixed(2));
+    }
+    this._cost = { milliseconds: 0, frames: 0, first: now };
+  }
+
+  _openRequest(id) {
+    this._request.open(this._history, id);
+    this._view.classList.toggle("has-request", this._request.isOpen);
+  }
+
+  // --- called by the shell ---
+
+  show() {
+    this._isShown = true;
+    this._connect();
+    this._schedule(true);
+  }
+
+  hide() {
+    this._isShown = false;
+    this._connect();
+    this._controls?.pause();
+  }
 }

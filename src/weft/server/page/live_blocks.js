@@ -1,0 +1,154 @@
+// Draws the memory of the KV cache as a map of blocks, and the swap space as a bar.
+
+import { make } from "./dom.js";
+import { channels, palette, setText, Surface } from "./live_canvas.js";
+import { aggregate, grid, STATES } from "./live_cells.js";
+import { percent, plural, whole } from "./live_numbers.js";
+
+/** [letter, words, colour, strength of the colour]. A block of the quantised store has the colour of its state with a dark corner. */
+const KINDS = [
+  ["u", "used by one request", "data-1", 1],
+  ["s", "shared by prefix", "data-3", 1],
+  ["c", "cached", "data-5", .75],
+  ["h", "hot by session", "data-2", 1],
+  ["i", "idle content", "data-6", .75],
+  ["f", "free", "data-empty", 1],
+];
+
+export class BlocksView {
+  constructor(root) {
+    this._history = null;
+    this._canvas = make("canvas", { class: "blocks", "aria-hidden": "true" });
+    this._tip = make("div", { class: "tip", hidden: true });
+    this._head = make("span", { class: "figure" });
+    this._note = make("p", { class: "hint note" });
+    this._legend = make("dl", { class: "legend counts" });
+    this._counts = new Map();
+    this._swap = make("meter", { min: "0", max: "1", "aria-label": "Swap space in use" });
+    this._swapText = make("span", {});
+    this._swapRow = make("div", { class: "swap", hidden: true }, make("span", {}, "Swap space"), this._swap, this._swapText);
+    root.append(make("header", {}, make("h2", {}, "KV memory"), this._head),
+      make("div", { class: "blocks-box" }, this._canvas, this._tip), this._note, this._legend, this._swapRow);
+    this._surface = new Surface(this._canvas, () => this.draw());
+    this._small = document.createElement("canvas");
+    this._canvas.addEventListener("pointermove", (event) => this._onPoint(event));
+    this._canvas.addEventListener("pointerleave", () => { this._tip.hidden = true; });
+  }
+
+  update(history) {
+    this._history = history;
+    const { frame, info, blocks } = history;
+    if (!this._counts.size) this._makeLegend(info);
+    const total = info.num_blocks + info.store_blocks;
+    const used = frame.blocks_used;
+    setText(this._head, `${percent(used / Math.max(1, info.num_blocks))} used · ${whole(frame.blocks_cached)} cached · ${plural(info.num_blocks, "block")} of ${plural(info.block_size, "token")}`);
+    for (const [letter, element] of this._counts) {
+      const number = letter === "store" ? frame.store_blocks_used : blocks.count(letter) + (info.store_blocks ? blocks.count(letter.toUpperCase()) : 0);
+      setText(element, letter === "store" ? `${whole(number)} of ${whole(info.store_blocks)}` : whole(number));
+    }
+    this._swapRow.hidden = !info.swap_blocks;
+    this._swap.value = info.swap_blocks ? frame.swap_blocks_used / info.swap_blocks : 0;
+    setText(this._swapText, `${whole(frame.swap_blocks_used)} of ${plural(info.swap_blocks, "block")}`);
+    const unknown = blocks.count("");
+    const { perCell } = this._grid() || { perCell: 1 };
+    const parts = [];
+    if (perCell > 1) parts.push(`A cell stands for ${whole(perCell)} blocks.`);
+    if (unknown) parts.push(`${percent(1 - unknown / Math.max(1, total))} of the map has arrived.`);
+    setText(this._note, parts.join(" "));
+    this._note.hidden = !parts.length;
+    this.draw();
+  }
+
+  _makeLegend(info) {
+    const add = (letter, words, kind) => {
+      const count = make("dd", {});
+      this._legend.append(make("div", {}, make("dt", {}, make("i", { class: "swatch block-" + kind }), words), count));
+      this._counts.set(letter, count);
+    };
+    for (const [letter, words] of KINDS) add(letter, words, letter);
+    if (info.store_blocks) add("store", "quantised tier", "store");
+  }
+
+  _grid() {
+    if (!this._surface.width || !this._history) return null;
+    return grid(this._history.blocks.codes.length, this._surface.width, this._surface.height);
+  }
+
+  draw() {
+    const shape = this._grid();
+    if (!shape || !this._surface.begin()) return;
+    const { states, shares } = aggregate(this._history.blocks.codes, shape.perCell);
+    const { columns, rows, size } = shape;
+    const image = new ImageData(columns, rows);
+    const colours = cellColours();
+    for (let cell = 0; cell < states.length; cell++) {
+      const [red, green, blue, strength] = colours[states[cell]];
+      const share = shape.perCell === 1 ? 1 : shares[cell];
+      // A cell that is hardly in use is drawn paler, but it stays visible.
+      const alpha = share === 0 || shape.perCell === 1 ? strength : strength * (.35 + .65 * share);
+      image.data.set([red, green, blue, Math.round(alpha * 255)], cell * 4);
+    }
+    this._small.width = columns;
+    this._small.height = rows;
+    this._small.getContext("2d").putImageData(image, 0, 0);
+    const { context } = this._surface;
+    context.imageSmoothingEnabled = false;
+    context.drawImage(this._small, 0, 0, columns * size, rows * size);
+    if (size >= 4) this._cutGaps(context, shape);
+    if (this._history.info.store_blocks) this._markStore(context, states, shape);
+  }
+
+  _cutGaps(context, { columns, rows, size }) {
+    const gap = size >= 8 ? 2 : 1;
+    context.globalCompositeOperation = "destination-out";
+    context.fillStyle = "#000";
+    for (let column = 1; column <= columns; column++) context.fillRect(column * size - gap, 0, gap, rows * size);
+    for (let row = 1; row <= rows; row++) context.fillRect(0, row * size - gap, columns * size, gap);
+    context.globalCompositeOperation = "source-over";
+  }
+
+  /** Blocks of the quantised store get a hole in the middle. */
+  _markStore(context, states, { columns, size }) {
+    const hole = Math.max(1, Math.round(size / 3));
+    const shift = Math.floor((size - (size >= 8 ? 2 : 1) - hole) / 2);
+    context.fillStyle = palette().panel;
+    for (let cell = 0; cell < states.length; cell++) {
+      if (states[cell] < STATES.indexOf("U")) continue;
+      context.fillRect((cell % columns) * size + shift, Math.floor(cell / columns) * size + shift, hole, hole);
+    }
+  }
+
+  _onPoint(event) {
+    const shape = this._grid();
+    if (!shape) return;
+    const box = this._canvas.getBoundingClientRect();
+    const x = event.clientX - box.left, y = event.clientY - box.top;
+    const column = Math.floor(x / shape.size);
+    const first = (Math.floor(y / shape.size) * shape.columns + column) * shape.perCell;
+    const { codes } = this._history.blocks;
+    this._tip.hidden = column >= shape.columns || first >= codes.length;
+    if (this._tip.hidden) return;
+    const end = Math.min(codes.length, first + shape.perCell);
+    const found = [...this._history.blocks.countWithin(first, end)].map(([letter, count]) =>
+      shape.perCell === 1 ? wordsOf(letter) : `${count} ${wordsOf(letter)}`);
+    setText(this._tip, `${end - first === 1 ? `block ${whole(first)}` : `blocks ${whole(first)}–${whole(end - 1)}`}: ${found.join(", ")}`);
+    const left = Math.max(0, Math.min(x + 12, box.width - this._tip.offsetWidth));
+    this._tip.style.transform = `translate(${left}px, ${y > box.height - 48 ? y - 34 : y + 16}px)`;
+  }
+}
+
+function wordsOf(letter) {
+  if (!letter) return "not known yet";
+  const words = KINDS.find(([kind]) => kind === letter.toLowerCase())[1];
+  return letter === letter.toLowerCase() ? words : `${words} (quantised)`;
+}
+
+/** [red, green, blue, strength] by code. */
+function cellColours() {
+  const colours = palette();
+  return STATES.map((letter) => {
+    if (!letter) return [...channels(colours.line), .6];
+    const [, , name, strength] = KINDS.find(([kind]) => kind === letter.toLowerCase());
+    return [...channels(colours[name]), strength];
+  });
+}

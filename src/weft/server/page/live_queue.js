@@ -1,0 +1,152 @@
+// Shows the queue by priority and key, what the server holds back, and the requests that ended lately.
+
+import { make } from "./dom.js";
+import { Pool, setAttribute, setText } from "./live_canvas.js";
+import { duration, plural, priorityNames, shortId, whole } from "./live_numbers.js";
+
+const MAX_ROWS = 40, MAX_OF_A_GROUP = 8;
+
+/** The waiting requests in groups of one priority and key, the most urgent first. Each group has its requests, the one
+ *  that waits longest first. */
+export function groupQueue(waiting) {
+  const groups = new Map();
+  for (const one of waiting) {
+    const name = `${one.place}\n${one.priority}\n${one.key ?? ""}`;
+    let group = groups.get(name);
+    if (!group) groups.set(name, group = { place: one.place, priority: one.priority, key: one.key, members: [], longest: 0, deadline: null });
+    group.members.push(one);
+    group.longest = Math.max(group.longest, one.age);
+    if (one.left !== null) group.deadline = group.deadline === null ? one.left : Math.min(group.deadline, one.left);
+  }
+  for (const group of groups.values()) group.members.sort((a, b) => b.age - a.age);
+  return [...groups.values()].sort((a, b) => (a.place === b.place ? 0 : a.place === "engine" ? -1 : 1) || b.priority - a.priority
+    || b.longest - a.longest);
+}
+
+/** Requests that wait in the engine, then those that the server holds. Ages and remaining times are in seconds. */
+export function waitingOf(history) {
+  const { frame, lives } = history;
+  const inEngine = frame.requests.filter((request) => request.row < 0).map((request) => ({
+    place: "engine", id: request.request_id, key: lives.get(request.request_id)?.key ?? null, priority: request.priority,
+    state: request.state, age: Math.max(0, frame.at - request.arrived_at), isIdleWork: request.is_idle_work,
+    left: request.deadline_at === null ? null : request.deadline_at - frame.at, size: request.prompt_length, canOpen: true }));
+  const held = frame.held.map((request) => ({
+    place: "server", id: request.request_id, key: request.key, priority: request.priority, state: request.state, age: request.age,
+    isIdleWork: false, left: null, size: null, answers: request.answers, canOpen: false }));
+  return [...inEngine, ...held];
+}
+
+export class QueueView {
+  constructor(root, { info, open }) {
+    this._open = open;
+    this._priorities = priorityNames(info.priorities);
+    this._reasons = info.reasons || [];
+    this._head = make("span", { class: "figure" });
+    this._body = make("tbody", {});
+    this._table = make("table", {}, make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "Request"),
+      make("th", { scope: "col" }, "State"), make("th", { scope: "col", class: "number" }, "Prompt"),
+      make("th", { scope: "col", class: "number" }, "Waits"), make("th", { scope: "col", class: "number" }, "Deadline"))), this._body);
+    this._empty = make("p", { class: "empty" }, "Nothing waits.");
+    this._more = make("p", { class: "hint" });
+    this._ended = make("ul", { class: "ended" });
+    this._endedHead = make("h3", {}, "Ended lately");
+    root.append(make("header", {}, make("h2", {}, "Queue"), this._head),
+      make("div", { class: "queue-box", tabindex: "0", role: "region", "aria-label": "Requests that wait" }, this._table, this._empty, this._more, this._endedHead, this._ended));
+    this._rows = new Pool(this._body, () => this._makeRow());
+    this._endedRows = new Pool(this._ended, () => this._makeEnded());
+  }
+
+  update(history) {
+    const { frame } = history;
+    const groups = groupQueue(waitingOf(history));
+    const rows = [];
+    let number = 0;
+    for (const group of groups) {
+      if (rows.length >= MAX_ROWS) break;
+      rows.push({ group });
+      for (const member of group.members.slice(0, Math.max(0, Math.min(MAX_OF_A_GROUP, MAX_ROWS - rows.length)))) {
+        rows.push({ member, longest: group.longest });
+        number++;
+      }
+    }
+    const total = frame.num_waiting + frame.held.length;
+    setText(this._head, `${whole(frame.num_waiting)} in the engine · ${whole(frame.held.length)} held by the server`);
+    this._table.hidden = !rows.length;
+    this._empty.hidden = rows.length > 0;
+    this._more.hidden = total <= number;
+    setText(this._more, `And ${whole(total - number)} more.`);
+    this._rows.show(rows);
+    this._endedHead.hidden = !history.ended.length;
+    this._endedRows.show(history.ended);
+  }
+
+  _makeRow() {
+    const title = make("td", { colspan: "5" });
+    const name = make("button", { type: "button", class: "link mono" });
+    const plain = make("span", { class: "mono" });
+    const state = make("td", {});
+    const size = make("td", { class: "number" });
+    const age = make("td", { class: "number age" });
+    const left = make("td", { class: "number" });
+    const first = make("td", {}, name, plain);
+    const element = make("tr", {}, title, first, state, size, age, left);
+    let shown = null;
+    name.addEventListener("click", () => this._open(shown));
+    const update = ({ group, member, longest }) => {
+      title.hidden = !group;
+      for (const cell of [first, state, size, age, left]) cell.hidden = Boolean(group);
+      setAttribute(element, "class", group ? "group" : "");
+      if (group) {
+        // What the rows of the group show is not said twice.
+        const isCut = group.members.length > MAX_OF_A_GROUP;
+        const place = group.place === "engine" ? "" : " · held by the server";
+        setText(title, `${this._priorities.get(group.priority) ?? group.priority}${group.key ? ` · ${group.key}` : ""}${place} · ${plural(group.members.length, "request")}` +
+          (isCut ? ` · up to ${duration(group.longest)}${group.deadline === null ? "" : ` · next deadline ${inTime(group.deadline)}`}` : ""));
+        return;
+      }
+      shown = member.id;
+      name.hidden = !member.canOpen;
+      plain.hidden = member.canOpen;
+      setText(member.canOpen ? name : plain, shortId(member.id) + (member.answers > 1 ? ` ×${member.answers}` : ""));
+      setText(state, member.state + (member.isIdleWork ? ", idle work" : ""));
+      setText(size, member.size === null ? "" : whole(member.size));
+      setText(age, duration(roughly(member.age)));
+      age.style.setProperty("--share", `${Math.round(100 * member.age / Math.max(1e-9, longest))}%`);
+      setText(left, member.left === null ? "" : inTime(member.left));
+      setAttribute(left, "class", member.left !== null && member.left < 1 ? "number bad" : "number");
+    };
+    return { element, update };
+  }
+
+  _makeEnded() {
+    const name = make("button", { type: "button", class: "link mono" });
+    const text = make("span", {});
+    const element = make("li", {}, name, text);
+    let shown = null;
+    name.addEventListener("click", () => this._open(shown));
+    const update = (life) => {
+      shown = life.id;
+      setText(name, shortId(life.id));
+      const tokens = life.request ? ` · ${plural(life.request.num_tokens, "token")}` : "";
+      const start = life.request?.arrived_at ?? life.events[0]?.at;
+      setText(text, `${endOf(life, this._reasons)}${tokens} · ${duration(life.end.at - start)}`);
+    };
+    return { element, update };
+  }
+}
+
+/** How a life ended, in words. */
+export function endOf(life, reasons) {
+  if (!life.end) return "";
+  if (life.end.kind === "finished") return String(reasons[life.end.first] ?? "finished").replaceAll("_", " ");
+  return { failed: "failed", lost: "lost: the engine started again", gone: "ended" }[life.end.kind] || life.end.kind;
+}
+
+function inTime(seconds) {
+  return seconds < 0 ? `passed ${duration(roughly(-seconds))} ago` : `in ${duration(roughly(seconds))}`;
+}
+
+/** Ages change all the time: tenths of a second are enough to read. */
+function roughly(seconds) {
+  return Math.round(seconds * 10) / 10;
+}
