@@ -305,7 +305,8 @@ class ServingEngineConfig:
     max_kept_results: Annotated[int, Range(1)] = 16384
     """Results kept for `get_result`. The oldest are dropped first."""
     log_path: str | None = None
-    """Path of the event log, for `weft replay`. Logs of earlier runs are kept next to it, as .1 to .5."""
+    """Path of the event log, for `weft replay`. It has every input of the scheduler, prompts too. Logs of earlier runs are
+    kept next to it, as .1 to .5."""
 
     def __post_init__(self) -> None:
         _check_fields(self)

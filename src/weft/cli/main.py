@@ -338,15 +338,29 @@ def replay(
         Path,
         typer.Argument(metavar="LOG", hidden=True, exists=True, dir_okay=False),
     ],
+    show: Annotated[
+        bool, typer.Option("--show", help="Serve a page that shows the run step by step, until Ctrl-C.")
+    ] = False,
+    port: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="The port of that page; default: 8001; 0: any."),
+    ] = None,
 ) -> None:
     """Replay an event log.
 
     LOG is the file that an engine wrote (log_path in its config). Its events run through the real scheduler again, and
-    every plan has to be the same.
+    every plan has to be the same. Exit code 1: a plan differs; 2: not a log of this version.
     """
-    from weft.cli.replay import replay_command
+    from weft.cli.replay import replay_command, show_command
 
-    replay_command(path)
+    if port is not None and not show:
+        raise typer.BadParameter("it needs --show", param_hint="'--port'")
+    if port is not None and not 0 <= port <= 65535:
+        raise typer.BadParameter(f"{port} is not a port; allowed: 0 to 65535", param_hint="'--port'")
+    if show:
+        show_command(path, 8001 if port is None else port)
+    else:
+        replay_command(path)
 
 
 @app.command("simulate-check")

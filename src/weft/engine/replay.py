@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from weft import __version__
 from weft.clock import Clock
 from weft.config import PreemptionMode, PriorityPolicy, SchedulerConfig
 from weft.engine.event_log import EventLog
@@ -33,6 +36,12 @@ from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 
 LOG_VERSION = 6
+_MAX_START_BYTES = 1 << 20
+_MAX_LINE_BYTES = 1 << 30
+"""Limits for the first line and for the others: a file that is no log may have no lines."""
+
+Event = dict[str, Any]
+"""One line of the log."""
 
 
 class _ReadingsClock:
@@ -56,17 +65,34 @@ class _ReplayClock:
     """Returns the clock readings of the log."""
 
     def __init__(self) -> None:
-        self.readings: Iterator[float] = iter(())
+        self.now = 0.0
+        self._readings: Iterator[float] = iter(())
+
+    def begin(self, readings: Iterable[float]) -> None:
+        """The readings of the next event."""
+        self._readings = iter(readings)
 
     def __call__(self) -> float:
         try:
-            return next(self.readings)
+            self.now = next(self._readings)
         except StopIteration:
             raise ReplayDifference("the clock is read more often than in the recorded run") from None
+        return self.now
+
+    def end(self) -> None:
+        """The event is over: it must have used all its readings."""
+        if next(self._readings, None) is not None:
+            raise ReplayDifference("the clock is read less often than in the recorded run")
 
 
 class ReplayDifference(WeftError):
     """The replay differs from its log."""
+
+
+class UnreadableLogError(ReplayDifference):
+    """The file is no event log that this version can replay."""
+
+    exit_code = 2
 
 
 class _RecordingScheduler(ContinuousBatchScheduler):
@@ -78,7 +104,7 @@ class _RecordingScheduler(ContinuousBatchScheduler):
         super().__init__(config, info, clock)
         self._log = log
         self._readings = clock
-        self._write("start", version=LOG_VERSION, config=_plain(config), info=_plain(info))
+        self._write("start", version=LOG_VERSION, weft=__version__, config=_plain(config), info=_plain(info))
 
     def add(self, *sequences: Sequence) -> None:
         super().add(*sequences)
@@ -141,46 +167,128 @@ class ReplayReport:
     """Whether the last line of the log is incomplete. All lines before it were replayed."""
 
 
+class LogReplay:
+    """Passes the events of a log to a new scheduler, in order, and compares its plans with those of the log.
+
+    The constructor reads the first line. A file that cannot be replayed at all is an UnreadableLogError.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.report = ReplayReport()
+        self._clock = _ReplayClock()
+        self._plans: list[IterationPlan] = []
+        self._lines = 1
+        self._file = _open_log(path)
+        try:
+            self._size = os.fstat(self._file.fileno()).st_size
+            self.scheduler = self._start()
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def now(self) -> float:
+        """The newest clock reading of the recorded run."""
+        return self._clock.now
+
+    @property
+    def progress(self) -> float:
+        """The part of the file that was read, from 0 to 1."""
+        return min(1.0, self._bytes_read / self._size) if self._size else 0.0
+
+    def events(self) -> Iterator[Event]:
+        """Replays the log, and yields each event after it. The caller takes the outputs of the scheduler, which would
+        take up memory. Raises ReplayDifference, with the line number, if a plan differs from the recorded one."""
+        with self._file:
+            while line := self._file.readline(_MAX_LINE_BYTES):
+                self._lines += 1
+                self._bytes_read += len(line)
+                if not line.endswith(b"\n"):
+                    if len(line) == _MAX_LINE_BYTES:
+                        raise ReplayDifference(
+                            f"{self._where}: the line is longer than {_MAX_LINE_BYTES} bytes"
+                        )
+                    self.report.is_cut = True
+                    return
+                yield self._replay(line)
+
+    def close(self) -> None:
+        self._file.close()
+
+    @property
+    def _where(self) -> str:
+        return f"{self.path}, line {self._lines}"
+
+    def _start(self) -> ContinuousBatchScheduler:
+        line = self._file.readline(_MAX_START_BYTES)
+        self._bytes_read = len(line)
+        if not line:
+            raise UnreadableLogError(f"{self.path} is empty: not a weft log")
+        try:
+            event = json.loads(line)
+            is_log = event["event"] == "start"
+            version = event["version"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            is_log = False
+        if not is_log:
+            raise UnreadableLogError(
+                f"{self._where}: not a weft log, or cut in its first line; engines write logs to log_path"
+            )
+        if version != LOG_VERSION:
+            weft = event.get("weft", "another version")
+            raise UnreadableLogError(
+                f"{self._where}: the log has version {version!r:.40}, of weft {weft!s:.40}; weft {__version__} replays "
+                f"version {LOG_VERSION}. Replay it with the weft that wrote it"
+            )
+        self._weft = str(event.get("weft", ""))
+        with self._errors_as_differences(UnreadableLogError):
+            self._clock.begin(event["clock"])
+            return _scheduler_from(event, self._clock)
+
+    def _replay(self, line: bytes) -> Event:
+        try:
+            event: Event = json.loads(line)
+            self._clock.begin(event["clock"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ReplayDifference(f"{self._where}: not a weft log, or cut short ({error})") from error
+        with self._errors_as_differences(ReplayDifference):
+            _replay_event(self.scheduler, event, self._plans, self.report)
+            self._clock.end()
+        return event
+
+    @contextmanager
+    def _errors_as_differences(self, kind: type[ReplayDifference]) -> Iterator[None]:
+        """Adds the line to errors, and the version of weft that wrote the log if it is another one."""
+        is_other = self._weft not in ("", __version__)
+        hint = f". Weft {self._weft:.40} wrote the log; this is weft {__version__}" if is_other else ""
+        try:
+            yield
+        except WeftError as error:
+            raise kind(f"{self._where}: {error}{hint}") from None
+        except Exception as error:
+            message = f"{self._where}: cannot be replayed ({type(error).__name__}: {error}){hint}"
+            raise kind(message) from error
+
+
 def replay(path: str) -> ReplayReport:
     """Replays a log. Raises ReplayDifference, with the line number, if a plan differs from the recorded one."""
-    report = ReplayReport()
-    clock = _ReplayClock()
-    scheduler: ContinuousBatchScheduler | None = None
-    plans: list[IterationPlan] = []
-    with Path(path).open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            where = f"{path}, line {number}"
-            if scheduler is not None and not line.endswith("\n"):
-                report.is_cut = True
-                break
-            try:
-                event = json.loads(line)
-                clock.readings = iter(event["clock"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ReplayDifference(f"{where}: not a weft log, or cut short ({error})") from error
-            try:
-                if scheduler is None:
-                    scheduler = _scheduler_from(event, clock)
-                else:
-                    _replay_event(scheduler, event, plans, report)
-                if next(clock.readings, None) is not None:
-                    raise ReplayDifference("the clock is read less often than in the recorded run")
-            except WeftError as difference:
-                raise ReplayDifference(f"{where}: {difference}") from None
-            except Exception as error:
-                raise ReplayDifference(
-                    f"{where}: cannot be replayed ({type(error).__name__}: {error})"
-                ) from error
-    if scheduler is None:
-        raise ReplayDifference(f"{path} is empty: not a weft log")
-    return report
+    log = LogReplay(path)
+    for _ in log.events():
+        log.scheduler.take_outputs()
+        log.scheduler.token_gaps.clear()
+    return log.report
+
+
+def _open_log(path: str) -> IO[bytes]:
+    try:
+        return Path(path).open("rb")
+    except OSError as error:
+        raise UnreadableLogError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _replay_event(
-    scheduler: ContinuousBatchScheduler,
-    event: dict[str, Any],
-    plans: list[IterationPlan],
-    report: ReplayReport,
+    scheduler: ContinuousBatchScheduler, event: Event, plans: list[IterationPlan], report: ReplayReport
 ) -> None:
     kind = event["event"]
     if kind == "add":
@@ -254,15 +362,12 @@ def _added(sequence: Sequence) -> dict[str, Any]:
     return added
 
 
-def _scheduler_from(event: dict[str, Any], clock: Clock) -> ContinuousBatchScheduler:
-    if event["event"] != "start" or event["version"] != LOG_VERSION:
-        raise ReplayDifference(f"not a weft log of version {LOG_VERSION}")
+def _scheduler_from(event: Event, clock: Clock) -> ContinuousBatchScheduler:
     config = dict(event["config"])
     config["policy"] = PriorityPolicy(config["policy"])
     config["preemption"] = PreemptionMode(config["preemption"])
     info = dict(event["info"])
     info["eos_token_ids"] = frozenset(info["eos_token_ids"])
-    clock.readings = iter(event["clock"])  # type: ignore[attr-defined]
     return ContinuousBatchScheduler(SchedulerConfig(**config), BackendInfo(**info), clock)
 
 

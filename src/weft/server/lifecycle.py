@@ -9,35 +9,24 @@ import logging
 import os
 import resource
 import signal
-import socket
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.server import ServerState
 
 from weft.engine.ipc.client import EngineClient
 from weft.engine.ipc.launch import LaunchedEngine
-from weft.errors import WeftError
 from weft.loading.checkpoint import open_checkpoint
 from weft.plan import BackendInfo
 from weft.server.app import ServerApp
-from weft.server.http.protocol import TimedProtocol
+from weft.server.http.listener import FLUSH_SECONDS, Listener
 from weft.server.http.scope import OLLAMA_PORT
 from weft.server.logs import LibraryHandler, ServerLog
 from weft.server.settings import ServerSettings
 from weft.text.model_text import ModelText, open_model_text
 
-_BACKLOG = 1024
-_ACCEPTS_PER_ITERATION = 8
-"""Connections to accept in one iteration of the event loop. More would delay the open streams."""
-_KEEP_ALIVE_SECONDS = 30
-_FLUSH_SECONDS = 2.0
 _OWN_DESCRIPTORS = 64
 """Descriptors of the server itself: files, listening sockets, and the pipes and sockets of its processes. A process
 that restarts has two sets of them for a moment."""
@@ -126,9 +115,8 @@ class _ServerRun:
         self._on_start = on_start
         self._log = log
         self._stop = asyncio.Event()
-        self._state = ServerState()
-        self._configs: list[uvicorn.Config]
-        """One for connections through the main port, one for those through `ollama_port`."""
+        self._listener = Listener(settings)
+        """Its first port is the main one, its second `ollama_port`."""
         self._engine = EngineClient(
             settings.backend,
             settings.backend_options,
@@ -147,7 +135,7 @@ class _ServerRun:
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
             # First, so that a port in use is reported before the model is loaded.
-            servers = await self._bind()
+            await self._bind()
             starting = asyncio.ensure_future(self._engine.start())
             await asyncio.sleep(0)  # starts the engine process, in parallel with the work below
             text, generation_defaults = self._open_text()
@@ -158,7 +146,7 @@ class _ServerRun:
             app = ServerApp(self._settings, text, generation_defaults, self._engine, self._log)
             tasks = [asyncio.create_task(app.watch_loop())]
             try:
-                await self._listen(servers, app, tasks)
+                await self._listen(app, tasks)
             finally:
                 for task in tasks:
                     task.cancel()
@@ -181,47 +169,21 @@ class _ServerRun:
         text = open_model_text(checkpoint, self._settings.chat_template, self._settings.tool_format)
         return text, checkpoint.generation
 
-    async def _bind(self) -> list[asyncio.Server]:
-        """Binds the addresses without accepting connections: the main one, and that for Ollama's clients if it is set."""
+    async def _bind(self) -> None:
+        """Binds the addresses: the main one, and that for Ollama's clients if it is set."""
         settings = self._settings
-        ports = [(settings.port, "--port", False)]
+        await self._listener.bind(settings.port, "--host and --port")
         if settings.ollama_port is not None:
-            ports.append((settings.ollama_port, "--ollama-port", True))
-        servers: list[asyncio.Server] = []
-        for port, flag, is_ollama in ports:
-            try:
-                server = await asyncio.get_running_loop().create_server(
-                    partial(self._protocol, is_ollama),
-                    settings.host,
-                    port,
-                    # asyncio uses this as the number of accepts per iteration too. `_listen` sets the kernel's backlog.
-                    backlog=_ACCEPTS_PER_ITERATION,
-                    start_serving=False,
-                )
-            except OSError as error:
-                raise WeftError(
-                    f"cannot listen on {settings.host}, port {port}: {error.strerror or error}; "
-                    f"choose another address with --host and {flag}"
-                ) from error
-            servers.append(server)
-        return servers
+            await self._listener.bind(settings.ollama_port, "--host and --ollama-port")
 
-    async def _listen(
-        self, servers: Sequence[asyncio.Server], app: ServerApp, tasks: list[asyncio.Task[None]]
-    ) -> None:
+    async def _listen(self, app: ServerApp, tasks: list[asyncio.Task[None]]) -> None:
         """Serves until a signal arrives. Adds to `tasks` those that run as long as the server."""
         settings = self._settings
         asgi = app.asgi()
-        self._configs = [self._config(asgi), self._config(_through_ollama_port(asgi))]
         _tune_garbage_collection()
-        for server in servers:
-            await server.start_serving()
-            for listening in server.sockets:
-                with socket.fromfd(listening.fileno(), listening.family, listening.type) as same:
-                    same.listen(_BACKLOG)
+        port, *others = await self._listener.accept([asgi, _through_ollama_port(asgi)])
         info = self._engine.info
         assert info is not None
-        port, *others = [server.sockets[0].getsockname()[1] for server in servers]
         self._on_start(
             Started(
                 settings.host,
@@ -242,49 +204,9 @@ class _ServerRun:
         if not await app.wait_until_idle(seconds):
             self._log.event("cancelling", "Some requests did not end in time; they are cancelled.", "warning")
             await self._engine.stop()
-            await app.wait_until_idle(_FLUSH_SECONDS)
-        for server in servers:
-            server.close()
-        await self._close_connections()
+            await app.wait_until_idle(FLUSH_SECONDS)
+        await self._listener.close()
         self._log.event("stopped", "Stopped.")
-
-    def _config(self, asgi: ASGIApp) -> uvicorn.Config:
-        config = uvicorn.Config(
-            asgi,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            date_header=False,
-            h11_max_incomplete_event_size=self._settings.max_header_bytes,
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        )
-        config.load()
-        return config
-
-    def _protocol(self, is_ollama: bool) -> TimedProtocol:
-        """The protocol of a new connection."""
-        return TimedProtocol(
-            self._configs[is_ollama],
-            self._state,
-            header_seconds=self._settings.header_seconds,
-            body_seconds=self._settings.body_seconds,
-            stalled_reader_seconds=self._settings.stalled_reader_seconds,
-        )
-
-    async def _close_connections(self) -> None:
-        """Closes each connection after its pending bytes are sent, or after `_FLUSH_SECONDS`."""
-        give_up_at = time.monotonic() + _FLUSH_SECONDS
-        if self._state.tasks:
-            await asyncio.wait(self._state.tasks, timeout=_FLUSH_SECONDS)
-        for connection in list(self._state.connections):
-            connection.shutdown()
-        while self._state.connections and time.monotonic() < give_up_at:
-            await asyncio.sleep(0.01)
-        for connection in list(self._state.connections):
-            connection.transport.abort()  # unsent bytes would keep the process alive
 
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():

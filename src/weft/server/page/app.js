@@ -101,6 +101,7 @@ async function start() {
   } catch { /* The live view asks again when it is opened, and says what is wrong. */ }
   if (info?.mode === "replay") {
     addView("replay", "Replay", (panel) => liveView(panel, info));
+    document.querySelector('.top a[href="docs"]').hidden = true;
   } else {
     addView("chat", "Chat", (panel) => mountChat(panel, { api }));
     addView("live", "Live", (panel) => liveView(panel, info));

@@ -56,6 +56,11 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
 
 
 def routes(services: Services) -> Sequence[Route]:
+    return page_routes()
+
+
+def page_routes() -> Sequence[Route]:
+    """They need nothing of the server."""
     return [
         Route("/", _root, methods=["GET"]),
         Route("/page/{name}", _file, methods=["GET"], include_in_schema=False),

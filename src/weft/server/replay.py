@@ -1,0 +1,127 @@
+"""The server of `weft replay --show`: the page, and the frames of an event log. It has no model and no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from weft.live import BLOCK_STATES, FINISH_REASONS, LiveInfo
+from weft.metrics import Histogram
+from weft.request import Priority
+from weft.server.errors import ApiError, json_response, refusal
+from weft.server.http.guard import Guard
+from weft.server.http.listener import Listener
+from weft.server.page.routes import page_routes
+from weft.server.settings import ServerSettings
+
+MAX_FRAMES = 256
+"""Frames in one response."""
+_HOST = "127.0.0.1"
+
+
+class Frames(Protocol):
+    """The frames of a log. More are added until `is_complete`."""
+
+    path: str
+    info: LiveInfo
+    is_complete: bool
+    problem: str | None
+
+    @property
+    def num_frames(self) -> int: ...
+
+    @property
+    def progress(self) -> float: ...
+
+    def read(self, start: int, count: int) -> Sequence[bytes]: ...
+
+
+def serve_replay(frames: Frames, name: str, port: int, on_start: Callable[[str], object]) -> None:
+    """Serves until a signal arrives. `on_start` is called with the address of the page."""
+    asyncio.run(_serve(frames, name, ServerSettings(host=_HOST, port=port), on_start))
+
+
+async def _serve(
+    frames: Frames, name: str, settings: ServerSettings, on_start: Callable[[str], object]
+) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    listener = Listener(settings)
+    await listener.bind(settings.port, "--port")
+    (port,) = await listener.accept([Guard(_app(frames, name), settings, {})])
+    on_start(f"http://{_HOST}:{port}/")
+    await stop.wait()
+    await listener.close()
+
+
+def _app(frames: Frames, name: str) -> Starlette:
+    head = msgspec.json.encode({"model": name, "replica": 0, "engine": "ready", "keys": {}, "held": []})[:-1]
+
+    async def info(request: Request) -> Response:
+        return json_response(_info(frames, name))
+
+    async def some_frames(request: Request) -> Response:
+        # Read first: the replay may add frames meanwhile, and the range must not be refused for a number that is old.
+        num_frames = frames.num_frames
+        start = _parameter(request, "start", 0, num_frames - 1)
+        count = _parameter(request, "count", 1, MAX_FRAMES)
+        found = [head + b"," + frame[1:] for frame in frames.read(start, count)]
+        return Response(b"[" + b",".join(found) + b"]", media_type="application/json")
+
+    routes = [*page_routes(), Route("/live/info", info), Route("/replay/frames", some_frames)]
+    handlers = {ApiError: _respond_with_error, HTTPException: _respond_with_http_error}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return app
+
+
+def _info(frames: Frames, name: str) -> dict[str, object]:
+    is_complete = (
+        frames.is_complete
+    )  # read before the number of frames, so that a complete replay has its last number
+    return {
+        "mode": "replay",
+        "model": name,
+        "replica": 0,
+        "show_prompts": False,
+        "reasons": [reason.value for reason in FINISH_REASONS],
+        "block_states": BLOCK_STATES,
+        "priorities": [priority.name.lower() for priority in Priority],
+        "buckets": [Histogram.FIRST, Histogram.GROWTH],
+        **msgspec.to_builtins(frames.info),
+        "path": frames.path,
+        "num_frames": frames.num_frames,
+        "is_complete": is_complete,
+        "progress": frames.progress,
+        "problem": frames.problem,
+    }
+
+
+def _parameter(request: Request, name: str, least: int, most: int) -> int:
+    text = request.query_params.get(name, "")
+    # Longer numbers are too large, and slow to read.
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18 and least <= int(text) <= most):
+        allowed = f"{least} to {most}" if least <= most else "none: there are no frames yet"
+        raise refusal(f"{name} is {text!r:.40}; allowed: {allowed}", name)
+    return int(text)
+
+
+async def _respond_with_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response(request.scope)
+
+
+async def _respond_with_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: a replay has no route {request.method} {request.url.path!r:.200}"
+    return ApiError(error.status_code, message, headers=error.headers).response(request.scope)
