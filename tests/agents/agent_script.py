@@ -14,6 +14,7 @@ PERSON_FILE = "person.txt"
 PERSON = "Ada, aged 36"
 FINAL = f"The file says {WORD}."
 READ = f"cat {FILE}"
+EDIT = f"{FILE}\n```\nhello {WORD}\n```\n"
 NUMBERS = " ".join(f"number {value}" for value in range(2000))
 
 
@@ -39,7 +40,8 @@ SCRIPT: dict[str, Any] = {
         *by_tool("opencode", "bash", {"command": READ, "description": "Reads the file"}),
         *by_tool("qwen-code", "run_shell_command", {"command": READ, "is_background": False}),
         *by_tool("SDK", "read_file", {"path": FILE}),
-        rule("aider, change it", f"{FILE}\n```\nhello {WORD}\n```\n"),
+        rule("aider, change it slowly", EDIT, seconds_per_token=0.2),
+        rule("aider, change it", EDIT),
         rule("Count", NUMBERS, seconds_per_token=0.05),
     ]
 }

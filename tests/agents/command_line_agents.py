@@ -28,10 +28,11 @@ class Agent:
     """Writes the settings for the address and the key of a server."""
     prepare_talk: Callable[[Place, str, str], Start] | None = None
     """The same, without tools that run commands or write files: a small model may call anything."""
+    task: str = "read it"
 
     @property
     def prompt(self) -> str:
-        return f"{self.name.partition(' with ')[0]}, read it"
+        return f"{self.name.partition(' with ')[0]}, {self.task}"
 
 
 def claude_code(place: Place, url: str, key: str, *, is_light: bool = True) -> Start:
@@ -177,3 +178,5 @@ AGENTS = (
     Agent("opencode with @ai-sdk/anthropic", MESSAGES, opencode_with("@ai-sdk/anthropic")),
     Agent("qwen-code", CHAT, qwen_code, qwen_code_talk),
 )
+EDITOR = Agent("aider", CHAT, aider, task="change it")
+"""It calls no tools: it edits a file by an answer."""

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from agent_script import FILE, FINAL, WORD
-from command_line_agents import AGENTS, Agent, aider, codex
+from command_line_agents import AGENTS, EDITOR, Agent, aider, codex
 from scripted_server import ScriptedServer, wait_for
 
-from conftest import LIMITED, Place, end_of, interrupt
+from conftest import LIMITED, Place, Run, end_of, interrupt
 
-PLAIN = [agent for agent in AGENTS if agent.name in ("Claude Code", "Codex", "opencode")]
+PLAIN = [agent for agent in AGENTS if agent.name in ("Claude Code", "Codex", "opencode", "qwen-code")]
+PLAIN.append(EDITOR)
 
 
 QUESTION = "Name the capital of France."
@@ -21,6 +22,12 @@ QUESTION = "Name the capital of France."
 
 def named(agents: Any) -> Any:
     return pytest.mark.parametrize("agent", agents, ids=lambda agent: agent.name.replace(" ", "_"))
+
+
+def is_done(agent: Agent, place: Place, run: Run) -> bool:
+    if agent is EDITOR:
+        return (place.work / FILE).read_text() == f"hello {WORD}\n"
+    return run.code == 0 and FINAL in run.out
 
 
 @named(AGENTS)
@@ -56,7 +63,7 @@ def test_a_429_is_tried_again(served: ScriptedServer, place: Place, agent: Agent
     process = place.start([*command, agent.prompt], environment)
     served.use_up(LIMITED, lambda: served.refused(since, agent.route))
     run = end_of(process)
-    assert run.code == 0 and FINAL in run.out, str(run)
+    assert is_done(agent, place, run), str(run)
 
 
 @named(PLAIN)
@@ -67,14 +74,14 @@ def test_the_loop_goes_on_after_a_restart(served: ScriptedServer, place: Place, 
     served.kill()
     served.start()
     run = end_of(process)
-    assert run.code == 0 and FINAL in run.out, str(run)
+    assert is_done(agent, place, run), str(run)
 
 
 def test_aider_edits_a_file_by_a_streamed_answer(served: ScriptedServer, place: Place) -> None:
     since = len(served.requests())
     command, environment = aider(place, served.url, "agent-key")
     run = place.run([*command, "aider, change it"], environment)
-    assert (place.work / FILE).read_text() == f"hello {WORD}\n", str(run)
+    assert is_done(EDITOR, place, run), str(run)
     (entry,) = wait_for(lambda: served.requests(since))
     assert entry["status"] == 200 and entry["stream"]
 

@@ -47,7 +47,7 @@ def test_errors_have_the_exception_classes_of_the_package(client: Any, base_url:
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=base_url, api_key="wrong", max_retries=0).models.list()
     with pytest.raises(openai.NotFoundError) as unknown:
-        client.chat.completions.create(model="gpt-4", messages=QUESTION)
+        client.chat.completions.create(model="no-such-model", messages=QUESTION)
     assert unknown.value.code == "model_not_found" and unknown.value.param == "model"
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(model=model, messages=QUESTION, temperature=-1)
@@ -58,6 +58,11 @@ def test_errors_have_the_exception_classes_of_the_package(client: Any, base_url:
         with pytest.raises(openai.RateLimitError) as late:
             limited.completions.create(model=model, prompt="x", max_tokens=1)
     assert late.value.code == "rate_limit_exceeded" and int(late.value.response.headers["retry-after"]) > 0
+
+
+def test_a_name_of_its_vendor_is_an_alias_of_the_served_model(client: Any, model: str) -> None:
+    answer = client.chat.completions.create(model="gpt-4", messages=QUESTION, max_tokens=1)
+    assert answer.model == model
 
 
 def test_parse_returns_an_object_of_the_requested_class(client: Any, model: str) -> None:

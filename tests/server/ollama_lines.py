@@ -67,8 +67,10 @@ def streamed(path: str, content: bytes) -> Answer:
     assert content.endswith(b"\n")
     lines = [validated(path, line) for line in content.splitlines()]
     answer = Answer(last=lines[-1])
+    times = [line["created_at"] for line in lines]
+    assert times == sorted(times)
     for line in lines:
-        assert line["model"] == lines[0]["model"] and line["created_at"] == lines[0]["created_at"]
+        assert line["model"] == lines[0]["model"]
         assert line["done"] is (line is lines[-1])
         if line.get("thinking") or line.get("message", {}).get("thinking"):
             assert not answer.text and not answer.calls

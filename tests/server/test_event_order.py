@@ -28,7 +28,8 @@ from weft.text.answer_parts import ToolCallStart
 from weft.text.answer_reader import AnswerReader, AnswerSyntax
 from weft.text.answer_text import AnswerText
 from weft.text.tokenizer import Tokenizer
-from weft.text.tool_formats import HERMES
+from weft.text.tool_formats import FORMATS as TOOL_FORMATS
+from weft.text.tool_formats import HERMES, ToolFormat
 
 TURNS = [Turn("user", "x")]
 TOOLS = [Tool("f", "d", {"type": "object"})]
@@ -60,7 +61,9 @@ class Written:
         tokenizer: Tokenizer,
         reason: FinishReason,
         error: ApiError | None = None,
+        syntax: AnswerSyntax = SYNTAX,
     ) -> None:
+        self._syntax = syntax
         self.stream = self._write(api, pieces, tokenizer, reason, True, error)
         self.body = b"" if error is not None else self._write(api, pieces, tokenizer, reason, False)
 
@@ -84,7 +87,7 @@ class Written:
         context = AnswerContext("m", tokenizer, "id", prompt_tokens=7, has_parts=True, prompts=[(1,) * 7])
         writer = api_format.writer(api_request, context)
         whole = WholeAnswer(writer, RequestBytes(ByteBudget(1 << 24, 1 << 24, answer_budget_error)))
-        reader, sent = AnswerReader(SYNTAX), writer.begin()
+        reader, sent = AnswerReader(self._syntax), writer.begin()
         for index, text in enumerate(pieces):
             is_last = error is None and index == len(pieces) - 1
             choice.num_reasoning_tokens += reader.is_in_reasoning
@@ -152,6 +155,21 @@ def test_one_answer_with_all_parts_is_the_same_at_every_split(default_tokenizer:
         "calls",
     )
     assert found[0].text.split() == ["Text.", "More", "🧵."]
+
+
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS.values(), ids=lambda one: one.name)
+@pytest.mark.parametrize("api", APIS, ids=str)
+def test_calls_of_every_tool_format_are_calls_of_every_api_at_every_split(
+    default_tokenizer: Tokenizer, api: Api, tool_format: ToolFormat
+) -> None:
+    calls = [("f", {"x": 'a"b<}'}), ("g", {})]
+    text = tool_format.render_calls([(name, json.dumps(arguments)) for name, arguments in calls])
+    syntax = dataclasses.replace(SYNTAX, reasoning=None, tool_format=tool_format)
+    for place in range(len(text) + 1):
+        pieces = [text[:place], text[place:]]
+        written = Written(api, pieces, default_tokenizer, FinishReason.END_OF_SEQUENCE, syntax=syntax)
+        whole, streamed = api.whole(written.body), api.streamed(written.stream)
+        assert whole == streamed and (whole.text, whole.calls, whole.stop) == ("", calls, "calls"), pieces
 
 
 @pytest.mark.parametrize("api", APIS, ids=str)

@@ -113,6 +113,12 @@ def test_a_stream_is_the_default_and_has_the_text_of_the_whole_answer(
     assert ("context" in answer.last) is (path == GENERATE and "raw" not in body)
 
 
+def test_each_line_has_the_time_at_which_it_was_written(server: Server) -> None:
+    [stream] = posted(server, (CHAT, {"messages": HELLO, **SHORT}))
+    times = [json.loads(line)["created_at"] for line in stream.body.splitlines()]
+    assert times[0] < times[-1], times
+
+
 def test_logprobs_are_a_list_whole_and_streamed(server: Server) -> None:
     body = {"messages": HELLO, **SHORT, "logprobs": True, "top_logprobs": 2}
     replies = posted(server, (CHAT, {**body, "stream": False}), (CHAT, body))

@@ -231,8 +231,8 @@ MUTATIONS = (
     Mutation(
         "prompts have negative time if decodes exceed the time target",
         f"{STEP_SIZE}.begin_prompts",
-        "max(0.0, self.spare_seconds(builder.decodes))",
-        "self.spare_seconds(builder.decodes)",
+        "max(0.0, self.spare_seconds(builder.decodes, budget.seconds))",
+        "self.spare_seconds(builder.decodes, budget.seconds)",
     ),
     Mutation("skipped requests are lost", f"{PROMPTS}.plan", "queue.put_back(item)", "pass"),
     Mutation(

@@ -25,13 +25,17 @@ class Machine:
         num_blocks: int = 64,
         swap_blocks: int = 0,
         extra_rows_are_cheap: bool = False,
+        max_running: int = 4,
         **options: Any,
     ) -> None:
         self.clock = VirtualClock()
+        self.seconds_per_token = 1e-5
         self.backend = NoopBackend(max_context=256, extra_rows_are_cheap=extra_rows_are_cheap)
-        config = SchedulerConfig(**{"max_running": 4, **options})
+        config = SchedulerConfig(**{"max_running": max_running, **options})
         pool = KvCachePoolConfig(num_blocks=num_blocks, block_size=4, swap_blocks=swap_blocks)
-        self.scheduler = ContinuousBatchScheduler(config, self.backend.allocate(pool, 4), self.clock)
+        self.scheduler = ContinuousBatchScheduler(
+            config, self.backend.allocate(pool, max_running), self.clock
+        )
         self._prompts = count()
         self.tokens: dict[RequestId, list[int]] = {}
 
@@ -51,10 +55,19 @@ class Machine:
         self.scheduler.add(sequence)
         return sequence
 
+    def learn(self) -> None:
+        """Runs interactive requests of different lengths, which teach the cost model."""
+        for index in range(4):
+            self.add(f"first-{index}", max_tokens=2, length=4 + index)
+        while self.step():
+            pass
+
     def step(self) -> IterationPlan | None:
         plan = self.scheduler.schedule()
         if plan is not None:
-            self.scheduler.apply(plan, self.backend.submit(plan).result(), 0.001 + 1e-5 * plan.num_tokens)
+            self.may_plan_ahead = self.scheduler.may_plan_ahead
+            seconds = 0.001 + self.seconds_per_token * plan.num_tokens
+            self.scheduler.apply(plan, self.backend.submit(plan).result(), seconds)
             for output in self.scheduler.take_outputs()[0]:
                 if output.token_id is not None:
                     self.tokens.setdefault(output.request_id, []).append(output.token_id)
@@ -150,10 +163,7 @@ def test_cached_blocks_of_idle_work_are_evicted_first() -> None:
 
 def test_where_rows_are_cheap_idle_decodes_share_steps_with_interactive_ones() -> None:
     machine = Machine(extra_rows_are_cheap=True, policy=PriorityPolicy.ADAPTIVE)
-    for index in range(4):  # trains the cost model
-        machine.add(f"first-{index}", max_tokens=2, length=4 + index)
-    while machine.step():
-        pass
+    machine.learn()
     machine.add("batch", idle=True, max_tokens=40)
     machine.step()
     machine.add("chat", max_tokens=20, length=8)
@@ -161,6 +171,53 @@ def test_where_rows_are_cheap_idle_decodes_share_steps_with_interactive_ones() -
     assert machine.planned() == ("chat", "batch")
     machine.add("other", length=8)
     assert "batch" not in machine.planned()
+
+
+def test_for_a_minute_after_an_interactive_request_steps_of_idle_work_are_short_and_not_planned_ahead() -> (
+    None
+):
+    machine = Machine(num_blocks=200, policy=PriorityPolicy.ADAPTIVE)
+    machine.seconds_per_token = 1e-4
+    machine.learn()
+    soon = machine.add("soon", idle=True, length=200)
+    sizes = []
+    while soon.finish_reason is None:
+        plan = machine.step()
+        assert plan is not None and not machine.may_plan_ahead
+        sizes.append(plan.num_tokens)
+    assert 16 <= max(sizes) <= 44, "five milliseconds are 40 tokens"
+    machine.clock.advance(60)
+    machine.add("later", idle=True, length=200)
+    plan = machine.step()
+    assert plan is not None and plan.num_tokens == 200 and machine.may_plan_ahead
+
+
+def test_the_minute_of_short_steps_begins_when_the_interactive_request_ends() -> None:
+    machine = Machine(num_blocks=200, policy=PriorityPolicy.ADAPTIVE)
+    machine.seconds_per_token = 1e-4
+    machine.learn()
+    chat = machine.add("chat", max_tokens=20)
+    machine.add("batch", idle=True, length=200)
+    while chat.finish_reason is None:
+        machine.clock.advance(10)
+        machine.step()
+    plan = machine.step()
+    assert plan is not None and plan.request_ids == ("batch",) and plan.num_tokens <= 44
+
+
+def test_short_steps_admit_as_many_lines_as_decode_in_their_time() -> None:
+    machine = Machine(num_blocks=200, max_running=12, policy=PriorityPolicy.ADAPTIVE)
+    machine.seconds_per_token = 2e-3
+    machine.learn()
+    for index in range(10):
+        machine.add(f"batch-{index}", idle=True, max_tokens=60)
+    for _ in range(20):
+        machine.step()
+    assert 2 <= len(machine.scheduler.running) <= 4, "three decodes of one row are four decodes at once"
+    machine.clock.advance(60)
+    for _ in range(20):
+        machine.step()
+    assert len(machine.scheduler.running) == 10
 
 
 def test_idle_work_is_sent_to_the_process_of_the_engine() -> None:

@@ -8,7 +8,7 @@ NO_LIMIT = float("inf")
 class TokenBudget:
     """What is left of a step's limits while its plan is built. Each entry that is added to the plan reduces it."""
 
-    __slots__ = ("prefill_seconds", "prefill_tokens", "sequences", "tokens")
+    __slots__ = ("prefill_seconds", "prefill_tokens", "seconds", "sequences", "tokens")
 
     def __init__(self, tokens: int, prefill_tokens: int, sequences: int) -> None:
         self.tokens = tokens
@@ -16,6 +16,8 @@ class TokenBudget:
         self.prefill_seconds = NO_LIMIT
         """Negative if the first prompt of a step took more seconds than were left. Then no other prompt is added."""
         self.sequences = sequences
+        self.seconds = NO_LIMIT
+        """Predicted seconds that the whole step may take. Below the time target of ADAPTIVE only for idle work."""
 
     @property
     def for_prefill(self) -> int:

@@ -7,12 +7,20 @@ from collections.abc import Iterator
 
 from weft.config import PriorityPolicy, SchedulerConfig
 from weft.plan import BackendInfo
+from weft.scheduling.budget import NO_LIMIT
 from weft.scheduling.cache.block_pool import BlockCounts
 from weft.scheduling.plan_builder import PlanBuilder
 from weft.scheduling.policy import StepCostModel
 from weft.scheduling.prompt_order import StepSize
 from weft.scheduling.sequence import Sequence
 from weft.scheduling.sequence_table import SequenceTable
+
+_RECENT_SECONDS = 60.0
+"""While an interactive request was there so recently, the next one is expected."""
+_SHORT_DECODES = 3.0
+_SHORTEST_SECONDS = 0.005
+"""A short step takes so many times the time of one decode, or at least so long. The prompt of an interactive request takes
+dozens of decodes, so the wait for a short step adds little to its first token."""
 
 
 class IdlePlanner:
@@ -39,6 +47,13 @@ class IdlePlanner:
             and not config.prefer_pure_decode
         )
         """Whether idle work may be in one step with interactive work. Only ADAPTIVE has a time target for steps."""
+        self._has_short_steps = (
+            not info.extra_rows_are_cheap
+            and config.policy is PriorityPolicy.ADAPTIVE
+            and config.chunked_prefill
+            and config.dynamic_batching
+            and not config.prefer_pure_decode
+        )
 
     # ------------------------------------------------------------------ memory
 
@@ -75,6 +90,23 @@ class IdlePlanner:
         return total
 
     # ------------------------------------------------------------------ time
+
+    def shorten(self, builder: PlanBuilder, now: float) -> None:
+        """Limits the time of a step with idle work alone, if an interactive request may arrive while it runs: that request
+        waits for its end."""
+        is_recent = now - self._sequences.interactive_at < _RECENT_SECONDS
+        if is_recent and self._has_short_steps and self._cost_model.is_ready:
+            builder.budget.seconds = max(
+                _SHORTEST_SECONDS, _SHORT_DECODES * self._cost_model.decode_seconds(1, 0)
+            )
+
+    def may_admit(self, builder: PlanBuilder) -> bool:
+        """Whether one more sequence fits into the time of a short step. All sequences that run decode in each step."""
+        running = self._sequences.running
+        if builder.budget.seconds == NO_LIMIT or not running:
+            return True
+        context = sum(sequence.scheduled for sequence in running)
+        return self._cost_model.decode_seconds(len(running) + 1, context) <= builder.budget.seconds
 
     def fill(self, builder: PlanBuilder) -> tuple[list[Sequence], bool]:
         """The paused sequences that fit into a step beside its interactive decodes, and whether idle requests may be

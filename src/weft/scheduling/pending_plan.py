@@ -17,3 +17,6 @@ class PendingPlan:
     registered: list[tuple[int, BlockHash]]
     """Blocks that the step fills. They leave the prefix cache if the step fails."""
     is_retry: bool
+    is_short: bool = False
+    """The step has idle work alone, and an interactive request is expected. The next step waits for the end of this one,
+    so that the request finds only one step in flight."""

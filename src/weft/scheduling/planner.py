@@ -67,11 +67,12 @@ class Planner:
             if self._config.prefer_pure_decode:
                 self._plan_pure(builder)
             else:
-                self._plan_mixed(builder, self._sequences.running, may_admit=True)
+                self._plan_mixed(builder, self._sequences.running, self._idle.may_admit(builder))
             if builder.decodes or builder.prefills or len(builder.preempted) == num_victims:
                 break
         if self.speculation.may_have_drafts(builder):
-            room = self._size.room_for_drafts(builder.decodes, builder.budget.tokens)
+            budget = builder.budget
+            room = self._size.room_for_drafts(builder.decodes, budget.tokens, budget.seconds)
             self.speculation.add_draft_tokens(builder, self._sequences.kv_cache, room)
         if self._sequences.num_idle:
             self._fill(builder)
@@ -88,8 +89,10 @@ class Planner:
         now = self._clock()
         if not self._sequences.has_interactive_work:
             self._sequences.resume_idle(now)
+            self._idle.shorten(builder, now)
             return
         self._sequences.pause_idle()
+        self._sequences.interactive_at = now
         for victim in self._idle.victims():
             self._memory.preempt(builder, victim)
 

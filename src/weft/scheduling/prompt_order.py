@@ -41,7 +41,7 @@ class StepSize:
             return
         budget = builder.budget
         if self._cost_model.is_ready:
-            budget.prefill_seconds = max(0.0, self.spare_seconds(builder.decodes))
+            budget.prefill_seconds = max(0.0, self.spare_seconds(builder.decodes, budget.seconds))
         else:
             # Varies the size: from steps of equal size the cost model learns nothing about the effect of size.
             affordable = self._block_size * (1 + 2 * (builder.step % 3))
@@ -72,11 +72,11 @@ class StepSize:
         steps = count / per_step if self._config.chunked_prefill else 1.0
         return self._cost_model.base_seconds * steps + self._cost_model.chunk_seconds(start, count)
 
-    def room_for_drafts(self, decodes: list[Sequence], room: int) -> int:
-        """How many of `room` draft tokens fit into a step with these decodes."""
+    def room_for_drafts(self, decodes: list[Sequence], room: int, limit: float = NO_LIMIT) -> int:
+        """How many of `room` draft tokens fit into a step with these decodes and at most `limit` seconds."""
         if self._is_adaptive and self._cost_model.is_ready:
             longest = max((s.scheduled for s in decodes), default=0)
-            room = min(room, self._cost_model.affordable_tokens(longest, self.spare_seconds(decodes)))
+            room = min(room, self._cost_model.affordable_tokens(longest, self.spare_seconds(decodes, limit)))
         return max(0, room)
 
     def _affordable(self, builder: PlanBuilder, start: int, remaining: int) -> int:
@@ -92,10 +92,11 @@ class StepSize:
     def _is_timed(self, builder: PlanBuilder) -> bool:
         return builder.budget.prefill_seconds < NO_LIMIT
 
-    def spare_seconds(self, decodes: list[Sequence]) -> float:
-        """Seconds of the time target that the decodes leave. Negative if they alone take longer."""
+    def spare_seconds(self, decodes: list[Sequence], limit: float = NO_LIMIT) -> float:
+        """Seconds of the time target, or of `limit` if that is less, that the decodes leave. Negative if they alone take
+        longer."""
         context = sum([s.scheduled for s in decodes])
-        target = SHARE_OF_TARGET * self._config.target_inter_token_latency
+        target = min(limit, SHARE_OF_TARGET * self._config.target_inter_token_latency)
         return target - self._cost_model.decode_seconds(len(decodes), context)
 
 

@@ -27,7 +27,7 @@ from weft.request import (
     TokenLogprobs,
     TokenOutput,
 )
-from weft.scheduling.budget import TokenBudget
+from weft.scheduling.budget import NO_LIMIT, TokenBudget
 from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.checks import check_request
 from weft.scheduling.deadlines import Deadlines
@@ -130,11 +130,11 @@ class ContinuousBatchScheduler:
 
     @property
     def may_plan_ahead(self) -> bool:
-        """Whether `schedule()` may be called before the step in flight is applied. Not during a retry, and not if that
-        step or the next one has draft tokens."""
+        """Whether `schedule()` may be called before the step in flight is applied. Not during a retry, not if that step or
+        the next one has draft tokens, and not after a short step of idle work."""
         if self._should_wait_for_tokens or self.is_retrying:
             return False
-        return not self._in_flight or not self._in_flight[-1].plan.drafts
+        return not self._in_flight or not (self._in_flight[-1].plan.drafts or self._in_flight[-1].is_short)
 
     @property
     def is_retrying(self) -> bool:
@@ -192,7 +192,10 @@ class ContinuousBatchScheduler:
                 sequence.deadline_at = now + sequence.request.deadline
                 self._deadlines.add(sequence)
             self.sequences[sequence.request_id] = sequence
-            table.num_idle += sequence.is_idle_work
+            if sequence.is_idle_work:
+                table.num_idle += 1
+            else:
+                table.interactive_at = now
             queue.push(sequence)
             self.stats.prompt_tokens += sequence.prompt_length
             if is_recorded:
@@ -303,7 +306,8 @@ class ContinuousBatchScheduler:
         if len(sequences) < len(sequence_table.running) + len(sequence_table.paused):
             sequence_table.rotate(builder.step)
         self._next_step += 1
-        self._in_flight.append(PendingPlan(plan, sequences, builder.registered, is_retry))
+        is_short = budget.seconds < NO_LIMIT
+        self._in_flight.append(PendingPlan(plan, sequences, builder.registered, is_retry, is_short))
         return plan
 
     def _plan_retry(self, builder: PlanBuilder) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from weft.config import SchedulerConfig
@@ -52,6 +53,8 @@ class SequenceTable:
         """All sequences that have not ended."""
         self.num_idle = 0
         """How many of them are idle work."""
+        self.interactive_at = -math.inf
+        """When an interactive sequence arrived, or was planned beside idle ones, for the last time."""
         self.running: list[Sequence] = []
         """Running sequences in rotation order: least recently scheduled first."""
         self.paused: list[Sequence] = []

@@ -26,6 +26,7 @@ from weft.text.answer_parts import (
 )
 
 STREAM_TYPE = "application/x-ndjson"
+_TIME = "created_at"
 
 _encode = msgspec.json.Encoder().encode
 
@@ -40,8 +41,8 @@ def error_body(error: ApiError) -> dict[str, str]:
 
 
 def head(model: str) -> dict[str, Any]:
-    """The fields that all lines of an answer have in common."""
-    return {"model": model, "created_at": rfc3339(datetime.now(UTC))}
+    """The fields that all lines have in common. The time is that of the line."""
+    return {"model": model, _TIME: rfc3339(datetime.now(UTC))}
 
 
 def rfc3339(time: datetime) -> str:
@@ -65,8 +66,9 @@ class OllamaWriter(AnswerWriter):
         self._keeps_tokens = keeps_tokens
         self._tokens: list[int] = []
         self._logprobs = bytearray()
-        self._head = head(context.model)
-        self._around_text = around_text(self._line(self.message("", "", [])))
+        line, self._after_text = around_text(self._line({_TIME: "", **self.message("", "", [])}))
+        self._before_time, mark, self._before_text = line.partition(f'"{_TIME}":"'.encode())
+        self._before_time += mark
         self._call: ParsedCall | None = None
         """The call whose arguments are arriving."""
         self._num_calls = 0
@@ -138,10 +140,12 @@ class OllamaWriter(AnswerWriter):
         return _encode(error_body(error)) + b"\n"
 
     def _line(self, fields: dict[str, Any]) -> bytes:
-        return _encode({**self._head, "done": False, **fields}) + b"\n"
+        return _encode({**head(self.context.model), "done": False, **fields}) + b"\n"
 
     def _text_line(self, text: str) -> bytes:
-        return self._around_text[0] + _encode(text) + self._around_text[1]
+        """The most frequent line. Only its time and its text are encoded."""
+        now = rfc3339(datetime.now(UTC)).encode()
+        return self._before_time + now + self._before_text + _encode(text) + self._after_text
 
     # ------------------------------------------------------------------ one body
 
@@ -165,7 +169,7 @@ class OllamaWriter(AnswerWriter):
             elif not isinstance(part, Reasoning):
                 texts.append(written)
         message = self.message("".join(texts), parts.reasoning, calls)
-        fields = {**self._head, **message, **self._closing(result)}
+        fields = {**head(self.context.model), **message, **self._closing(result)}
         if self._wants_logprobs:
             fields["logprobs"] = msgspec.Raw(b"[" + self._logprobs + b"]")
         return _encode(fields), b""

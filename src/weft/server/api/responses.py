@@ -278,6 +278,8 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
         check_calls(items)
         if api_request.instructions:
             items.insert(0, Message("system", api_request.instructions))
+        if not items:
+            raise refusal("input is empty; send a text, or at least one item", "input")
         conversation = Conversation(
             items,
             template_options=api_request.chat_template_kwargs,
