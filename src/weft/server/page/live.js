@@ -30,6 +30,7 @@ class LiveView {
     this._isDue = false;
     this._chartsAt = 0;
     this._cost = { milliseconds: 0, frames: 0, first: 0 };
+    this._numFrames = 0;
     const open = (id) => this._openRequest(id);
     const panel = (name, label) => make("section", { class: `panel ${name}`, "aria-label": label });
     this._batchPanel = panel("batch", "Batch");
@@ -205,12 +206,14 @@ class LiveView {
     const now = performance.now();
     this._cost.milliseconds += milliseconds;
     this._cost.frames += frames;
+    this._numFrames += frames;
     if (now - this._cost.first < 2000) return;
     const seconds = (now - this._cost.first) / 1000;
     if (this._cost.first && this._cost.frames) {
       const each = this._cost.milliseconds / this._cost.frames;
       setText(this._rate, `${short(Math.round(10 * this._cost.frames / seconds) / 10)} frames/s · ${each.toFixed(1)} ms`);
       setAttribute(this._view, "data-script-ms", each.toFixed(2));
+      setAttribute(this._view, "data-frames", this._numFrames);
     }
     this._cost = { milliseconds: 0, frames: 0, first: now };
   }

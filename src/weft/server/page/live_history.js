@@ -97,6 +97,10 @@ export class History {
     if (life.end) return;
     life.end = event;
     life.lastAt = event.at;
+    // Its last tokens came after the last frame that had it.
+    if (life.request && event.kind === "finished" && this.info.reasons?.[event.first] === "length") {
+      life.request = { ...life.request, num_tokens: life.request.limit };
+    }
     this.ended.unshift(life);
     this.ended.length = Math.min(this.ended.length, MAX_ENDED);
   }

@@ -149,7 +149,7 @@ export class RequestView {
     setText(this._title, `Request ${shortId(life.id)}`);
     setAttribute(this._title, "title", life.id);
     const start = this._start();
-    const facts = [["Id", life.id], ["State", life.end ? endOf(life, this._info.reasons || []) : request?.state ?? "–"]];
+    const facts = [["Id", life.id], ["State", life.end ? `ended: ${endOf(life, this._info.reasons || [])}` : request?.state ?? "–"]];
     if (life.key) facts.push(["Key", life.key]);
     if (request) {
       facts.push(["Priority", `${this._priorities.get(request.priority) ?? request.priority}${request.is_idle_work ? ", idle work" : ""}`],
@@ -165,7 +165,7 @@ export class RequestView {
       if (request.preemptions) facts.push(["Preemptions", whole(request.preemptions)]);
       if (request.deadline_at !== null && !life.end) facts.push(["Deadline", `in ${duration(Math.round((request.deadline_at - this._now) * 10) / 10)}`]);
     }
-    facts.push(["Age", duration(Math.round(((life.end?.at ?? this._now) - start) * 1000) / 1000)]);
+    facts.push([life.end ? "Took" : "Age", duration(Math.round(((life.end?.at ?? this._now) - start) * 1000) / 1000)]);
     this._showFacts(facts);
     this._cancel.hidden = Boolean(life.end) || this._info.mode === "replay";
     this._showText.hidden = Boolean(life.end) || this._info.mode === "replay" || !this._info.show_prompts;
@@ -249,6 +249,9 @@ export class RequestView {
     context.beginPath();
     context.moveTo(0, bottom);
     let last = bottom;
+    // What happened before the first frame that had the request.
+    const known = [[request.admitted_at, 0], [request.first_token_at, request.prompt_length]];
+    for (const [at, tokens] of known) if (at !== null && at < samples[0].at) context.lineTo(x(at), last = y(tokens));
     samples.forEach(({ at, computed, state }, index) => {
       // Nothing was computed until a waiting request was admitted.
       if (index && samples[index - 1].state === "waiting" && state !== "waiting") context.lineTo(x(request.admitted_at ?? at), last);
