@@ -7,7 +7,7 @@ import gc
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from weft.server.errors import ApiError
 from weft.server.http.protocol import WRITER, TimedProtocol
 from weft.server.metrics import ServerMetrics
 from weft.server.stream import events as streaming
-from weft.server.stream.choices import Choices
+from weft.server.stream.choices import Choices, Piece
 from weft.server.stream.events import EventStream
 from weft.server.stream.loop_turns import LoopTurns
 from weft.text.tokenizer import Tokenizer
@@ -222,6 +222,23 @@ def test_a_silent_stream_sends_events_without_content(default_tokenizer: Tokeniz
     found = asyncio.run(asyncio.wait_for(go(), 60))
     assert found.texts[:2] == ["", ""] and "".join(found.texts) == TEXT
     assert [len(outcome) for outcome in found.outcomes] == [1]
+
+
+def test_a_stream_whose_tokens_are_held_back_is_silent(default_tokenizer: Tokenizer) -> None:
+    """The arguments of some calls are sent when they are complete. Their tokens arrive, and the client gets nothing."""
+
+    class HoldsBack(CompletionWriter):
+        def events(self, pieces: Sequence[Piece]) -> bytes:
+            return b""
+
+    async def go() -> None:
+        async with streamed(default_tokenizer, HoldsBack, silence_seconds=0.5) as found:
+            while len(found.texts) < 2:
+                found.answer.put_token(found.tokens[0])
+                await asyncio.sleep(0.01)
+            await found.end()
+
+    asyncio.run(asyncio.wait_for(go(), 60))
 
 
 def test_outputs_that_arrive_before_submit_returns_are_not_lost(default_tokenizer: Tokenizer) -> None:

@@ -118,6 +118,19 @@ def test_a_body_has_the_types_of_the_openai_package_and_repeats_the_parameters(
     run(default_model_path, tmp_path, work)
 
 
+def test_the_usage_says_what_the_next_request_finds_in_the_cache(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    async def work(api: Api) -> None:
+        given = {"input": "word " * 200, "store": False}
+        first, second = [(await api.create(**given))["usage"] for _ in range(2)]
+        written, found = first["input_tokens_details"], second["input_tokens_details"]
+        assert written["cached_tokens"] == 0 and 190 < written["cache_write_tokens"] < first["input_tokens"]
+        assert found == {"cached_tokens": written["cache_write_tokens"], "cache_write_tokens": 0}
+
+    run(default_model_path, tmp_path, work)
+
+
 def test_a_stream_has_the_events_in_order_and_ends_with_the_object_of_a_body(
     default_model_path: Path, tmp_path: Path
 ) -> None:

@@ -128,7 +128,7 @@ class ServerSettings:
     stalled_reader_seconds: Seconds = 60.0
     """A connection is closed if bytes wait to be sent and its client accepts none for this long."""
     silence_seconds: Annotated[float, Range(1, 1_000_000)] = 15.0
-    """A stream without new tokens sends an event without content this often, so that its client does not give up."""
+    """A stream that had nothing to send for this long sends an event without content, so that its client does not give up."""
     max_answers: AtLeastOne = 1024
     """Limit for prompts times `n` of one request."""
     max_requests: AtLeastOne = 4096

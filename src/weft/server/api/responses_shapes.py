@@ -27,7 +27,8 @@ class IncompleteDetails(Shape):
 class InputTokensDetails(Shape):
     cached_tokens: Annotated[int, Meta(description="Input tokens that were found in the prefix cache.")]
     cache_write_tokens: Annotated[
-        int, Meta(description="The other input tokens: they are in the prefix cache now.")
+        int,
+        Meta(description="Input tokens that the same request would find in the cache and this one did not."),
     ]
 
 

@@ -98,7 +98,7 @@ class ResponsesWriter(AnswerWriter):
             self._status,
             completed_at=int(time.time()) if is_complete else None,
             incomplete_details=None if is_complete else {"reason": "max_output_tokens"},
-            usage=_usage(result, choices.num_reasoning_tokens),
+            usage=_usage(result, choices.num_reasoning_tokens, self.context.cacheable_tokens),
         )
         if self._is_stored:
             await self._store(caller)
@@ -236,12 +236,13 @@ def _parameters(api_request: ResponsesRequest, model: str) -> dict[str, Any]:
     }
 
 
-def _usage(result: GenerationResult, num_reasoning_tokens: int) -> dict[str, Any]:
+def _usage(result: GenerationResult, num_reasoning_tokens: int, cacheable_tokens: int) -> dict[str, Any]:
     num_input, num_output = result.prompt_token_count, result.completion_token_count
     cached = result.cached_token_count
+    written = max(0, cacheable_tokens - cached)
     return {
         "input_tokens": num_input,
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": num_input - cached},
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
         "output_tokens": num_output,
         "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         "total_tokens": num_input + num_output,

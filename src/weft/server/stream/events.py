@@ -184,7 +184,8 @@ class EventStream(Response):
                 return
             self._measure(pieces, now)
             content = self._answer_writer.events(pieces)
-            self._sent_at = now
+            if content:  # a writer may hold text back, for example until a call is complete: that is silence
+                self._sent_at = now
             if content and not (self._writer is not None and self._writer.write(content)):
                 self._stopped.set_result(content)
             elif pieces[-1].is_last and self._choices.is_over:
