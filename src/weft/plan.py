@@ -51,6 +51,9 @@ class BackendInfo:
     bytes_per_store_block: int = 0
     tail_blocks: int = 0
     """How many complete blocks a query reads in full precision (`weft.tiers`)."""
+    vector_size: int = 0
+    """Above 0: the model makes a vector of each prompt, with this many numbers, and its tokens mean nothing. The engine
+    gives it whole prompts, and one block for each (`EmbeddingSpec.engine_config`)."""
 
     @property
     def cache_bytes(self) -> int:
@@ -217,6 +220,8 @@ class StepResult:
     """An error of the whole step. The step is retried in halves."""
     finished_swaps: tuple[int, ...] = ()
     failed_swaps: Mapping[int, str] = field(default_factory=dict)
+    vectors: Mapping[RequestId, bytes] = field(default_factory=dict)
+    """The vectors of prompts, if the model makes any: float32, little-endian."""
 
     @property
     def failed(self) -> bool:

@@ -495,6 +495,8 @@ class GenerationResult:
     """Draft tokens from the prediction of the request that were accepted."""
     rejected_prediction_count: int = 0
     """Draft tokens from the prediction that steps checked and rejected."""
+    vector: bytes | None = None
+    """The vector of the prompt, if the model makes one: float32, little-endian. Its `tokens` mean nothing."""
 
     @property
     def choices(self) -> tuple[GenerationResult, ...]:

@@ -18,6 +18,7 @@ VOCABULARY = (
     "weft.clock",
     "weft.config",
     "weft.errors",
+    "weft.embedding",
     "weft.live",
     "weft.metrics",
     "weft.parameters",

@@ -21,6 +21,7 @@ Grammars do not constrain tokens here, but the backend checks the steps of rows 
 from __future__ import annotations
 
 import random
+import struct
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,6 +52,12 @@ def logprobs_of(token: int, cells: Sequence[int], num_top: int, info: BackendInf
     value = hash(("logprob", *cells)) % 100_003
     top = tuple(((value + rank) % info.vocabulary_size, -rank / 8) for rank in range(num_top))
     return TokenLogprobs(-(value ^ token) / 100_003, top)
+
+
+def vector_of(cells: Sequence[int], size: int) -> bytes:
+    """The simulated vector of a prompt: numbers from -1 to 1 that depend on all its cells."""
+    numbers = random.Random(hash(tuple(cells)))
+    return struct.pack(f"<{size}f", *(numbers.uniform(-1.0, 1.0) for _ in range(size)))
 
 
 def score_alone(tokens: Sequence[int], first: int, num_top: int, info: BackendInfo) -> list[TokenLogprobs]:
@@ -161,6 +168,7 @@ class _Step:
         "plan",
         "prompt_logprobs",
         "tokens",
+        "vectors",
         "was_rejected",
     )
 
@@ -173,6 +181,7 @@ class _Step:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs | None] = []
         self.prompt_logprobs: dict[RequestId, tuple[int, list[TokenLogprobs]]] = {}
+        self.vectors: dict[RequestId, bytes] = {}
         self.failure: str | None = None
         self.errors: Mapping[RequestId, Failure] = {}
 
@@ -199,6 +208,7 @@ class NoopBackend:
         fixed_cost_rows: float = 0.0,
         extra_rows_are_cheap: bool = False,
         seconds_per_step: float = 0.0,
+        vector_size: int = 0,
     ) -> None:
         self._vocabulary_size = vocabulary_size
         self._max_context = max_context
@@ -211,6 +221,7 @@ class NoopBackend:
         self._fixed_cost_rows = fixed_cost_rows
         self._extra_rows_are_cheap = extra_rows_are_cheap
         self._seconds_per_step = seconds_per_step
+        self._vector_size = vector_size
         self._rows: dict[int, _Row] = {}
         self._waiting_steps: deque[_Step] = deque()
         self._waiting_swaps: list[tuple[SwapTask, bool]] = []
@@ -257,6 +268,7 @@ class NoopBackend:
             grammars_may_overlap=self._grammars_may_overlap,
             fixed_cost_rows=self._fixed_cost_rows,
             extra_rows_are_cheap=self._extra_rows_are_cheap,
+            vector_size=self._vector_size,
         )
         return self.info
 
@@ -334,6 +346,7 @@ class NoopBackend:
             tokens=step.tokens,
             logprobs=step.logprobs if any(step.logprobs) else None,
             prompt_logprobs=step.prompt_logprobs,
+            vectors=step.vectors,
             errors=step.errors,
             error=step.failure,
             finished_swaps=tuple(s for s in over if self._swaps_over[s] is None),
@@ -428,6 +441,9 @@ class NoopBackend:
                 self._sample_after_drafts(row, start, count, step)
             elif plan.samples[entry]:
                 self._sample(row, start + count, step)
+                if self._vector_size:
+                    cells = self._context(row, self._num_layers - 1, start + count)
+                    step.vectors[plan.request_ids[entry]] = vector_of(cells, self._vector_size)
 
     def _write(self, row: _Row, layer: int, start: int, count: int, broken: bool) -> None:
         block_size = self._block_size

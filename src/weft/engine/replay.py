@@ -61,6 +61,10 @@ class _ReadingsClock:
         return taken
 
 
+_NOT_REPLAYED = ("metadata", "vectors")
+"""Fields that no plan depends on."""
+
+
 class _ReplayClock:
     """Returns the clock readings of the log."""
 
@@ -339,7 +343,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [f.name for f in dataclasses.fields(value) if f.name != "metadata"]
+        names = [f.name for f in dataclasses.fields(value) if f.name not in _NOT_REPLAYED]
         return {name: _plain(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return [[_plain(k), _plain(v)] for k, v in value.items()]

@@ -330,6 +330,8 @@ class ContinuousBatchScheduler:
         now = self._clock()
         num_reported = len(self._outputs)
         self._take_prompt_logprobs(pending, result)
+        for sequence in pending.sequences if result.vectors else ():
+            sequence.vector = result.vectors.get(sequence.request_id)
         self._commit_decodes(pending, result, now)
         self._commit_drafts(pending, result, now)
         self._commit_prefills(pending, result, now)

@@ -96,6 +96,7 @@ class Sequence:
         "swap_id",
         "target",
         "tokens",
+        "vector",
     )
 
     def __init__(self, request: InferenceRequest, seed: int) -> None:
@@ -150,6 +151,7 @@ class Sequence:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}
         """Logprobs by position: a prompt that is recomputed writes the same values again."""
+        self.vector: bytes | None = None
 
     def sibling(self, request: InferenceRequest, seed: int) -> Sequence:
         """Another answer to the same prompt, for a sequence that is prepared but not queued. Copies the block hashes
@@ -233,6 +235,7 @@ class Sequence:
             if proposer is None
             else min(proposer.num_predicted_accepted, len(generated)),
             rejected_prediction_count=0 if proposer is None else proposer.num_predicted_rejected,
+            vector=self.vector,
         )
 
     def _all_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:

@@ -1,0 +1,51 @@
+"""What an embedding or reranking model computes from a text, and how it expects the text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
+
+_MAX_RUNNING = 256
+_STEP_TOKENS = 1024
+"""Tokens of a step, if the longest input is shorter. More tokens would not make a step of a CPU faster by token."""
+
+
+@dataclass(frozen=True)
+class EmbeddingSpec:
+    """An embedding model makes a vector of a text. A reranker makes a score of a query and a document."""
+
+    kind: Literal["embed", "rerank"]
+    pooling: Literal["mean", "cls", "last"]
+    """The vector is the mean over all tokens, or that of the first or the last token."""
+    dimensions: int
+    """Numbers in a vector. A reranker has 1: the score."""
+    max_tokens: int
+    """The longest input, special tokens included."""
+    normalise: bool = True
+    """Vectors have length 1."""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    """Texts that the model expects before an input: for a "query", for a "document"."""
+    activation: Literal["none", "sigmoid"] = "none"
+    """Applied to the score of a reranker."""
+    yes_no: tuple[int, int] | None = None
+    """The tokens of a reranker that answers yes or no. The score is the probability of the first one among both."""
+
+    def engine_config(self) -> ServingEngineConfig:
+        """The configuration of an engine for this model. Each input is computed whole, in one step."""
+        step_tokens = max(_STEP_TOKENS, self.max_tokens)
+        return ServingEngineConfig(
+            scheduler=SchedulerConfig(
+                max_running=_MAX_RUNNING,
+                max_tokens_per_step=step_tokens + _MAX_RUNNING,
+                max_prefill_tokens=step_tokens,
+                max_chunk_tokens=step_tokens,
+                chunked_prefill=False,
+                prefix_caching=False,
+                max_draft_tokens=0,
+            ),
+            # One block for each input: it stands for the right to run. The backend keeps no K and V.
+            cache=KvCachePoolConfig(num_blocks=_MAX_RUNNING, block_size=self.max_tokens + 1, swap_blocks=0),
+        )
