@@ -37,6 +37,12 @@ def scheduler(
 @app.command("idle-work")
 def idle_work(
     backend: Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda or noop.")] = "cpu",
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="S", help="Random weights (0.6b, 8b, tiny) and no HTTP; default: the default model."
+        ),
+    ] = None,
     seconds: Annotated[float, typer.Option(help="Seconds of one round.")] = 20.0,
     rounds: Annotated[int, typer.Option(help="Rounds with and without idle work.")] = 3,
     clients: Annotated[int, typer.Option(help="Interactive clients, each with one request at a time.")] = 2,
@@ -49,7 +55,15 @@ def idle_work(
     """
     from benchmarks.idle_work import main as run
 
-    run(backend=backend, seconds=seconds, rounds=rounds, clients=clients, lines=lines, json=json)
+    run(
+        backend=backend,
+        shape=shape,
+        seconds=seconds,
+        rounds=rounds,
+        clients=clients,
+        lines=lines,
+        json=json,
+    )
 
 
 @app.command("batching")

@@ -1,40 +1,20 @@
 """`python -m benchmarks idle-work`: what interactive clients see with and without a batch beside them.
 
-A server process with the real engine answers streamed requests over HTTP. In every second round it also answers idle
-work, which it sends to itself as it does for lines of batches. Rounds alternate, so that other load on the machine
-affects both.
+In every second round the engine also has idle work, as from lines of batches. Rounds alternate, so that other load on
+the machine affects both.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json as json_module
 import random
-import socket
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
-
-import uvicorn
 
 from weft.bench.report import machine, print_json, print_line, print_table, quantile
-from weft.bench.serve_client import Client
-from weft.engine.ipc.client import EngineClient
-from weft.errors import WeftError
-from weft.loading.checkpoint import open_checkpoint
-from weft.loading.pull import pull
-from weft.server.app import ServerApp
-from weft.server.internal import InternalRequest
-from weft.server.logs import ServerLog
-from weft.server.settings import ServerSettings
-from weft.text.model_text import open_model_text
 
 _PROMPT_TOKENS = (16, 256)
 _ANSWER_TOKENS = (16, 64)
-_NOOP_CONTEXT = 2048
-_IDLE_SECONDS = 1.0
+IDLE_SECONDS = 1.0
 """How long idle work runs before the first interactive request of a round."""
 
 
@@ -48,8 +28,18 @@ class Figures:
     seconds: float = 0.0
 
 
-def main(*, backend: str, seconds: float, rounds: int, clients: int, lines: int, json: bool) -> None:
-    figures = asyncio.run(_measure(backend, seconds, rounds, clients, lines))
+def main(
+    *, backend: str, shape: str | None, seconds: float, rounds: int, clients: int, lines: int, json: bool
+) -> None:
+    if shape is None:
+        # Imported here: it needs the packages of the server, and the other one needs none of them.
+        from benchmarks.idle_work_server import measure as measure_server
+
+        figures = asyncio.run(measure_server(backend, seconds, rounds, clients, lines))
+    else:
+        from benchmarks.idle_work_engine import measure as measure_engine
+
+        figures = asyncio.run(measure_engine(backend, shape, seconds, rounds, clients, lines))
     alone, beside = figures[False], figures[True]
     rows = []
     for name, one, other in (
@@ -75,80 +65,6 @@ def main(*, backend: str, seconds: float, rounds: int, clients: int, lines: int,
     )
 
 
-async def _measure(
-    backend: str, seconds: float, rounds: int, clients: int, lines: int
-) -> dict[bool, Figures]:
-    figures = {False: Figures(), True: Figures()}
-    async with _server(backend) as (app, port):
-        client = Client(f"http://127.0.0.1:{port}")
-        await _interactive(client, random.Random(0), min(1.0, seconds), Figures())  # warm-up
-        for number in range(2 * rounds):
-            has_idle_work = number % 2 == 1
-            now = figures[has_idle_work]
-            idle = [
-                asyncio.create_task(_idle_work(app, random.Random(f"{number} {line}"), now))
-                for line in range(lines if has_idle_work else 0)
-            ]
-            began = time.perf_counter()
-            await asyncio.sleep(_IDLE_SECONDS if idle else 0.0)
-            sources = [random.Random(f"{number // 2} {one}") for one in range(clients)]
-            await asyncio.gather(*(_interactive(client, source, seconds, now) for source in sources))
-            now.seconds += time.perf_counter() - began
-            for task in idle:
-                task.cancel()
-            await asyncio.gather(*idle, return_exceptions=True)
-        client.close()
-    return figures
-
-
-async def _interactive(client: Client, source: random.Random, seconds: float, figures: Figures) -> None:
-    """One client: streamed requests, with pauses between them."""
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        body = _body(source, stream=True)
-        answer, _ = await client.send(client.message("POST", "/v1/completions", body), 60.0)
-        if answer.failure is not None:
-            raise WeftError(f"{answer.failure.kind}: {answer.failure.detail}")
-        figures.first_token.append(answer.chunk_times[0] - answer.began)
-        figures.gap += [later - earlier for earlier, later in pairwise(answer.chunk_times)]
-        await asyncio.sleep(source.expovariate(5.0))
-
-
-async def _idle_work(app: ServerApp, source: random.Random, figures: Figures) -> None:
-    """One place of a batch: the next line starts when the last one has ended."""
-    request = InternalRequest(None, is_idle_work=True)
-    while True:
-        reply = await app.send_internal("/v1/completions", _body(source, stream=False), request)
-        if reply.status != 200:
-            raise WeftError(f"a line of idle work got the status {reply.status}: {reply.body[:200]!r}")
-        figures.idle_tokens += json_module.loads(reply.body)["usage"]["completion_tokens"]
-
-
-def _body(source: random.Random, stream: bool) -> bytes:
-    prompt = [source.randrange(100, 10_000) for _ in range(source.randint(*_PROMPT_TOKENS))]
-    max_tokens = source.randint(*_ANSWER_TOKENS)
-    fields = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
-    return json_module.dumps(fields).encode()
-
-
-@asynccontextmanager
-async def _server(backend: str) -> AsyncIterator[tuple[ServerApp, int]]:
-    path = str(pull("default"))
-    checkpoint = open_checkpoint(path)
-    text = open_model_text(checkpoint)
-    settings = ServerSettings(path, ("default",), backend=backend)
-    size = {"vocabulary_size": text.tokenizer.vocabulary_size, "max_context": _NOOP_CONTEXT}
-    engine = EngineClient(backend, size if backend == "noop" else {"checkpoint": path}, settings.engine)
-    await engine.start()
-    app = ServerApp(settings, text, checkpoint.generation, engine, ServerLog("off"))
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app.asgi(), lifespan="off", log_level="error", ws="none"))
-    serving = asyncio.create_task(server.serve([listening]))
-    try:
-        yield app, listening.getsockname()[1]
-    finally:
-        server.should_exit = True
-        await serving
-        await app.close()
-        await engine.stop()
-        text.close()
+def lengths(source: random.Random) -> tuple[int, int]:
+    """The number of tokens of a prompt and of its answer."""
+    return source.randint(*_PROMPT_TOKENS), source.randint(*_ANSWER_TOKENS)
