@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from in_process import in_process
-from server_process import MESSAGES, running_server, wait_for
+from server_process import MESSAGES, NOOP, running_server, wait_for
 from test_server_life import send_request
 
 MIB = 1 << 20
@@ -136,7 +136,12 @@ def test_answers_that_are_too_large_together_get_a_429_and_small_ones_continue(
 
 
 def test_only_the_unsent_bytes_of_a_stream_count(default_model_path: Path) -> None:
-    settings: dict[str, Any] = {"max_answer_bytes": 2 * MIB, "engine": {"stream_buffer": 1_000_000}}
+    settings: dict[str, Any] = {
+        "max_answer_bytes": 2 * MIB,
+        "engine": {"stream_buffer": 1_000_000},
+        # Slower than the server and the client on any machine, so only a client that does not read falls behind.
+        "backend_options": {**NOOP, "seconds_per_step": 0.004},
+    }
     with running_server(default_model_path, **settings) as server:
         fields: dict[str, Any] = {"prompt": [1], "logprobs": 20, "ignore_eos": True, "stream": True}
         received = b""

@@ -89,9 +89,11 @@ def _plan_without(idle: set[RequestId], scheduler: ContinuousBatchScheduler) -> 
                 twin.sequence.queue_item = (
                     twin  # deepcopy makes two copies of a tuple that is part of a cycle
                 )
+    # The memory of an idle request that ends in a step in flight is free only after that step, as for every request.
+    other._expire()
     table, now = other._sequence_table, other._clock()
     table._config = dataclasses.replace(other.config, preemption=PreemptionMode.RECOMPUTE)
-    for sequence in [other.sequences[rid] for rid in idle]:
+    for sequence in [other.sequences[rid] for rid in idle & other.sequences.keys()]:
         if sequence.state is RequestState.RUNNING and not sequence.is_finishing:
             table.preempt(sequence, other._next_step, now)
         if sequence.queue_item is not None:
