@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+# Small models of embedders.
+sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 
 if TYPE_CHECKING:
     from weft.ops.triton.device import Device

@@ -20,6 +20,7 @@ AUTO = "auto"
 BUILDERS = {
     "cpu": ("weft.backends.cpu.runner", "open_cpu_backend"),
     "cuda": ("weft.backends.cuda.runner", "open_cuda_backend"),
+    "cuda-embedder": ("weft.backends.cuda.embedder", "open_cuda_embedder"),
     "embedder": ("weft.backends.cpu.embedder", "open_embedder"),
     "noop": ("weft.backends.noop", "NoopBackend"),
 }
@@ -47,7 +48,7 @@ def build(name: str, **options: Any) -> Backend:
     "cuda" rejects options of the CPU (see `chosen`).
 
     "cpu" takes `checkpoint`, `max_context`, `dtype`, `threads`, `quantize`; "cuda" takes `checkpoint`, `max_context`,
-    `dtype`, `invariant`; "embedder" takes `checkpoint`, `dtype`, `threads`, `quantize`."""
+    `dtype`, `invariant`; "embedder" takes `checkpoint`, `dtype`, `threads`, `quantize`; "cuda-embedder" takes `checkpoint`, `dtype`."""
     name = chosen(name, options)
     module, attribute = BUILDERS[name]
     builder: Callable[..., Backend] = getattr(import_module(module), attribute)

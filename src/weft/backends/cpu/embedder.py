@@ -10,6 +10,7 @@ is its separator, so a single text has type 0 throughout.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -25,7 +26,7 @@ from weft.loading.checkpoint import Checkpoint, open_checkpoint
 from weft.loading.embedding_files import dense_layers, embedding_spec, separator_id
 from weft.models.text_model import HeadLayer, TextModel, build_text_model
 from weft.ops.reference_texts import ReferenceTextOps
-from weft.ops.texts import TextIndices
+from weft.ops.texts import TextIndices, TextOps
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import Failure, FailureKind, Grammar, RequestId
 
@@ -44,17 +45,22 @@ class Forward(Protocol):
 class EmbedderBackend:
     """A `Backend` that makes a vector of each prompt."""
 
-    def __init__(self, model: TextModel, separator: int | None, forward: Forward | None = None) -> None:
-        """Without `forward`, the model computes in numpy."""
-        self._model = model
+    def __init__(
+        self,
+        model: TextModel,
+        separator: int | None,
+        forward: Forward | None = None,
+        release: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Without `forward`, the model computes in numpy. `release` gives memory back after the model was dropped."""
+        self.spec: EmbeddingSpec = model.spec
+        self._vocabulary_size = model.vocabulary_size
+        self._weight_bytes = model.weight_bytes
         self._forward: Forward = model if forward is None else forward
+        self._release = release
         self._separator = separator if model.types > 1 else None
         self._thread = StepThread("weft-embedder")
         self._rows: dict[int, np.ndarray] = {}  # the tokens of the prompt of each row
-
-    @property
-    def spec(self) -> EmbeddingSpec:
-        return self._model.spec
 
     def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
         max_context = self.spec.max_tokens + 1  # the token that stands for the vector
@@ -65,13 +71,13 @@ class EmbedderBackend:
                 field="block_size",
             )
         return BackendInfo(
-            vocabulary_size=self._model.vocabulary_size,
+            vocabulary_size=self._vocabulary_size,
             max_context=max_context,
             num_blocks=pool.num_blocks,
             block_size=pool.block_size,
             swap_blocks=0,
             bytes_per_block=0,
-            weight_bytes=self._model.weight_bytes,
+            weight_bytes=self._weight_bytes,
             vector_size=self.spec.dimensions,
         )
 
@@ -92,6 +98,9 @@ class EmbedderBackend:
 
     def close(self) -> None:
         self._thread.close()
+        if hasattr(self, "_forward"):
+            del self._forward
+        self._release()
 
     def _run(self, request_ids: tuple[RequestId, ...], texts: list[np.ndarray]) -> StepResult:
         """Computes one step, in the thread."""
@@ -152,6 +161,15 @@ def open_embedder(
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open_checkpoint(checkpoint)
     threads = thread_count(threads)
+    dtype = np.float32 if dtype is None else dtype
+    model, separator = open_text_model(checkpoint, lambda max_tokens: ReferenceTextOps(dtype))
+    return EmbedderBackend(model, separator)
+
+
+def open_text_model(
+    checkpoint: Checkpoint, make_ops: Callable[[int], TextOps]
+) -> tuple[TextModel, int | None]:
+    """The model of a checkpoint, and the id of its separator. `make_ops` gets the tokens of the longest text."""
     spec = embedding_spec(checkpoint)
     if spec is None:
         raise ModelFileError(
@@ -161,8 +179,7 @@ def open_embedder(
     try:
         dense = [HeadLayer(layer.weight, layer.bias, layer.activation) for layer in dense_layers(checkpoint)]
         layout, metadata, tensors = checkpoint.layout, checkpoint.metadata, checkpoint.tensors
-        ops = ReferenceTextOps(np.float32 if dtype is None else dtype)
-        model = build_text_model(layout, metadata, tensors, ops, spec, dense)
+        model = build_text_model(layout, metadata, tensors, make_ops(spec.max_tokens), spec, dense)
     except ModelFileError as error:
         raise _named(checkpoint, error) from error
     separator = separator_id(checkpoint)
@@ -170,7 +187,7 @@ def open_embedder(
         raise ModelFileError(
             f"{checkpoint.path}: sep_token: missing; without it weft cannot tell the texts of a pair apart"
         )
-    return EmbedderBackend(model, separator)
+    return model, separator
 
 
 def _named(checkpoint: Checkpoint, error: ModelFileError) -> ModelFileError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 import triton
@@ -10,7 +12,6 @@ from torch import Tensor
 
 from weft.ops.base import AttentionShape, QkNorm, Rope
 from weft.ops.triton.device import Device, ceil_divide, let_next_begin, power_of_two, wait_for_previous
-from weft.ops.triton.device_batch import DeviceBatch
 
 # A constant, so that the sum of squares of a head is computed in the same order in any batch.
 _HEADS_AT_ONCE = 16
@@ -34,8 +35,21 @@ class RopeTables:
         self.values = torch.from_numpy(values.astype(np.float32)).to(device.torch_device)
 
 
+class RopeBatch(Protocol):
+    """The part of `DeviceBatch` that is used here."""
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def positions(self) -> Tensor: ...
+
+    @property
+    def cells(self) -> Tensor: ...
+
+
 def rope_and_write(
-    batch: DeviceBatch,
+    batch: RopeBatch,
     qkv: Tensor,
     cache: Tensor,
     layer: int,

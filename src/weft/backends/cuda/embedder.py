@@ -1,0 +1,70 @@
+"""Embedding models and rerankers on a GPU. The backend is that of the CPU; the forward pass runs on the device."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal, cast
+
+import numpy as np
+import torch
+
+from weft.backends.cpu.embedder import EmbedderBackend, open_text_model
+from weft.backends.cuda.memory import drop_frames, is_out_of_memory, mib, shortage
+from weft.errors import InvalidRequestError
+from weft.loading.checkpoint import Checkpoint, open_checkpoint
+from weft.models.text_model import TextModel
+from weft.ops.texts import TextIndices, TextOps
+from weft.ops.triton.device import Device
+from weft.ops.triton.texts import TritonTextOps
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class CardForward:
+    """The forward pass of a text model on the device."""
+
+    def __init__(self, model: TextModel, device: Device) -> None:
+        self._model = model
+        self._device = device
+        self._stream = device.stream()
+        # Waits for the copies of the weights, which may still run.
+        self._stream.wait_stream(device.current_stream())
+
+    def forward(self, step: TextIndices) -> np.ndarray:
+        with self._device.using(self._stream), torch.inference_mode():
+            rows = self._model.forward(step)[: len(step.starts) - 1]
+            return np.asarray(rows.float().cpu().numpy())
+
+
+def open_cuda_embedder(
+    checkpoint: Checkpoint | Path | str,
+    device: str | Device = "cuda",
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+) -> EmbedderBackend:
+    """Opens the backend for an embedding model or a reranker, or for the path of one. The device "cpu" is Triton's
+    interpreter, for tests."""
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = open_checkpoint(checkpoint)
+    if dtype not in _DTYPES:
+        raise InvalidRequestError(f"dtype is {dtype!r}; allowed: {', '.join(_DTYPES)}", field="dtype")
+    card = Device(device) if isinstance(device, str) else device
+    try:
+        return _open(checkpoint, card, _DTYPES[dtype])
+    except BaseException as error:
+        drop_frames(error)
+        with suppress(RuntimeError):
+            card.release()
+        if not is_out_of_memory(error):
+            raise
+    # Raised outside `except`, so that the new error does not keep the old one, with its GPU memory, as its context.
+    needed = f"the weights take {mib(_DTYPES[dtype].itemsize * checkpoint.parameter_count)}"
+    raise shortage(card, needed, "take a smaller model, or end other programs that use the GPU")
+
+
+def _open(checkpoint: Checkpoint, card: Device, dtype: torch.dtype) -> EmbedderBackend:
+    # The other operations of `Ops` are for models with a KV cache or with experts: no text model has these.
+    model, separator = open_text_model(
+        checkpoint, lambda max_tokens: cast(TextOps, TritonTextOps(card, dtype, max_tokens))
+    )
+    return EmbedderBackend(model, separator, CardForward(model, card), card.release)
