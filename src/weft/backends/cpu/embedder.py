@@ -10,13 +10,15 @@ is its separator, so a single text has type 0 throughout.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from weft.backends.cpu.kernels import has_kernels, instruction_set
+from weft.backends.cpu.packed_weights import check_quantize, keep_packed
 from weft.backends.cpu.step_thread import QueuedStep, StepThread
 from weft.backends.cpu.threads import thread_count
 from weft.config import KvCachePoolConfig
@@ -161,15 +163,24 @@ def open_embedder(
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open_checkpoint(checkpoint)
     threads = thread_count(threads)
-    dtype = np.float32 if dtype is None else dtype
-    model, separator = open_text_model(checkpoint, lambda max_tokens: ReferenceTextOps(dtype))
-    return EmbedderBackend(model, separator)
+    is_native = dtype is None and has_kernels()
+    check_quantize(quantize, checkpoint, is_native)
+
+    def build(spec: EmbeddingSpec, dense: Sequence[HeadLayer]) -> tuple[TextModel, Forward | None]:
+        if is_native:
+            return _native(checkpoint, spec, dense, threads, quantize)
+        ops = ReferenceTextOps(np.float32 if dtype is None else dtype)
+        return build_model(checkpoint, ops, spec, dense), None
+
+    return EmbedderBackend(*open_text_model(checkpoint, build))
 
 
 def open_text_model(
-    checkpoint: Checkpoint, make_ops: Callable[[int], TextOps]
-) -> tuple[TextModel, int | None]:
-    """The model of a checkpoint, and the id of its separator. `make_ops` gets the tokens of the longest text."""
+    checkpoint: Checkpoint,
+    build: Callable[[EmbeddingSpec, Sequence[HeadLayer]], tuple[TextModel, Forward | None]],
+) -> tuple[TextModel, int | None, Forward | None]:
+    """The model of a checkpoint, the id of its separator, and the forward pass. `build` gets the layers after pooling
+    that are in files of their own."""
     spec = embedding_spec(checkpoint)
     if spec is None:
         raise ModelFileError(
@@ -178,8 +189,7 @@ def open_text_model(
         )
     try:
         dense = [HeadLayer(layer.weight, layer.bias, layer.activation) for layer in dense_layers(checkpoint)]
-        layout, metadata, tensors = checkpoint.layout, checkpoint.metadata, checkpoint.tensors
-        model = build_text_model(layout, metadata, tensors, make_ops(spec.max_tokens), spec, dense)
+        model, forward = build(spec, dense)
     except ModelFileError as error:
         raise _named(checkpoint, error) from error
     separator = separator_id(checkpoint)
@@ -187,7 +197,37 @@ def open_text_model(
         raise ModelFileError(
             f"{checkpoint.path}: sep_token: missing; without it weft cannot tell the texts of a pair apart"
         )
-    return model, separator
+    return model, separator, forward
+
+
+def build_model(
+    checkpoint: Checkpoint, ops: TextOps, spec: EmbeddingSpec, dense: Sequence[HeadLayer]
+) -> TextModel:
+    return build_text_model(checkpoint.layout, checkpoint.metadata, checkpoint.tensors, ops, spec, dense)
+
+
+def _native(
+    checkpoint: Checkpoint,
+    spec: EmbeddingSpec,
+    dense: Sequence[HeadLayer],
+    threads: int,
+    quantize: Quantize | None,
+) -> tuple[TextModel, Forward]:
+    """The model, and the C++ program recorded from it."""
+    from weft import _kernels
+    from weft.ops.cpu.program import record_texts
+    from weft.ops.cpu.text_ops import CpuTextOps
+    from weft.ops.cpu.weights import PACKING_VERSION, Packing
+    from weft.ops.recording import NO_STEP
+
+    if (name := instruction_set()) is not None:
+        _kernels.use(name)
+    ops = CpuTextOps(Packing(quantize))
+    model = build_model(checkpoint, ops, spec, dense)
+    # The same files may also generate text, with other packed weights.
+    keep = keep_packed(checkpoint, f"texts-{quantize or 'stored'}-{PACKING_VERSION}", threads)
+    pool = _kernels.Pool(threads)
+    return model, record_texts(lambda: model.forward(NO_STEP), ops, keep, pool, spec.pooling)
 
 
 def _named(checkpoint: Checkpoint, error: ModelFileError) -> ModelFileError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, cast
@@ -9,11 +10,12 @@ from typing import Literal, cast
 import numpy as np
 import torch
 
-from weft.backends.cpu.embedder import EmbedderBackend, open_text_model
+from weft.backends.cpu.embedder import EmbedderBackend, Forward, build_model, open_text_model
 from weft.backends.cuda.memory import drop_frames, is_out_of_memory, mib, shortage
+from weft.embedding import EmbeddingSpec
 from weft.errors import InvalidRequestError
 from weft.loading.checkpoint import Checkpoint, open_checkpoint
-from weft.models.text_model import TextModel
+from weft.models.text_model import HeadLayer, TextModel
 from weft.ops.texts import TextIndices, TextOps
 from weft.ops.triton.device import Device
 from weft.ops.triton.texts import TritonTextOps
@@ -63,8 +65,10 @@ def open_cuda_embedder(
 
 
 def _open(checkpoint: Checkpoint, card: Device, dtype: torch.dtype) -> EmbedderBackend:
-    # The other operations of `Ops` are for models with a KV cache or with experts: no text model has these.
-    model, separator = open_text_model(
-        checkpoint, lambda max_tokens: cast(TextOps, TritonTextOps(card, dtype, max_tokens))
-    )
-    return EmbedderBackend(model, separator, CardForward(model, card), card.release)
+    def build(spec: EmbeddingSpec, dense: Sequence[HeadLayer]) -> tuple[TextModel, Forward]:
+        # The other operations of `Ops` are for models with a KV cache or with experts: no text model has these.
+        ops = cast(TextOps, TritonTextOps(card, dtype, spec.max_tokens))
+        model = build_model(checkpoint, ops, spec, dense)
+        return model, CardForward(model, card)
+
+    return EmbedderBackend(*open_text_model(checkpoint, build), card.release)
