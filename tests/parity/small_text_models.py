@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 from small_models import Case, transformers_in_float64
+import itertools
 
 VOCABULARY = 97
 SEPARATOR = 3
@@ -79,7 +80,7 @@ def dense_weights(case: TextCase) -> list[np.ndarray]:
     numbers = np.random.default_rng(5)
     return [
         numbers.standard_normal((outputs, inputs)).astype(np.float32) / inputs**0.5
-        for inputs, outputs in zip(sizes[:-1], sizes[1:], strict=True)
+        for inputs, outputs in itertools.pairwise(sizes)
     ]
 
 
