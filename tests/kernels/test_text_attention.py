@@ -3,6 +3,7 @@ set of this machine."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -12,7 +13,6 @@ from array_source import ArraySource
 from weft.ops.base import AttentionPattern, AttentionShape, Rope
 from weft.ops.reference_texts import ReferenceTextOps
 from weft.ops.texts import TextIndices
-import itertools
 
 _kernels = pytest.importorskip("weft._kernels")
 

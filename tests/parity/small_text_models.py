@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 from small_models import Case, transformers_in_float64
-import itertools
 
 VOCABULARY = 97
 SEPARATOR = 3
