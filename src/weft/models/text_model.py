@@ -106,6 +106,7 @@ def build_text_model(
     """Builds the text model of a checkpoint and loads its weights into `ops`. `dense` has the layers after pooling that
     are in files of their own."""
     architecture = find_text_architecture(layout, metadata)
+    body: Encoder | Decoder
     if isinstance(architecture, EncoderArchitecture):
         body, head = _encoder(architecture, layout, metadata, tensors, ops, spec)
     else:
