@@ -106,7 +106,9 @@ def main(rounds: int, home: Path | None, threads: int | None, as_json: bool) -> 
 
 def _texts() -> tuple[list[str], list[str]]:
     """Passages of the documentation with 4 to 120 words, and queries of 3 to 12 words."""
-    words = re.findall(r"[A-Za-z][\w'-]*", " ".join(path.read_text() for path in sorted(_DOCUMENTS.rglob("*.md"))))
+    words = re.findall(
+        r"[A-Za-z][\w'-]*", " ".join(path.read_text() for path in sorted(_DOCUMENTS.rglob("*.md")))
+    )
     numbers = np.random.default_rng(6)
 
     def piece(count: int) -> str:
@@ -190,9 +192,7 @@ class _Driver:
             self._process.wait()
 
 
-def _measure(
-    engines: dict[str, Embed], passages: list[str], queries: list[str], rounds: int
-) -> list[Speed]:
+def _measure(engines: dict[str, Embed], passages: list[str], queries: list[str], rounds: int) -> list[Speed]:
     batch_seconds: dict[str, list[float]] = {name: [] for name in engines}
     query_seconds: dict[str, list[float]] = {name: [] for name in engines}
     vectors: dict[str, np.ndarray] = {}

@@ -19,9 +19,9 @@ LONGEST = 256
 
 
 def main(kind, model, threads, work):
-    opened = {"sentence-transformers": sentence_transformers, "onnxruntime": onnxruntime, "llama.cpp": llama}[kind](
-        model, threads, work
-    )
+    opened = {"sentence-transformers": sentence_transformers, "onnxruntime": onnxruntime, "llama.cpp": llama}[
+        kind
+    ](model, threads, work)
     for line in sys.stdin:
         asked = json.loads(line)
         calls = [[text] for text in asked["texts"]] if asked["one_by_one"] else [asked["texts"]]
