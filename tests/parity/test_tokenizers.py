@@ -195,5 +195,5 @@ def test_a_unigram_vocabulary_gives_the_published_ids_of_xlm_roberta(llama_cpp_m
 
 def test_an_unsupported_tokenizer_is_rejected_by_name(llama_cpp_models: Path) -> None:
     vocabulary = read_vocabulary(read_gguf(llama_cpp_models / "ggml-vocab-bert-bge.gguf").metadata)
-    with pytest.raises(ModelFileError, match="'rwkv' .RWKV. is not supported"):
+    with pytest.raises(ModelFileError, match=r"'rwkv' \(RWKV\) is not supported"):
         tokenizer_of(replace(vocabulary, model="rwkv"))
