@@ -106,6 +106,7 @@ def build_text_model(
     """Builds the text model of a checkpoint and loads its weights into `ops`. `dense` has the layers after pooling that
     are in files of their own."""
     architecture = find_text_architecture(layout, metadata)
+    body: Encoder | Decoder
     if isinstance(architecture, EncoderArchitecture):
         body, head = _encoder(architecture, layout, metadata, tensors, ops, spec)
     else:
@@ -143,7 +144,7 @@ def _encoder(
 ) -> tuple[Encoder, list[HeadLayer]]:
     if layout == "huggingface":
         metadata = {**ENCODER_DEFAULTS[architecture.model_type], **metadata}
-    named, file_names = by_encoder_name(layout, tensors, architecture.renamed)
+    named, name_of = by_encoder_name(layout, tensors, architecture)
     config = architecture.configure(Fields(layout, architecture.gguf_name, metadata, named))
     head = {name: named.pop(name) for name in [*named] if name.startswith("head.")}
     layers: list[HeadLayer] = []
@@ -164,7 +165,7 @@ def _encoder(
                 )
             )
         layers.append(HeadLayer(head["head.out"], head.get("head.out.bias")))
-    return Encoder(config, named, ops, lambda name: file_names.get(name, name)), layers
+    return Encoder(config, named, ops, name_of), layers
 
 
 def _decoder(
