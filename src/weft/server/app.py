@@ -120,7 +120,7 @@ class ServerApp:
 
     async def watch_loop(self) -> None:
         """Measures the lag of the event loop until it is cancelled."""
-        await watch_lag(self._metrics.loop_lag.observe, lambda: len(self._active_requests) > 0)
+        await watch_lag(self._metrics.loop_lag.record, lambda: len(self._active_requests) > 0)
 
     async def run_batches(self) -> None:
         """Runs batches until it is cancelled."""
@@ -242,7 +242,7 @@ class ServerApp:
                     stream = EventStream(
                         choices,
                         prepared.writer,
-                        self._metrics,
+                        self._metrics.token_times(prepared.requests[0].priority),
                         loop_turns=self._loop_turns,
                         began=active.began,
                         silence_seconds=self.settings.silence_seconds,
@@ -327,7 +327,7 @@ class ServerApp:
             self._metrics.answered(outcome, len(prepared.requests), seconds)
             first = outcome[0].time_to_first_token
             if not prepared.is_streamed and not active.is_idle_work and first is not None:
-                self._metrics.first_token(first)
+                self._metrics.token_times(prepared.requests[0].priority).first_token(first)
 
     def _check_open(self) -> None:
         """Raises a 503 while the engine is not ready or the server drains."""
