@@ -258,6 +258,8 @@ class ContinuousBatchScheduler:
 
     def _report_result(self, sequence: Sequence) -> None:
         now = self._clock()
+        if sequence.preemptions and sequence.phase is Phase.WAITING:
+            sequence.end_preemption(now)  # it ended while it was preempted
         sequence.enter(Phase.WAITING, now)
         if sequence.request.session_id is not None:
             session = (sequence.request.cache_salt, sequence.request.session_id)

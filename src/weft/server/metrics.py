@@ -111,6 +111,10 @@ class ServerMetrics:
         self._stalls = _MirroredCounter(
             counter("engine_stalls", "Restarts of the engine process because it was stuck.")
         )
+        self._lost_traces = _MirroredCounter(
+            counter("traces_lost", "Traces that the collector did not accept, or not fast enough.")
+        )
+        self.count_lost_traces: Callable[[], int] = lambda: 0
         gauge("start_time_seconds", "When the server started, in seconds since 1970.").set(time.time())
         self.open_requests = gauge("http_requests_open", "HTTP requests that are not yet ended.")
         self._held = gauge("num_requests_held", "Answers held back in the server for fairness between keys.")
@@ -241,6 +245,7 @@ class ServerMetrics:
         """The exposition for `key`. Only a key with admin = true sees the usage of other keys."""
         self._restarts.set(engine.restarts)
         self._stalls.set(engine.stalls)
+        self._lost_traces.set(self.count_lost_traces())
         num_held = self.count_held()
         self._held.set(num_held)
         try:
