@@ -235,7 +235,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
         ),
         Panel(
             "Faults",
-            "Per second: failed steps and swaps, restarts, stalls, missed targets of first tokens.",
+            "Per second: failed steps and swaps, restarts, stalls, missed targets of first tokens, lost traces.",
             "cps",
             (
                 _rate("steps_failed_total", "failed steps"),
@@ -243,6 +243,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
                 _rate("engine_restarts_total", "engine restarts"),
                 _rate("engine_stalls_total", "engine stalls"),
                 _rate("ttft_targets_missed_total", "missed targets"),
+                _rate("traces_lost_total", "lost traces"),
             ),
         ),
     ),

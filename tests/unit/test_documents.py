@@ -205,6 +205,27 @@ def test_a_file_of_the_reference_is_what_the_code_says(name: str, monkeypatch: p
 
 
 @pytest.mark.parametrize(
+    ("expression", "words"),
+    [
+        ("rate(weft:no_such_total[5m])", "no metric weft:no_such_total"),
+        ("sum by (color) (weft:engine_up)", "the label color"),
+        ('weft:engine_up{priority="low"}', "the label priority"),
+        ("rate(weft:engine_up[5m])", "no counter"),
+        ("deriv(weft:steps_total[5m])", "is a counter"),
+        ("up == 0", "no metric of weft"),
+    ],
+)
+def test_a_panel_or_an_alert_that_names_what_no_server_exports_cannot_be_made(
+    expression: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    checked = tool("make_monitoring").checked
+    assert checked("sum by (kind) (rate(weft:step_seconds_count[5m]))")
+    with pytest.raises(AssertionError, match=words):
+        checked(expression)
+
+
+@pytest.mark.parametrize(
     ("name", "unit", "limit"),
     [("README.md", "lines", 130), ("docs/internals/overview.md", "words", 1200)],
 )
