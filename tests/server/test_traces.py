@@ -227,6 +227,14 @@ def test_a_cancelled_request_has_the_spans_of_its_phases_and_is_no_error(
     assert 0 < span.attributes["gen_ai.usage.output_tokens"] < 5000
 
 
+def test_a_client_that_leaves_before_a_whole_answer_is_no_error(server: Server, receiver: Receiver) -> None:
+    body = {"prompt": "Hello", "max_tokens": 5000, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        server.client.post("/v1/completions", json=body, headers={"x-request-id": "left"}, timeout=1)
+    span = receiver.request("left")
+    assert span.attributes["weft.client_gone"] is True and not span.is_error
+
+
 def test_a_request_after_its_deadline_is_an_error_with_the_spans_of_its_phases(
     server: Server, receiver: Receiver
 ) -> None:
@@ -387,7 +395,8 @@ def test_lines_of_batches_have_spans(default_model_path: Path, receiver: Receive
 def test_traces_that_wait_are_exported_when_the_server_stops(
     default_model_path: Path, receiver: Receiver
 ) -> None:
-    with running_server(default_model_path, otlp_endpoint=receiver.url) as server:
+    delay = {"OTEL_BSP_SCHEDULE_DELAY": "600000"}
+    with running_server(default_model_path, otlp_endpoint=receiver.url, environment=delay) as server:
         ids = [server.complete(max_tokens=1).headers["x-request-id"] for _ in range(20)]
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
@@ -563,5 +572,8 @@ def test_times_of_preemptions_agree_with_the_other_times_in_every_scenario() -> 
             assert sum(time.ended - time.began for time in times) <= one.waiting_time + 1e-9
             spans = list(_phases_of_answer(one, 0.0, {}))
             assert spans[-1].ended == pytest.approx(one.total_time, abs=1e-6)
+            assert not times or spans[0].ended <= times[0].began + 1e-6, (
+                "it was preempted before its admission"
+            )
             num_preempted += len(times)
     assert num_preempted > 20

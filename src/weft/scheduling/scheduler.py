@@ -505,14 +505,8 @@ class ContinuousBatchScheduler:
         self.stats.step_sequences += len(plan.rows)
         if seconds is not None and num_tokens:
             kinds = self.step_seconds
-            kind = (
-                kinds.decode
-                if not plan.num_prefills
-                else kinds.mixed
-                if plan.first_prefill
-                else kinds.prefill
-            )
-            kind.record(seconds)
+            of_prompts = kinds.mixed if plan.first_prefill else kinds.prefill
+            (of_prompts if plan.num_prefills else kinds.decode).record(seconds)
         needs_decodes = self.config.policy is PriorityPolicy.ADAPTIVE
         if seconds is not None and num_tokens and (plan.num_prefills or needs_decodes):
             prompts = zip(plan.starts[first:], plan.counts[first:], strict=True)

@@ -25,7 +25,7 @@ _MAX_BATCH = 256
 _BATCH_SECONDS = 1.0
 """After the first trace of a batch, others have this long to join it. OTEL_BSP_SCHEDULE_DELAY overrides it, in
 milliseconds."""
-_CLOSE_SECONDS = 2.0
+_CLOSE_SECONDS = 5.0
 
 
 def open_exporter(

@@ -69,11 +69,11 @@ class AccessLog:
             key = scope.get("weft.key")  # set by the guard
             record.key_name = None if key is None else key.name
             active, record.active = record.active, None  # the log may keep the record for long
-            if self._traces is not None:
-                self._traces.end(record, active, scope)
             self._log.request(record)
             if record.status >= 400 and not record.is_client_gone and record.path not in QUIET_PATHS:
                 self._on_error(record.status)
+            if self._traces is not None:
+                self._traces.end(record, active, scope)
 
     def _log_exception(self, error: Exception, record: Record) -> None:
         """Logs the frames of the exception. Its message is not logged, because it may quote the request."""
