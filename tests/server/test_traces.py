@@ -229,7 +229,7 @@ def test_a_cancelled_request_has_the_spans_of_its_phases_and_is_no_error(
 
 def test_a_client_that_leaves_before_a_whole_answer_is_no_error(server: Server, receiver: Receiver) -> None:
     body = {"prompt": "Hello", "max_tokens": 5000, "ignore_eos": True}
-    with pytest.raises(httpx.ReadTimeout):
+    with pytest.raises(httpx.TimeoutException):
         server.client.post("/v1/completions", json=body, headers={"x-request-id": "left"}, timeout=1)
     span = receiver.request("left")
     assert span.attributes["weft.client_gone"] is True and not span.is_error
@@ -238,10 +238,13 @@ def test_a_client_that_leaves_before_a_whole_answer_is_no_error(server: Server, 
 def test_a_request_after_its_deadline_is_an_error_with_the_spans_of_its_phases(
     server: Server, receiver: Receiver
 ) -> None:
-    answer = server.complete(max_tokens=8000, ignore_eos=True, deadline=0.5)
-    assert answer.status_code == 504
-    span = receiver.request(answer.headers["x-request-id"])
-    assert names(span)[:2] == ["prepare", "queue"]
+    for deadline in (0.2, 1, 5, 25):  # until it is long enough for a first token on this machine
+        answer = server.complete(max_tokens=8000, ignore_eos=True, deadline=deadline)
+        assert answer.status_code == 504
+        span = receiver.request(answer.headers["x-request-id"])
+        if "prefill" in names(span):
+            break
+    assert names(span)[:3] == ["prepare", "queue", "prefill"]
     assert span.is_error and span.attributes["error.type"] == "deadline_exceeded"
     assert span.attributes["http.response.status_code"] == 504
     assert "gen_ai.response.model" not in span.attributes

@@ -20,10 +20,11 @@ from weft.server.stream.choices import Choice
 
 _MAX_ANSWERS = 32
 """The first answers of a request have spans of their own."""
-_RESULT_SECONDS = 1.0
+_RESULT_SECONDS = 3.0
 """The engine has this long to report the results of cancelled answers. Without them a trace has fewer spans."""
+_LOOK_SECONDS = 0.1
 _MAX_WAITING = 1024
-"""Traces that wait for such results."""
+"""Requests that wait for such results."""
 _MAX_PARENT = 128
 _MAX_STATE = 4096
 """Longest headers that are passed on."""
@@ -59,6 +60,21 @@ class Trace:
     """The server sent the request to itself."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ended:
+    """A request that ended."""
+
+    record: Record
+    active: ActiveRequest | None
+    scope: Mapping[str, Any]
+    at: float
+
+    @property
+    def has_results(self) -> bool:
+        """Whether the engine has reported the results of all its answers."""
+        return self.active is None or all(one.engine_result is not None for one in self.active.choices)
+
+
 class Traces:
     """Makes the traces of the requests that generate. Belongs to one event loop."""
 
@@ -67,35 +83,47 @@ class Traces:
         self._model = model
         self._paths = paths
         self._export = export
-        self._waiting: dict[asyncio.TimerHandle, Callable[[], None]] = {}
+        self._waiting: list[_Ended] = []
+        self._timer: asyncio.TimerHandle | None = None
 
     def end(self, record: Record, active: ActiveRequest | None, scope: Mapping[str, Any]) -> None:
         """Called when a request ends. `active` is None if it was refused before it became an active request."""
         if record.path not in self._paths or record.method != "POST":
             return
-        ended = time.monotonic()
-
-        def export() -> None:
-            self._export(trace_of(record, active, scope, self._model, ended))
-
-        has_results = active is None or all(one.engine_result is not None for one in active.choices)
-        if has_results or len(self._waiting) >= _MAX_WAITING:
-            export()
+        ended = _Ended(record, active, scope, time.monotonic())
+        if ended.has_results or len(self._waiting) >= _MAX_WAITING:
+            self._make(ended)
             return
-
-        def export_later() -> None:
-            del self._waiting[timer]
-            export()
-
-        timer = asyncio.get_running_loop().call_later(_RESULT_SECONDS, export_later)
-        self._waiting[timer] = export
+        self._waiting.append(ended)
+        if self._timer is None:
+            self._look_later()
 
     def close(self) -> None:
         """Exports the traces that wait."""
-        waiting, self._waiting = self._waiting, {}
-        for timer, export in waiting.items():
-            timer.cancel()
-            export()
+        if self._timer is not None:
+            self._timer.cancel()
+        for ended in self._waiting:
+            self._make(ended)
+        self._waiting = []
+
+    def _look_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        """Exports the traces whose results have arrived, or do not arrive."""
+        waiting, self._waiting = self._waiting, []
+        now = time.monotonic()
+        for ended in waiting:
+            if ended.has_results or now - ended.at > _RESULT_SECONDS:
+                self._make(ended)
+            else:
+                self._waiting.append(ended)
+        self._timer = None
+        if self._waiting:
+            self._look_later()
+
+    def _make(self, ended: _Ended) -> None:
+        self._export(trace_of(ended.record, ended.active, ended.scope, self._model, ended.at))
 
 
 def trace_of(
