@@ -73,9 +73,8 @@ class BodyReader:
             result = self._decoder.decode(content)
             if isinstance(result, _ParsedBody):
                 return msgspec.msgpack.decode(result.fields, type=kind), result.unknown
-        except (
-            RecursionError
-        ):  # the call stack is deeper here than in the worker process, which could parse the body
+        except RecursionError:
+            # The worker process could parse the body, but here the call stack is deeper.
             message = "the body is nested too deeply; use fewer levels"
             raise ApiError(400, message, code="invalid_json") from None
         raise refusal(result.message, result.param, result.code)
