@@ -128,7 +128,7 @@ class IdlePlanner:
                 break
             if sequence.target - sequence.scheduled > 1:
                 if not num_drafts and room.full > 0:
-                    chosen.append(sequence)  # its chunk gets what the decodes leave
+                    chosen.append(sequence)  # its chunk gets the tokens that the decodes leave
                 continue
             allocation = sequence.allocation
             assert allocation is not None
