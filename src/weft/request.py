@@ -200,7 +200,7 @@ class SamplingParams:
     """Whether to continue after an end-of-sequence token."""
     logprobs: int | None = None
     """Number of top logprobs to return for each generated token. 0: only the logprob of the token itself. None:
-    none."""
+    no logprobs."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first. The whole prompt is computed then, without prefix hits."""
     n: int = 1

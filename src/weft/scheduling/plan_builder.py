@@ -44,7 +44,7 @@ class PlanBuilder:
         self.registered: list[tuple[int, BlockHash]] = []
         """Blocks that this step fills and that prefix lookups can find from now on."""
         self.reserved: BlockCounts | None = None
-        """While idle work is added beside interactive sequences: the blocks that it leaves for them."""
+        """Blocks that idle work leaves for interactive sequences. Set while idle work is added beside them."""
         self.swap_out: list[SwapTask] = []
         self.swap_in: list[SwapTask] = []
         self.preempted: list[RequestId] = []

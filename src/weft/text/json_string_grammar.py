@@ -168,7 +168,7 @@ def _literal(text: str, *, is_any_case: bool = False) -> str:
 
 
 def _expression(pattern: str) -> str:
-    """The expression of a rule for the escaped texts that match a regular expression."""
+    """A Lark expression for all texts that match a regular expression, with their characters escaped."""
     try:
         tree = parser.parse(pattern)
         return f"({_sequence(tree, tree.state.flags)})"
