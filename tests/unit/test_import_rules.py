@@ -124,8 +124,8 @@ RULES = (
     ),
     Rule(
         ("weft.ops.triton",),
-        "the kernels of the GPU know the ops interface, and not who runs them",
-        weft=(*VOCABULARY, "weft.ops"),
+        "the kernels of the GPU know the ops interface and the flags of a sampler, and not what runs them",
+        weft=(*VOCABULARY, "weft.ops", "weft.sampling.words"),
         third_party=("numpy", "torch", "triton"),
     ),
     Rule(

@@ -23,8 +23,9 @@ import numpy as np
 
 from weft.ops.base import StepIndices, StoreIndices
 from weft.plan import IterationPlan, RowStart
-from weft.request import RequestId, SamplingParams, flags_of, sampler_flags
+from weft.request import RequestId, SamplingParams
 from weft.sampling.noise import as_seed
+from weft.sampling.words import flags_of, sampler_flags
 
 _DRAWS = flags_of("temperature")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Listing
 
-from weft.backends.noop import generate_alone, score_alone
+from weft.backends.noop_model import generate_alone, score_alone
 from weft.config import PriorityPolicy
 from weft.plan import IterationPlan
 from weft.request import (

@@ -112,7 +112,7 @@ export async function* eventsOf(response) {
   }
 }
 
-/** Null for a comment. */
+/** One event of a stream. Null if it has no data, like a comment. */
 function parseEvent(block) {
   let name = "message";
   const data = [];
