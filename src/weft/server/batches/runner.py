@@ -129,9 +129,8 @@ class BatchRunner:
             ).run()
         except Exception as raised:
             error: BaseException = raised
-            while isinstance(
-                error, BaseExceptionGroup
-            ):  # the task group of the lines raises its errors as a group
+            # The task group of the lines raises its errors as a group.
+            while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             if isinstance(error, StoreError):
                 self._log("batch_waits", f"{batch.id} waits: {error}", "warning", batch=batch.id)

@@ -86,9 +86,8 @@ class BodyReader:
 def _parse(job: bytes) -> bytes:
     name, _, body = job.partition(b"\n")
     module, _, kind_name = name.decode().partition(" ")
-    kind: type[msgspec.Struct] = getattr(
-        import_module(module), kind_name
-    )  # the server sends these names; a client cannot choose them
+    # The server sends these names; a client cannot choose them.
+    kind: type[msgspec.Struct] = getattr(import_module(module), kind_name)
     try:
         api_request, unknown = schema.read(kind, body)
         # A cheap upper bound of the count first: each value follows a comma, or is the first of its list or object.
