@@ -41,7 +41,7 @@ COMPUTED_IMPORTS = ("weft", "weft.backends.registry", "weft.server.http.bodies")
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module; `refused` says why where no rule is needed to refuse it."""
+    """One imported module. `refused`: why it is refused whatever the rules say; empty: the rules decide."""
 
     target: str
     line: int
