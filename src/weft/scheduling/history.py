@@ -24,7 +24,7 @@ class History:
         self._steps: deque[_Step] = deque(maxlen=MAX_STEPS)
         self._events: deque[LiveEvent] = deque(maxlen=MAX_EVENTS)
         self._num_events = 0
-        """How many events were added since the last `take_events`, including those that `_events` has dropped."""
+        """Events since they were last taken, also those that `_events` has dropped."""
 
     def add_step(self, plan: IterationPlan, seconds: float | None) -> None:
         """Records a step that ended. Keeps no plan: its row starts may hold long prompts."""
