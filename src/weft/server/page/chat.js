@@ -352,7 +352,7 @@ class Chat {
   _copyAs(kind, node, from) {
     const base = new URL("./", location.href.split("#")[0]).href;
     const write = kind === "curl" ? asCurl : asPython;
-    copy(write(base, bodyOf(this._conversation, node), Boolean(this._api.key)), from);
+    copy(write(base, bodyOf(this._conversation, node), Boolean(this._api.key), node.model ?? "default"), from);
     toast(kind === "curl" ? "The curl command is copied." : "The Python program is copied.");
   }
 

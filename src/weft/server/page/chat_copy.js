@@ -21,8 +21,9 @@ function quoted(text) {
   return `'${text.replace(/'/g, "'\\''")}'`;
 }
 
-export function asPython(base, body, needsKey) {
-  const given = { model: "default", ...body, stream: true };
+/** `model`: the name that the server gave with the answer. The openai package needs one. */
+export function asPython(base, body, needsKey, model) {
+  const given = { model, ...body, stream: true };
   const names = Object.keys(given).filter((name) => ARGUMENTS.has(name));
   const others = Object.fromEntries(Object.entries(given).filter(([name]) => !ARGUMENTS.has(name)));
   const args = names.map((name) => `    ${name}=${literal(given[name], 1)},\n`);
