@@ -63,7 +63,7 @@ class Chat {
     this._panes = new Panes({
       left: { element: this._list.element, label: "Conversations" },
       main: make("div", { class: "chat-main" }, this._log, make("div", { class: "dock" }, this._newest, form,
-        make("p", { class: "hint" }, "Enter sends, Shift+Enter begins a new line. Models make mistakes."))),
+        make("p", { class: "hint" }, "Enter sends, Shift+Enter begins a new line."))),
       right: { element: this._settings.element, label: "Settings" },
       bar: (leftButton, rightButton) => make("div", { class: "chat-bar" }, leftButton, this._title, make("span", { class: "grow" }),
         button("plus", "New chat", () => this._create(), { class: "icon-button bar-new" }), this._settingsCount, rightButton),

@@ -214,7 +214,7 @@ class AnswerView {
     const needsResults = Boolean(this._isLast && openCalls(this._node).length);
     if (needsResults && !this._form) {
       this._form = resultsForm(calls, [], (results) => this._actions.giveResults(this._node, results));
-      this._calls.after(this._form);
+      this._end.after(this._form);
       this._form.querySelector("textarea").focus({ preventScroll: true });
     } else if (!needsResults && this._form) {
       this._form.remove();

@@ -14,6 +14,8 @@ export class ConversationStore {
     this._onDelete = onDelete;
     this._memory = new Map();
     this._database = opened().catch(() => null);
+    this._ready = null;
+    this._database.then((database) => { this._ready = database; });
     this._channel = new BroadcastChannel("weft.conversations");
     this._channel.addEventListener("message", onChange);
   }
@@ -70,11 +72,14 @@ export class ConversationStore {
   }
 
   async _write(toDatabase, toMemory) {
-    const database = await this._database;
+    // Without a pause if possible, and with an explicit commit: the page may be closed before its next turn.
+    const database = this._ready ?? await this._database;
     if (database) {
       const stores = storesOf(database, "readwrite");
+      const { transaction } = stores[TITLES];
       toDatabase(stores);
-      await committed(stores[TITLES].transaction);
+      transaction.commit();
+      await committed(transaction);
       this._channel.postMessage("changed");
     } else toMemory();
   }
