@@ -161,7 +161,9 @@ def test_an_answer_follows_a_typed_json_schema(open_page: OpenPage, real_server:
         '{"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}'
     )
     set_fields(page, temperature="0", max_tokens="60")
-    found = json.loads(asked(page, "Name the capital of Italy.").locator("> .prose").inner_text())
+    prose = asked(page, "Name the capital of Italy.").locator("> .prose")
+    assert prose.locator("*").count() == 0  # not Markdown
+    found = json.loads(prose.inner_text())
     assert list(found) == ["city"] and len(found["city"]) <= 20
 
 

@@ -55,7 +55,9 @@ class Chat {
     });
     this._newest = button("down", "Go to the newest message", () => this._follow(), { class: "icon-button newest", hidden: true });
     this._input = make("textarea", { id: "message", class: "growing", rows: "1", placeholder: "Ask something", onkeydown: (event) => this._key(event) });
-    this._send = make("button", { type: "submit", class: "main send" });
+    this._send = make("button", { type: "submit", class: "main send", onclick: (event) => {
+      if (event.detail > 1) event.preventDefault(); // the second click of a double click would stop the answer
+    } });
     const form = make("form", { class: "composer", onsubmit: (event) => this._submit(event) },
       make("label", { for: "message", class: "unseen" }, "Message"), this._input, this._send);
     this._title = make("span", { class: "chat-title" });

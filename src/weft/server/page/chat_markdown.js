@@ -40,14 +40,6 @@ export class MarkdownView {
   }
 }
 
-/** The elements of a complete text. */
-export function markdown(text, root = make("div", { class: "prose" })) {
-  const view = new MarkdownView(root);
-  view.add(text);
-  view.end();
-  return root;
-}
-
 function withoutReturn(line) {
   return line.endsWith("\r") ? line.slice(0, -1) : line;
 }

@@ -1,6 +1,6 @@
 // The messages of the open conversation. Each message has a view, which is kept while the message is shown.
 
-import { MarkdownView, markdown } from "./chat_markdown.js";
+import { MarkdownView } from "./chat_markdown.js";
 import { endOf, figuresOf } from "./chat_stream.js";
 import { TokensView } from "./chat_tokens.js";
 import { openCalls, path, versions } from "./chat_tree.js";
@@ -124,8 +124,10 @@ class AnswerView {
     this._thoughtsText = make("div", { class: "prose" });
     this._thoughtsTitle = make("summary", {}, "Thoughts");
     this._thoughts = make("details", { class: "thoughts", hidden: true }, this._thoughtsTitle, this._thoughtsText);
-    this._text = make("div", { class: "prose" });
-    this._markdown = { text: new MarkdownView(this._text), thoughts: new MarkdownView(this._thoughtsText) };
+    // Markdown would change the white space and the marks of JSON.
+    const isPlain = !["text", undefined].includes(node.request.response_format?.type);
+    this._text = make("div", { class: isPlain ? "prose mono plain" : "prose" });
+    this._markdown = { text: new (isPlain ? PlainView : MarkdownView)(this._text), thoughts: new MarkdownView(this._thoughtsText) };
     this._tokens = null;
     this._calls = make("div", { class: "calls" });
     this._end = make("p", { class: "hint", hidden: true });
@@ -229,6 +231,20 @@ class AnswerView {
     this._error.append(make("p", {}, error.text), ...(error.hint ? [make("p", { class: "hint" }, error.hint)] : []),
       button("again", "Try again", () => this._actions.askAgain(this._node), { isShort: false }));
   }
+}
+
+/** Shows text as it is, with the methods of MarkdownView. */
+class PlainView {
+  constructor(root) {
+    this._text = document.createTextNode("");
+    root.append(this._text);
+  }
+
+  add(text) {
+    this._text.appendData(text);
+  }
+
+  end() {}
 }
 
 class ResultsView {
