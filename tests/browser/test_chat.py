@@ -49,6 +49,7 @@ def test_the_default_model_streams_an_answer_that_stops_on_click(
     real_server.wait_until_free()
 
 
+@pytest.mark.long
 def test_an_answer_has_tokens_per_second_and_the_time_to_its_first_token(
     open_page: OpenPage, real_server: Server
 ) -> None:
@@ -81,6 +82,7 @@ def test_a_question_can_be_edited_and_asked_again_and_both_versions_stay(
     assert questions(page) == ["the first question"]
 
 
+@pytest.mark.long
 def test_an_answer_can_be_made_again_and_a_request_can_have_several(
     open_page: OpenPage, noop_server: Server
 ) -> None:
@@ -138,6 +140,7 @@ def test_code_and_requests_can_be_copied(open_page: OpenPage, scripted: Server) 
 # --- settings ---
 
 
+@pytest.mark.long
 def test_a_value_out_of_range_is_said_and_not_sent(open_page: OpenPage, noop_server: Server) -> None:
     page = open_page(noop_server)
     set_fields(page, temperature="200", max_tokens="2")
@@ -241,6 +244,7 @@ def test_conversations_survive_a_reload_and_can_be_renamed_and_deleted(
     expect(page.locator(".message.assistant .prose").last).to_have_text("The first answer.")
 
 
+@pytest.mark.long
 def test_an_answer_goes_on_while_another_conversation_is_open(open_page: OpenPage, scripted: Server) -> None:
     page = open_page(scripted)
     ask(page, "a long answer")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
+import httpx
+import pytest
 from browser_pages import USER, OpenPage
 from chat_page import answer, ask, asked, message_field, set_fields
 from playwright.sync_api import Page, expect
@@ -51,6 +54,7 @@ def test_a_key_is_asked_for_when_the_server_needs_one_and_stays_in_the_tab(
     assert USER not in page.url
 
 
+@pytest.mark.long
 def test_without_a_key_the_question_stays_and_can_be_asked_again(
     open_page: OpenPage, keyed_server: Server
 ) -> None:
@@ -68,6 +72,7 @@ def test_without_a_key_the_question_stays_and_can_be_asked_again(
     expect(page.locator(".versions:visible")).to_have_count(0)
 
 
+@pytest.mark.long
 def test_a_refused_question_says_when_to_ask_again(open_page: OpenPage, default_model_path: Path) -> None:
     keys = [api_key(USER, requests_per_minute=1)]
     with running_server(
@@ -81,6 +86,7 @@ def test_a_refused_question_says_when_to_ask_again(open_page: OpenPage, default_
         page.close()
 
 
+@pytest.mark.long
 def test_a_conversation_that_is_too_long_for_the_model_says_what_to_do(
     open_page: OpenPage, noop_server: Server
 ) -> None:
@@ -92,11 +98,17 @@ def test_a_conversation_that_is_too_long_for_the_model_says_what_to_do(
     )
 
 
+@pytest.mark.long
 def test_a_server_that_shuts_down_is_a_sentence(open_page: OpenPage, default_model_path: Path) -> None:
     with running_server(default_model_path, backend_options=SLOW) as server:
         page = open_page(server, expected=["503", "ERR_"])
         expect(message_field(page)).to_be_visible()
-        open_request = Thread(target=lambda: server.chat(**LONG), daemon=True)
+
+        def long_request() -> None:
+            with suppress(httpx.HTTPError):  # the server ends it
+                server.chat(**LONG)
+
+        open_request = Thread(target=long_request)
         open_request.start()
         wait_for(lambda: server.metric("num_requests_running") == 1)
         server.process.send_signal(signal.SIGTERM)

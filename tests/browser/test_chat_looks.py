@@ -1,19 +1,19 @@
 """A chat with everything in it fits its window, and axe finds no serious fault. Also takes the picture for the guide:
-WEFT_TEST_PICTURES=docs/guide make test-browser SHORT=1 ARGS='-k picture'."""
+WEFT_TEST_PICTURES=docs/guide make test-browser SHORT=1 ARGS='-m long -k picture'."""
 
 from __future__ import annotations
 
 import os
-from itertools import product
 from pathlib import Path
 
 import pytest
 from accessibility import checked
-from browser_pages import HEIGHTS, THEMES, WIDTHS, OpenPage, ScriptedServer
+from browser_pages import HEIGHTS, OpenPage, ScriptedServer
 from chat_page import RULES, TEMPLATE, asked, open_settings, set_fields
 from playwright.sync_api import Page, expect
 from server_process import Server
 
+SHORT, OTHERS = [(1920, "light"), (360, "dark")], [(1920, "dark"), (360, "light")]
 NO_FAULT = "no serious fault for axe in a chat with code, a table, thoughts, tokens, a call and an error"
 QUESTION = "Write a Python function that reverses a list."
 
@@ -52,19 +52,22 @@ def check(page: Page, width: int, theme: str) -> str:
     return version
 
 
+@pytest.mark.parametrize(
+    "looks", [SHORT, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["short", "others"]
+)
 def test_a_full_chat_fits_its_window_and_axe_finds_no_serious_fault(
-    open_page: OpenPage, full_chat_server: Server, figures: dict[str, str]
+    open_page: OpenPage, full_chat_server: Server, figures: dict[str, str], looks: list[tuple[int, str]]
 ) -> None:
     page = open_page(full_chat_server, width=1920, expected=["504"])
     full_chat(page)
-    for width, theme in product(sorted(WIDTHS, reverse=True), THEMES):
+    for width, theme in looks:
         page.set_viewport_size({"width": width, "height": HEIGHTS[width]})
         page.emulate_media(color_scheme=theme)
         check(page, width, theme)
     for pane in ("Settings", "Conversations"):
         page.get_by_role("button", name=pane, exact=True).click()
         expect(page.get_by_role("complementary", name=pane)).to_be_visible()
-        check(page, 360, "dark")
+        check(page, *looks[-1])
         page.keyboard.press("Escape")
     figures[NO_FAULT] = "360 and 1,920 pixels, light and dark"
 
@@ -96,15 +99,13 @@ def test_the_cost_of_a_long_answer_is_reported(
     )
 
 
-@pytest.mark.skipif(
-    "WEFT_TEST_PICTURES" not in os.environ, reason="WEFT_TEST_PICTURES names the folder for pictures"
-)
-def test_the_picture_of_the_chat(open_page: OpenPage, real_server: Server) -> None:
+@pytest.mark.long
+def test_the_picture_of_the_chat(open_page: OpenPage, real_server: Server, tmp_path: Path) -> None:
     page = open_page(real_server)
     set_fields(page, temperature="0", max_tokens="160")
     asked(page, "What is the capital of Japan?")
     page.get_by_role("button", name="New chat").first.click()
-    asked(page, QUESTION)
+    expect(asked(page, QUESTION).locator("pre").first).to_contain_text("def ")
     page.mouse.move(0, 0)
     page.locator(".pane.right > :last-child").evaluate("(one) => one.scrollTo(0, 0)")
-    page.screenshot(path=Path(os.environ["WEFT_TEST_PICTURES"]) / "chat.png")
+    page.screenshot(path=Path(os.environ.get("WEFT_TEST_PICTURES", tmp_path)) / "chat.png")
