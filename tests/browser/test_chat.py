@@ -188,6 +188,12 @@ def test_a_tool_call_goes_on_with_the_result_that_is_typed(open_page: OpenPage, 
     expect(page.locator(".message.tool")).to_contain_text("31 degrees")
     page.reload()
     expect(page.locator(".message.assistant").nth(1).locator("strong")).to_have_text("31 degrees")
+    page.get_by_role("button", name="Edit the results and go on").click()
+    expect(result).to_have_value("31 degrees")
+    result.fill("the second result")
+    page.get_by_role("button", name="Send the result").click()
+    expect(last.locator("> .prose")).to_have_text("The second answer.")
+    expect(page.locator(".message.tool .versions")).to_contain_text("2 / 2")
 
 
 def test_a_token_shows_its_probability_and_its_alternatives(open_page: OpenPage, real_server: Server) -> None:
@@ -234,6 +240,7 @@ def test_conversations_survive_a_reload_and_can_be_renamed_and_deleted(
     page.keyboard.type("Another name")
     page.keyboard.press("Enter")
     expect(titles.last).to_have_text("Another name")
+    expect(titles.last).to_be_focused()
     page.reload()
     expect(titles.last).to_have_text("Another name")
     titles.last.hover()
@@ -304,7 +311,7 @@ def test_the_keyboard_alone_is_enough(open_page: OpenPage, scripted: Server) -> 
     page.keyboard.type("a long answer")
     page.keyboard.press("Enter")
     expect(page.locator(".message.assistant > .prose")).to_contain_text("word word")
-    focus(page, "Message")
+    expect(message_field(page)).to_be_focused()
     page.keyboard.press("Escape")
     expect(answer(page)).to_contain_text("Stopped before its end.")
     focus(page, "Settings", "Shift+Tab")

@@ -10,7 +10,7 @@ import { ConversationStore } from "./chat_store.js";
 import { addNode, bodyOf, choose, newAnswer, newConversation, openCalls, path, removeNode, settled } from "./chat_tree.js";
 import { Panes } from "./chat_panes.js";
 import { SettingsPanel } from "./chat_settings.js";
-import { announce, button, copy, icon, make, toast } from "./dom.js";
+import { announce, button, copy, growing, icon, make, toast } from "./dom.js";
 
 /** The conversation that a reload of this tab opens again. */
 const OPEN = "weft.conversation";
@@ -54,7 +54,7 @@ class Chat {
       copyAs: (kind, node, from) => this._copyAs(kind, node, from),
     });
     this._newest = button("down", "Go to the newest message", () => this._follow(), { class: "icon-button newest", hidden: true });
-    this._input = make("textarea", { id: "message", class: "growing", rows: "1", placeholder: "Ask something", onkeydown: (event) => this._key(event) });
+    this._input = growing({ id: "message", rows: "1", placeholder: "Ask something", onkeydown: (event) => this._key(event) });
     this._send = make("button", { type: "submit", class: "main send", onclick: (event) => {
       if (event.detail > 1) event.preventDefault(); // the second click of a double click would stop the answer
     } });
@@ -112,7 +112,7 @@ class Chat {
       await this._save(found);
       this._showTitle();
     }
-    this._showList();
+    await this._showList();
   }
 
   async _remove(id) {
@@ -199,7 +199,10 @@ class Chat {
       toast("The model waits for the result of its call. Type the result first, or make the answer again.");
       return;
     }
-    this._ask(text, last?.id ?? null, () => { this._input.value = ""; });
+    this._ask(text, last?.id ?? null, () => {
+      this._input.value = "";
+      this._input.dispatchEvent(new Event("input"));
+    });
   }
 
   /** Asks a question below `parent`. `onAsked` runs if the settings are valid. */
@@ -220,7 +223,6 @@ class Chat {
     const parent = conversation.nodes[node.parent];
     if (node.state === "failed" && !node.text && !node.thoughts && !node.calls.length) removeNode(conversation, node);
     await this._answer(parent);
-    this._input.focus();
   }
 
   async _giveResults(node, results) {
@@ -257,6 +259,8 @@ class Chat {
     this._runs.set(conversation.id, run);
     this._showMessages();
     this._follow();
+    // The element that had the focus may be gone, such as the field of an edited question.
+    if (document.activeElement === document.body) this._input.focus();
     announce("The model answers.");
     await this._save(conversation);
     const problem = await this._receive(run);

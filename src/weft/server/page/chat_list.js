@@ -3,7 +3,7 @@
 import { button, make } from "./dom.js";
 
 export class ConversationList {
-  /** `actions`: open(id), create(), rename(id, title), remove(id). */
+  /** `actions`: open(id), create(), rename(id, title) until the list shows it, remove(id). */
   constructor(actions) {
     this._actions = actions;
     this._list = make("ul", {});
@@ -19,7 +19,9 @@ export class ConversationList {
     const index = focused ? [...document.activeElement.closest("li").querySelectorAll("button")].indexOf(document.activeElement) : -1;
     this._list.replaceChildren(...titles.map((one) => this._item(one, one.id === openId, runningIds.has(one.id))));
     this._hint.textContent = isLasting ? "They are kept in this browser only." : "This browser keeps nothing: they end with this page.";
-    if (index >= 0) this._list.querySelector(`[data-id="${focused}"]`)?.querySelectorAll("button")[index]?.focus();
+    if (index < 0) return;
+    const item = this._list.querySelector(`[data-id="${focused}"]`);
+    (item ? item.querySelectorAll("button")[index] : this.element.querySelector(".new-chat"))?.focus();
   }
 
   _item({ id, title }, isOpen, isRunning) {
@@ -35,12 +37,13 @@ export class ConversationList {
 
   _rename(item, id, title) {
     let isOpen = true;
-    const finish = (text) => {
+    const finish = async (text) => {
       if (!isOpen) return;
       isOpen = false;
+      const hadFocus = document.activeElement === input;
       input.remove();
-      this._actions.rename(id, text.trim() || title);
-      this._list.querySelector(`[data-id="${id}"] .title`)?.focus();
+      await this._actions.rename(id, text.trim() || title);
+      if (hadFocus) this._list.querySelector(`[data-id="${id}"] .title`)?.focus();
     };
     const input = make("input", { "aria-label": "Title", value: title, maxlength: "120", onblur: () => finish(input.value),
       onkeydown: (event) => {

@@ -4,9 +4,9 @@ import { MarkdownView } from "./chat_markdown.js";
 import { endOf, figuresOf } from "./chat_stream.js";
 import { TokensView } from "./chat_tokens.js";
 import { openCalls, path, versions } from "./chat_tree.js";
-import { button, copy, make } from "./dom.js";
+import { button, copy, growing, make } from "./dom.js";
 
-/** `actions`: editQuestion(node, text), askAgain(node), choose(node), giveResults(node, results), copyAs(kind, node, button). */
+/** `actions`: editQuestion(node, text), askAgain(node), choose(node), giveResults(answer, results), copyAs(kind, node, button). */
 export class MessageList {
   constructor(element, actions) {
     this._element = element;
@@ -90,8 +90,8 @@ class UserView {
   }
 
   _beginEdit() {
-    const area = make("textarea", { "aria-label": "The question", class: "growing", value: this._node.text, onkeydown: (event) => {
-      if (event.key === "Escape") close();
+    const area = growing({ "aria-label": "The question", value: this._node.text, onkeydown: (event) => {
+      if (event.key === "Escape") cancel();
       else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
       else return;
       event.preventDefault();
@@ -102,13 +102,16 @@ class UserView {
       close();
       this._actions.editQuestion(this._node, area.value);
     };
+    const cancel = () => {
+      close();
+      this._edit.focus();
+    };
     const close = () => {
       form.replaceWith(this._text);
       this._bar.hidden = false;
-      this._edit.focus();
     };
     const form = make("form", { class: "edit", onsubmit: submit }, area, make("div", { class: "row end" },
-      make("button", { type: "button", class: "quiet", onclick: close }, "Cancel"),
+      make("button", { type: "button", class: "quiet", onclick: cancel }, "Cancel"),
       make("button", { type: "submit", class: "main" }, "Ask again")));
     this._text.replaceWith(form);
     this._bar.hidden = true;
@@ -217,7 +220,7 @@ class AnswerView {
     if (needsResults && !this._form) {
       this._form = resultsForm(calls, [], (results) => this._actions.giveResults(this._node, results));
       this._end.after(this._form);
-      this._form.querySelector("textarea").focus({ preventScroll: true });
+      if (!document.activeElement?.value) this._form.querySelector("textarea").focus({ preventScroll: true });
     } else if (!needsResults && this._form) {
       this._form.remove();
       this._form = null;
@@ -251,15 +254,46 @@ class ResultsView {
   constructor(node, actions) {
     this._node = node;
     this._actions = actions;
-    this.element = make("article", { class: "message tool" });
+    this._results = make("div", {});
+    this._versions = new Versions(actions);
+    this._edit = button("pen", "Edit the results and go on", () => this._beginEdit());
+    this.element = make("article", { class: "message tool" }, this._results,
+      make("div", { class: "message-bar" }, this._versions.element, this._edit));
   }
 
   update({ number, calls }) {
+    this._calls = calls;
     this.element.setAttribute("aria-label", `Results ${number}`);
-    if (this.element.childElementCount) return;
-    const nameOf = (id) => calls.find((call) => call.id === id)?.name ?? "tool";
-    this.element.append(...this._node.results.map(({ id, text }) => make("section", { class: "call" },
-      make("h3", {}, "Result of ", make("code", {}, nameOf(id))), make("pre", { tabindex: "0", role: "group", "aria-label": `Result of ${nameOf(id)}` }, text))));
+    if (this._results.childElementCount) return;
+    this._results.append(...this._node.results.map(({ text }, index) => {
+      const { name } = calls[index];
+      return make("section", { class: "call" }, make("h3", {}, "Result of ", make("code", {}, name)),
+        make("pre", { tabindex: "0", role: "group", "aria-label": `Result of ${name}` }, text));
+    }));
+  }
+
+  showVersions(all) {
+    this._versions.show(this._node, all);
+  }
+
+  _beginEdit() {
+    const close = () => {
+      form.replaceWith(this._results);
+      this._edit.hidden = false;
+    };
+    const form = resultsForm(this._calls, this._node.results, (results) => {
+      close();
+      this._actions.giveResults({ id: this._node.parent }, results);
+    });
+    form.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape") return;
+      event.preventDefault();
+      close();
+      this._edit.focus();
+    });
+    this._results.replaceWith(form);
+    this._edit.hidden = true;
+    form.querySelector("textarea").focus();
   }
 }
 
