@@ -567,7 +567,7 @@ def test_times_of_preemptions_agree_with_the_other_times_in_every_scenario() -> 
     for seed in range(300, 380):
         simulation = Simulation(draw(seed))
         simulation.run()
-        for one in simulation.engine._results.values():
+        for one in simulation.engine._delivery.results.values():
             times = one.preempted_times
             assert len(times) == one.preemptions
             edges = [0.0, *(edge for time in times for edge in (time.began, time.ended)), one.total_time]
