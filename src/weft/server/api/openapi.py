@@ -109,12 +109,6 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         media_type="text/html",
         is_open=True,
     ),
-    ("get", "/admin/requests"): Operation(
-        "List active requests", "Needs an admin key.", "Administration", dict, errors=(403,)
-    ),
-    ("delete", "/admin/requests/{id}"): Operation(
-        "Cancel a request", "Needs an admin key.", "Administration", dict, errors=(403, 404)
-    ),
 }
 
 _STATUSES = {
