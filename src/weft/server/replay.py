@@ -65,7 +65,7 @@ async def _serve(
 
 def _app(frames: Frames, name: str) -> Starlette:
     head = msgspec.json.encode(
-        {"model": name, "replica": REPLICA, "engine": "ready", "keys": {}, "held": []}
+        {"model": name, "replica": REPLICA, "engine": "ready", "keys": {}, "held": [], "num_held": 0}
     )[:-1]
 
     async def info(request: Request) -> Response:

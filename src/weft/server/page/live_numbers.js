@@ -22,6 +22,7 @@ export function readFrame(frame) {
     steps: frame.steps.map((values) => named(STEP_FIELDS, values)),
     events: frame.events.map((values) => named(EVENT_FIELDS, values)),
     held: (frame.held || []).map((values) => named(HELD_FIELDS, values)),
+    num_held: frame.num_held ?? 0,
     keys: frame.keys || {},
   };
 }
