@@ -9,16 +9,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 from weft.bench.ratios import Ratios
+from weft.bench.report import Check, print_table
 from weft.bench.serve_client import Client
 from weft.bench.serve_machine import find_server, take_snapshot
 from weft.errors import WeftError
 
 MOST_CPU = 0.01
 """A viewer may add this fraction to the CPU time of the engine's thread."""
-_SHAPES = ((1, 3000), (128, 600))
-"""Sequences and tokens of each. The answers of one request are decoded together, so each token is one step."""
+LOST_SPEED = 0.03
+_SHAPES = ((1, 7000), (32, 1800))
+"""Sequences and tokens of each. They fit the KV cache together. The answers of one request are decoded together, so
+there is one step for each token."""
 _ROUNDS = 10
 _LAPSE_SECONDS = 5.5
 """The engine records steps for 5 s after the last frame."""
@@ -37,6 +41,50 @@ class ViewerCost:
     tokens_per_second: Ratios = field(default_factory=Ratios)
     frames: list[int] = field(default_factory=list)
     """Frames that the viewer got in each round."""
+
+
+def viewer_checks(costs: list[ViewerCost]) -> list[Check]:
+    checks = []
+    for cost in costs:
+        name = f"a live viewer, {cost.sequences} sequences"
+        cpu, speed = cost.thread_seconds.change(), cost.tokens_per_second.change()
+        checks += [
+            Check(
+                f"{name}: CPU time of the engine's thread",
+                _percents(cpu),
+                f"{MOST_CPU:+.0%}",
+                cpu[0] < MOST_CPU,
+            ),
+            Check(
+                f"{name}: tokens per second", _percents(speed), f"{-LOST_SPEED:+.0%}", speed[0] > -LOST_SPEED
+            ),
+        ]
+    return checks
+
+
+def print_viewer_costs(costs: list[ViewerCost]) -> None:
+    print_table(
+        f"With a viewer of the live page and without, {_ROUNDS} rounds in turn, CPU microseconds a step",
+        ("", "without", "with", "change, 95% interval"),
+        [
+            (
+                f"{cost.sequences} sequences, {name}",
+                *(f"{scale * median(values):,.1f}" for values in (found.before, found.after)),
+                _percents(found.change()),
+            )
+            for cost in costs
+            for name, found, scale in (
+                ("engine's thread", cost.thread_seconds, 1e6 / cost.steps),
+                ("engine's process", cost.process_seconds, 1e6 / cost.steps),
+                ("tokens per second", cost.tokens_per_second, 1.0),
+            )
+        ],
+    )
+
+
+def _percents(change: tuple[float, float, float]) -> str:
+    mean, low, high = change
+    return f"{mean:+.1%} ({low:+.1%} to {high:+.1%})"
 
 
 async def viewer_costs(client: Client, prompt: list[int]) -> list[ViewerCost]:
