@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from accessibility import checked
 from browser_pages import HEIGHTS, THEMES, WIDTHS, OpenPage
-from playwright.sync_api import Page, expect
-from server_process import SOURCE, Server, wait_for
+from playwright.sync_api import Page, Route, expect
+from server_process import Server, wait_for
+from shown_replay import shown
 
 from weft.backends.noop import NoopBackend
 from weft.clock import VirtualClock
@@ -54,24 +49,6 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
         clock.advance(0.02)
     engine.stop()
     return path
-
-
-@contextmanager
-def shown(path: Path) -> Iterator[Server]:
-    command = [sys.executable, "-m", "weft.cli.entry", "replay", "--show", str(path), "--port", "0"]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-    )
-    assert process.stdout is not None
-    try:
-        port = re.search(r"http://127\.0\.0\.1:(\d+)/", process.stdout.readline())
-        assert port is not None
-        with httpx.Client(base_url=f"http://127.0.0.1:{port[1]}", timeout=60) as client:
-            yield Server(process, int(port[1]), client)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +104,24 @@ def test_the_slider_the_buttons_and_the_keys_scrub_through_the_frames(
     slider.focus()
     page.keyboard.press("Home")
     expect_frame(page, replay_server, 0)
+
+
+def test_the_time_counts_from_the_first_frame_wherever_the_scrubbing_begins(
+    open_page: OpenPage, replay_server: Server
+) -> None:
+    page = open_page(replay_server)
+    held: list[Route] = []
+    is_held = True
+    page.route("**/replay/frames*", lambda route: held.append(route) if is_held else route.continue_())
+    page.reload()
+    slider = page.get_by_role("slider", name="Frame")
+    expect(slider).to_be_enabled()
+    slider.fill("200")  # before the first frame has arrived
+    is_held = False
+    for route in held:
+        route.continue_()
+    seconds = frame(replay_server, 200)["at"] - frame(replay_server, 0)["at"]
+    expect(page.locator(".position")).to_contain_text(f"· {round(seconds, 2):g} s")
 
 
 def test_a_replay_plays_at_the_chosen_speed_and_stops(open_page: OpenPage, replay_server: Server) -> None:
