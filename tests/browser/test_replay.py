@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from accessibility import checked
 from browser_pages import HEIGHTS, THEMES, WIDTHS, OpenPage
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Page, expect
 from server_process import Server, wait_for
 from shown_replay import shown
 
@@ -104,24 +104,6 @@ def test_the_slider_the_buttons_and_the_keys_scrub_through_the_frames(
     slider.focus()
     page.keyboard.press("Home")
     expect_frame(page, replay_server, 0)
-
-
-def test_the_time_counts_from_the_first_frame_wherever_the_scrubbing_begins(
-    open_page: OpenPage, replay_server: Server
-) -> None:
-    page = open_page(replay_server)
-    held: list[Route] = []
-    is_held = True
-    page.route("**/replay/frames*", lambda route: held.append(route) if is_held else route.continue_())
-    page.reload()
-    slider = page.get_by_role("slider", name="Frame")
-    expect(slider).to_be_enabled()
-    slider.fill("200")  # before the first frame has arrived
-    is_held = False
-    for route in held:
-        route.continue_()
-    seconds = frame(replay_server, 200)["at"] - frame(replay_server, 0)["at"]
-    expect(page.locator(".position")).to_contain_text(f"· {round(seconds, 2):g} s")
 
 
 def test_a_replay_plays_at_the_chosen_speed_and_stops(open_page: OpenPage, replay_server: Server) -> None:

@@ -141,7 +141,7 @@ export class ReplayControls {
         this._show(frames, !isNext, binOf(found));
         this._shown = wanted;
         this._at = frames[frames.length - 1].at;
-        this._start ??= (await this._pages.frames(0, 1))[0].at;
+        this._start ??= first === 0 ? frames[0].at : null;
         this._showPosition();
       }
     } catch (error) {
