@@ -176,6 +176,22 @@ def test_another_web_page_cannot_read_live_data_or_cancel(slow_server: Server) -
         assert slow_server.client.request(method, path, headers=headers).status_code == 403
 
 
+@pytest.mark.parametrize("allowed", ["*", "http://friend.example"])
+def test_pages_of_allowed_origins_may_use_the_model_but_not_watch_or_cancel(
+    default_model_path: Path, allowed: str
+) -> None:
+    async def run() -> None:
+        async with in_process(default_model_path, allowed_origins=(allowed,)) as server:
+            for origin, status in (("http://friend.example", 403), ("http://localhost", 200)):
+                headers = {b"origin": origin.encode()}
+                for path in ("/live?frames=1", "/live/info", "/admin/requests"):
+                    assert (await server.send(path, method="GET", more_headers=headers)).status == status
+                reply = await server.send("/v1/models", method="GET", more_headers=headers)
+                assert reply.status == 200
+
+    asyncio.run(run())
+
+
 def test_prompts_are_shown_only_if_the_server_allows_it(
     default_model_path: Path, slow_server: Server
 ) -> None:
@@ -228,6 +244,31 @@ def test_frames_name_the_keys_of_requests_and_what_the_server_holds_back(default
 
 
 # --- engines that stop, and the end of the server ---
+
+
+def test_without_viewers_the_engine_is_asked_for_nothing(default_model_path: Path) -> None:
+    async def run() -> None:
+        async with in_process(default_model_path) as server:
+            app = server.server
+            asked: list[object] = []
+            ask = app.engine.live_frame
+
+            def counted() -> Any:
+                asked.append(None)
+                return ask()
+
+            app.engine.live_frame = counted  # type: ignore[method-assign]
+            assert (await server.send("/live?frames=3", method="GET")).status == 200
+            task = app.live._task
+            assert task is not None and 3 <= len(asked) <= 4
+            await asyncio.wait_for(task, 60)  # it ends by itself
+            num_asked = len(asked)
+            await server.send("/v1/completions", b'{"prompt": "x", "max_tokens": 3}')
+            assert len(asked) == num_asked
+            assert (await server.send("/live?frames=1", method="GET")).status == 200
+            assert len(asked) > num_asked
+
+    asyncio.run(run())
 
 
 def test_a_silent_engine_is_reported_and_its_next_frame_has_the_events_of_the_pause(
