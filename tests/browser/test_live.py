@@ -218,6 +218,22 @@ def test_a_busy_view_fits_its_window_and_axe_finds_no_serious_fault(
             assert not found, "\n".join([f"{width} pixels, {theme}, panel {is_open}:", *found])
 
 
+def test_the_answers_of_a_request_have_different_names_that_fit_their_column(
+    open_page: OpenPage, noop_server: Server
+) -> None:
+    page = live(open_page(noop_server, "/#live", width=360))
+    with answers(noop_server, n=12) as [answer]:
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": HEIGHTS[width]})
+            expect(row(page, f"{answer.id}-11")).to_be_visible()
+            names = page.locator(".batch-row:not([hidden]) .name")
+            found = names.evaluate_all(
+                "nodes => nodes.map((node) => [node.textContent, node.scrollWidth <= node.clientWidth])"
+            )
+            assert len({name for name, _ in found}) == len(found) >= 12
+            assert all(fits for _, fits in found), found
+
+
 class Meter:
     """What the browser counts of a page."""
 
