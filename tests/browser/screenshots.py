@@ -111,7 +111,7 @@ def take_replay(browser: Browser, log: Path) -> None:
         number = server.client.get("/live/info").json()["num_frames"]
         page = opened(browser, server.url)
         page.get_by_role("slider", name="Frame").fill(str(number * 2 // 3))
-        expect(page.locator(".position")).to_contain_text(str(number))
+        expect(page.locator(".position")).to_contain_text(f"{number:,}")
         page.get_by_role("slider", name="Frame").blur()
         page.wait_for_timeout(1000)
         take(page, "replay")

@@ -64,7 +64,7 @@ class LiveView {
     }
     this._rate = make("span", { class: "hint rate", title: "Frames a second, and what drawing one costs" });
     return make("div", { class: "live-bar" }, this._isReplay ? null : [this._state, this._pause],
-      make("span", { class: "model" }, String(this._info.model ?? "")), tiles, make("span", { class: "grow" }), this._rate);
+      make("span", { class: "model", title: String(this._info.model ?? "") }, String(this._info.model ?? "")), tiles, make("span", { class: "grow" }), this._rate);
   }
 
   _showState(name, text) {
