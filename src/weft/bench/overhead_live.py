@@ -107,6 +107,7 @@ async def _measure(client: Client, engine: int, prompt: list[int], sequences: in
         for is_watched in (True, False) if number % 2 == 0 else (False, True):
             if was_watched and not is_watched:
                 await asyncio.sleep(_LAPSE_SECONDS)
+                await _round(client, engine, message)  # the first round after a pause is slower
             was_watched = is_watched
             if is_watched:
                 async with _viewer(client) as frames:
