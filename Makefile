@@ -27,7 +27,7 @@ endif
 # once at a time.
 TESTABLE := $(VENV)/.dev $(READY)
 
-.PHONY: help setup kernels chat serve test test-machines test-gpu test-sanitize test-clients test-agents test-browser test-schema lint docs reference charts clean
+.PHONY: help setup kernels chat serve test test-machines test-gpu test-sanitize test-clients test-agents test-browser screenshots test-schema lint docs reference charts clean
 .DELETE_ON_ERROR:
 
 help:
@@ -40,6 +40,7 @@ help:
 	@echo "make test-clients   widely used clients against the real server; writes docs/guide/clients.md"
 	@echo "make test-agents   coding agents and client libraries complete their loops offline; writes docs/guide/clients.md; 3 GB, npm"
 	@echo "make test-browser   the page in a real browser; writes docs/internals/testing.md; installs Debian's chromium if it can; SHORT=1 as in CI"
+	@echo "make screenshots   take the pictures of the page for the guide anew, with the default model under load; 2 minutes"
 	@echo "make test-sanitize   the kernel tests under AddressSanitizer and UBSan, the thread pool tests under ThreadSanitizer"
 	@echo "make --jobs=2 setup   set up for the tests, and nothing else"
 	@echo "make kernels   rebuild the C++ kernels after a change; WEFT_NO_KERNELS=1 make ... skips them"
@@ -227,6 +228,10 @@ $(BROWSER)/.installed: tests/browser/requirements.txt | $(TESTABLE)
 test-browser: $(TESTABLE) $(BROWSER)/.installed
 	@chromium=$$(tests/browser/find_chromium.sh) && export CHROMIUM="$$chromium" PYTHONPATH=$(BROWSER) && \
 		$(BIN)/python $(if $(SHORT),-m pytest -q -m "not long" tests/browser,tests/clients/record.py browser) $(ARGS)
+
+screenshots: $(TESTABLE) $(BROWSER)/.installed
+	@chromium=$$(tests/browser/find_chromium.sh) && export CHROMIUM="$$chromium" PYTHONPATH=$(BROWSER) && \
+		$(BIN)/python tests/browser/screenshots.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-clients dist build src/weft/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -70,6 +70,7 @@ class _ReplayClock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.was_read = False
         self._readings: Iterator[float] = iter(())
 
     def begin(self, readings: Iterable[float]) -> None:
@@ -78,7 +79,7 @@ class _ReplayClock:
 
     def __call__(self) -> float:
         try:
-            self.now = next(self._readings)
+            self.now, self.was_read = next(self._readings), True
         except StopIteration:
             raise ReplayDifference("the clock is read more often than in the recorded run") from None
         return self.now
@@ -195,6 +196,11 @@ class LogReplay:
     def now(self) -> float:
         """The newest clock reading of the recorded run."""
         return self._clock.now
+
+    @property
+    def has_time(self) -> bool:
+        """Whether an event had a clock reading. Before the first one, `now` is 0."""
+        return self._clock.was_read
 
     @property
     def progress(self) -> float:

@@ -251,7 +251,8 @@ class PromptPlanner:
         if now < self._sequences.history.until:
             row = allocation.row
             assert row is not None
-            self._sequences.history.add_event(now, builder.step, "admitted", sequence.request_id, row, start)
+            event = now, builder.step, "admitted", sequence.request_id, row, start
+            self._sequences.history.events.append(event)
         self._sequences.add_running(sequence, builder.step, Phase.PREFILL, now)
         self._add_prefill(builder, sequence, count)
         return True

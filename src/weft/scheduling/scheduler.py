@@ -31,7 +31,6 @@ from weft.scheduling.budget import NO_LIMIT, TokenBudget
 from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.checks import check_request
 from weft.scheduling.deadlines import Deadlines
-from weft.scheduling.history import History
 from weft.scheduling.pending_plan import PendingPlan
 from weft.scheduling.plan_builder import PlanBuilder
 from weft.scheduling.planner import Planner
@@ -59,6 +58,7 @@ class ContinuousBatchScheduler:
         self._clock = clock
         policy = AdmissionPolicy(config)
         self._sequence_table = SequenceTable(config, info, policy)
+        self.history = self._sequence_table.history
         self._planner = Planner(config, info, self._sequence_table, policy, self.cost_model, clock)
         self._in_flight: deque[PendingPlan] = deque()
         self._retries: deque[list[Sequence]] = deque()
@@ -93,10 +93,6 @@ class ContinuousBatchScheduler:
     def paused(self) -> list[Sequence]:
         """Idle sequences that hold memory, while interactive ones have work."""
         return self._sequence_table.paused
-
-    @property
-    def history(self) -> History:
-        return self._sequence_table.history
 
     @property
     def applied_step(self) -> int:
@@ -192,7 +188,7 @@ class ContinuousBatchScheduler:
             queue.push(sequence)
             self.stats.prompt_tokens += sequence.prompt_length
             if is_recorded:
-                self.history.add_event(now, self.applied_step, "queued", sequence.request_id)
+                self.history.events.append((now, self.applied_step, "queued", sequence.request_id, 0, 0))
 
     def cancel(self, request_id: RequestId, reason: str | None = None) -> bool:
         """Ends a request in any state. False: it has ended already, or is unknown."""
@@ -377,7 +373,7 @@ class ContinuousBatchScheduler:
             sequence = pending.sequences[entry]
             if is_recorded and sequence.admitted_step <= plan.step and sequence.finish_reason is None:
                 start, count = plan.starts[entry], plan.counts[entry]
-                self.history.add_event(now, plan.step, "chunk", sequence.request_id, start, count)
+                self.history.events.append((now, plan.step, "chunk", sequence.request_id, start, count))
             self._commit(sequence, plan.step, plan.starts[entry] + plan.counts[entry])
             if plan.samples[entry]:
                 logprob = None if result.logprobs is None else result.logprobs[sampled]
@@ -418,7 +414,7 @@ class ContinuousBatchScheduler:
         else:
             sequence.first_token_at = now
             if now < self.history.until:
-                self.history.add_event(now, self.applied_step, "first_token", sequence.request_id)
+                self.history.events.append((now, self.applied_step, "first_token", sequence.request_id, 0, 0))
             target = sequence.request.ttft_target
             self.stats.ttft_targets_missed += target is not None and now - sequence.arrival > target
         sequence.last_token_at = now

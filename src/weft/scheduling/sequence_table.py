@@ -168,7 +168,7 @@ class SequenceTable:
         sequence.enter_preemption(task is not None, now)
         if now < self.history.until:
             by_swap = int(task is not None)
-            self.history.add_event(now, step, "preempted", sequence.request_id, by_swap)
+            self.history.events.append((now, step, "preempted", sequence.request_id, by_swap, 0))
         self.queue_of(sequence).push(sequence)
         return task
 
@@ -233,7 +233,7 @@ class SequenceTable:
             is_prompt = sequence.target - sequence.scheduled > 1
             self.add_running(sequence, step, Phase.PREFILL if is_prompt else Phase.DECODE, now)
             if now < self.history.until:
-                self.history.add_event(now, step, "swapped_in", sequence.request_id, int(failed))
+                self.history.events.append((now, step, "swapped_in", sequence.request_id, int(failed), 0))
             if not failed:
                 self.prefixes.register(sequence, 0, sequence.computed)
         elif failed:

@@ -212,6 +212,7 @@ class _ServerRun:
             self._log.event("cancelling", "Some requests did not end in time; they are cancelled.", "warning")
             await self._engine.stop()
             await app.wait_until_idle(FLUSH_SECONDS)
+        await app.live.close()  # its streams have no end of their own
         await self._listener.close()
         self._log.event("stopped", "Stopped.")
 

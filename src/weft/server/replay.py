@@ -14,12 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from weft.live import BLOCK_STATES, FINISH_REASONS, LiveInfo
-from weft.metrics import Histogram
-from weft.request import Priority
+from weft.live import LiveInfo
 from weft.server.errors import ApiError, json_response, refusal
 from weft.server.http.guard import Guard
 from weft.server.http.listener import Listener
+from weft.server.live.info import REPLICA, live_info
 from weft.server.page.routes import page_routes
 from weft.server.settings import ServerSettings
 
@@ -65,7 +64,9 @@ async def _serve(
 
 
 def _app(frames: Frames, name: str) -> Starlette:
-    head = msgspec.json.encode({"model": name, "replica": 0, "engine": "ready", "keys": {}, "held": []})[:-1]
+    head = msgspec.json.encode(
+        {"model": name, "replica": REPLICA, "engine": "ready", "keys": {}, "held": [], "num_held": 0}
+    )[:-1]
 
     async def info(request: Request) -> Response:
         return json_response(_info(frames, name))
@@ -87,15 +88,7 @@ def _info(frames: Frames, name: str) -> dict[str, object]:
     # Read before the number of frames: if the replay is complete, that number is the final one.
     is_complete = frames.is_complete
     return {
-        "mode": "replay",
-        "model": name,
-        "replica": 0,
-        "show_prompts": False,
-        "reasons": [reason.value for reason in FINISH_REASONS],
-        "block_states": BLOCK_STATES,
-        "priorities": [priority.name.lower() for priority in Priority],
-        "buckets": [Histogram.FIRST, Histogram.GROWTH],
-        **msgspec.to_builtins(frames.info),
+        **live_info("replay", name, frames.info),
         "path": frames.path,
         "num_frames": frames.num_frames,
         "is_complete": is_complete,

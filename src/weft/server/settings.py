@@ -100,6 +100,8 @@ class ServerSettings:
     """Path of a Jinja template that replaces the template of the model."""
     tool_format: str | None = None
     """How the model writes tool calls, one of `weft.text.model_text.TOOL_FORMATS`. None: detected from its template."""
+    show_prompts: bool = False
+    """The live view shows the prompt of a request to those who may see the view."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may call the server from a browser; "*" for all."""
     log_format: LogFormat = "auto"
