@@ -143,6 +143,9 @@ class SchedulerStats:
     tokens_generated: int = 0
     tokens_drafted: int = 0
     drafts_accepted: int = 0
+    learned_drafts: int = 0
+    """Of the draft tokens, those from finished answers."""
+    learned_drafts_accepted: int = 0
     preemptions_by_recompute: int = 0
     preemptions_by_swap: int = 0
     steps_failed: int = 0

@@ -244,6 +244,7 @@ class ContinuousBatchScheduler:
         """Ends a request whose last token was just reported."""
         self._sequence_table.remove(sequence)
         sequence.state, sequence.finish_reason = RequestState.COMPLETED, reason
+        self._planner.speculation.keep(sequence)
         self._report_result(sequence)
 
     def _report_end(self, sequence: Sequence, failure: Failure | None) -> None:
@@ -393,6 +394,7 @@ class ContinuousBatchScheduler:
             gap = (now - sequence.last_token_at) / (1 + num_accepted)
             assert sequence.draft_proposer is not None
             sequence.draft_proposer.count_checked(len(drafts), num_accepted)
+            is_learned = sequence.draft_proposer.is_learned
             index = 0
             for index, token in enumerate(tokens[: 1 + num_accepted]):
                 self._commit(sequence, plan.step, start + index + 1)
@@ -405,6 +407,9 @@ class ContinuousBatchScheduler:
                 sequence.update_proposer()
             self.stats.tokens_drafted += len(drafts)
             self.stats.drafts_accepted += index
+            if is_learned:
+                self.stats.learned_drafts += len(drafts)
+                self.stats.learned_drafts_accepted += index
             sampled += 1 + len(drafts)
 
     def _commit_prefills(self, pending: PendingPlan, result: StepResult, now: float) -> None:
