@@ -200,7 +200,7 @@ class DraftProposer:
                 length, self._is_predicted, self._first, after_match = predicted_length, True, index, index
         answers = None if self._answers is None else self._answers.of(self._cache_salt)
         if answers is not None:
-            learned_length, text, index = answers.find(self._bytes[-LENGTHS[0] * _TOKEN_BYTES :])
+            learned_length, text, index = answers.find(bytes(self._bytes[-LENGTHS[0] * _TOKEN_BYTES :]))
             if learned_length > length:
                 self._is_predicted, self._learned, after_match = False, text, index
                 self._learned_from, self._learned_length = answers, learned_length
