@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from playwright.sync_api import BrowserContext, ConsoleMessage, Page, Request
+from server_process import Server
 
 WIDTHS = (360, 1920)
 THEMES = ("light", "dark")
@@ -26,6 +27,7 @@ NOT_SERVED = ("404.*/live/info",)
 """Errors of a server without a live view."""
 
 OpenPage = Callable[..., Page]
+ScriptedServer = Callable[..., Server]
 
 
 @dataclass

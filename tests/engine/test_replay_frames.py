@@ -31,7 +31,7 @@ from weft.request import InferenceRequest, RequestId, SamplingParams
 from weft.scheduling.sequence import Sequence
 
 HISTOGRAMS = ("first_token_counts", "gap_counts")
-"""The engine counts them after the step, the replay with the step."""
+"""Not compared: the engine counts a step after the frame with it, the replay before."""
 
 
 class Watched:

@@ -41,7 +41,7 @@ COMPUTED_IMPORTS = ("weft", "weft.backends.registry", "weft.server.http.bodies")
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module; `refused` says why where no rule is needed to refuse it."""
+    """One imported module. `refused`: why it is refused whatever the rules say; empty: the rules decide."""
 
     target: str
     line: int
@@ -124,8 +124,8 @@ RULES = (
     ),
     Rule(
         ("weft.ops.triton",),
-        "the kernels of the GPU know the ops interface, and not who runs them",
-        weft=(*VOCABULARY, "weft.ops"),
+        "the kernels of the GPU know the ops interface and the flags of a sampler, and not what runs them",
+        weft=(*VOCABULARY, "weft.ops", "weft.sampling.words"),
         third_party=("numpy", "torch", "triton"),
     ),
     Rule(

@@ -38,7 +38,7 @@ from weft.scheduling.sequence import Sequence
 LOG_VERSION = 6
 _MAX_START_BYTES = 1 << 20
 _MAX_LINE_BYTES = 1 << 30
-"""Limits for the first line and for the others: a file that is no log may have no lines."""
+"""Limits for the length of the first line and of the others: a file that is no log may be a single endless line."""
 
 Event = dict[str, Any]
 """One line of the log."""
@@ -202,8 +202,8 @@ class LogReplay:
         return min(1.0, self._bytes_read / self._size) if self._size else 0.0
 
     def events(self) -> Iterator[Event]:
-        """Replays the log, and yields each event after it. The caller takes the outputs of the scheduler, which would
-        take up memory. Raises ReplayDifference, with the line number, if a plan differs from the recorded one."""
+        """Replays the log, and yields each event after it was replayed. The caller must take the outputs of the
+        scheduler, or they fill the memory. Raises ReplayDifference, with the line number, if a plan differs from the recorded one."""
         with self._file:
             while line := self._file.readline(_MAX_LINE_BYTES):
                 self._lines += 1

@@ -142,7 +142,7 @@ class ReplayFrames:
         if self._thread.is_alive():
             self._thread.join(_CLOSE_SECONDS)
             if self._thread.is_alive():
-                return  # it waits for the writer of a pipe, and ends with the process
+                return  # the log is a pipe whose writer sends nothing; the thread ends with the process
         self._log.close()
         self._file.close()
 

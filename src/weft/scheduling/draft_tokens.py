@@ -190,8 +190,8 @@ class DraftProposer:
             self._anchor = end
 
     def _find(self) -> int:
-        """The index after an occurrence of the final tokens, or -1: the last one in the text or in finished answers, or
-        the next one in the prediction."""
+        """The index after a match of the final tokens: after the last match in the text or in finished answers, or after
+        the next match in the prediction. -1: there is no match."""
         length, after_match = self._find_in_text()
         self._is_predicted, self._learned = False, None
         if self._prediction:

@@ -44,7 +44,7 @@ class PlanBuilder:
         self.registered: list[tuple[int, BlockHash]] = []
         """Blocks that this step fills and that prefix lookups can find from now on."""
         self.reserved: BlockCounts | None = None
-        """While idle work is added beside interactive sequences: the blocks that it leaves for them."""
+        """Blocks that idle work leaves for interactive sequences. Set while idle work is added beside them."""
         self.swap_out: list[SwapTask] = []
         self.swap_in: list[SwapTask] = []
         self.preempted: list[RequestId] = []
@@ -76,9 +76,8 @@ class PlanBuilder:
             decodes = [s for s in decodes if s not in drafts]
         sequences = [*decodes, *drafts, *[entry[0] for entry in prefills]] if prefills or drafts else decodes
         row_starts = [_row_start(s) for s in sequences if not s.row_sent]
-        moves = (
-            self._move(kv_cache) if self.moving else ()
-        )  # after the row starts, because they list the blocks as they were before the moves
+        # After the row starts, because they list the blocks as they were before the moves.
+        moves = self._move(kv_cache) if self.moving else ()
         tables = self._sent_tables() if self.tables else ()
         starts = []
         counts = [1] * len(decodes)

@@ -59,7 +59,7 @@ class PromptPlanner:
         while builder.budget.for_prefill:
             may_admit = may_admit and len(skipped) < MAX_SKIPPED
             first = self._first_to_admit(skipped_priority) if may_admit else None
-            # 0: the next prompt in progress goes first.
+            # 0 tokens: the next prompt in progress is planned before `first`.
             max_tokens = self._max_tokens_before(in_progress, first) if first is not None else 0
             if in_progress and not max_tokens:
                 sort_key, sequence = in_progress.pop()

@@ -166,7 +166,7 @@ class Sequence:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it has one position left to schedule, behind its prompt."""
+        """Whether exactly one position is left to schedule, and it comes after the prompt."""
         return self.target - self.scheduled == 1 and self.scheduled >= self.prompt_length
 
     @property

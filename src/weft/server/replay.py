@@ -71,9 +71,7 @@ def _app(frames: Frames, name: str) -> Starlette:
         return json_response(_info(frames, name))
 
     async def some_frames(request: Request) -> Response:
-        # Read first: the replay may add frames meanwhile, and the range must not be refused for a number that is old.
-        num_frames = frames.num_frames
-        start = _parameter(request, "start", 0, num_frames - 1)
+        start = _parameter(request, "start", 0, frames.num_frames - 1)
         count = _parameter(request, "count", 1, MAX_FRAMES)
         found = [head + b"," + frame[1:] for frame in frames.read(start, count)]
         return Response(b"[" + b",".join(found) + b"]", media_type="application/json")
@@ -86,9 +84,8 @@ def _app(frames: Frames, name: str) -> Starlette:
 
 
 def _info(frames: Frames, name: str) -> dict[str, object]:
-    is_complete = (
-        frames.is_complete
-    )  # read before the number of frames, so that a complete replay has its last number
+    # Read before the number of frames: if the replay is complete, that number is the final one.
+    is_complete = frames.is_complete
     return {
         "mode": "replay",
         "model": name,
@@ -109,7 +106,7 @@ def _info(frames: Frames, name: str) -> dict[str, object]:
 
 def _parameter(request: Request, name: str, least: int, most: int) -> int:
     text = request.query_params.get(name, "")
-    # Longer numbers are too large, and slow to read.
+    # A number of more digits is out of range anyway, and int() is slow for very long ones.
     if not (text.isascii() and text.isdecimal() and len(text) <= 18 and least <= int(text) <= most):
         allowed = f"{least} to {most}" if least <= most else "none: there are no frames yet"
         raise refusal(f"{name} is {text!r:.40}; allowed: {allowed}", name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Listing
 
-from weft.backends.noop import generate_alone, score_alone
+from weft.backends.noop_model import generate_alone, score_alone
 from weft.config import PriorityPolicy
 from weft.plan import IterationPlan
 from weft.request import (
@@ -263,8 +263,8 @@ def _full_table(sequence: Sequence) -> list[int]:
 
 
 def _continues_a_match(sequence: Sequence, drafts: Listing[int]) -> bool:
-    """Whether the last two tokens, and then the draft tokens, occur in the text that the draft tokens repeat, or in the
-    prediction. The answer may also have begun like the prediction."""
+    """Whether the last two tokens and the draft tokens follow each other somewhere in the sequence's text or in its
+    prediction. In the prediction, the draft tokens may also follow a beginning that equals the whole answer so far."""
     tokens, prediction, count = sequence.tokens, sequence.request.prediction, len(drafts)
     for index in range(len(prediction) - count + 1):
         follows = index >= 2 and list(prediction[index - 2 : index]) == tokens[-2:]

@@ -186,8 +186,8 @@ class EngineClient:
 
     @property
     def seconds_until_ready(self) -> float:
-        """Estimated from the duration of the last start. 0 if there was no start yet, or if this one already takes
-        longer."""
+        """An estimate: the duration of the last start minus that of this one so far. 0 if there was no start before, or if
+        this one already takes longer."""
         if self._launch_seconds is None:
             return 0.0
         return max(0.0, self._launched_at + self._launch_seconds - asyncio.get_running_loop().time())

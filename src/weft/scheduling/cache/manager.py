@@ -471,8 +471,8 @@ class KvCacheManager:
         return True
 
     def _drop_moves(self, allocation: KvCacheAllocation, first: int = 0) -> None:
-        """Releases the blocks that are held because a move is in flight. Of the moves to the store, only those of table
-        entries from `first` on."""
+        """Releases the blocks that moves of this allocation hold: all `arriving` store blocks, and the full blocks in
+        `leaving` of the table entries from `first` on."""
         if allocation.arriving:
             self.store.release(allocation.arriving)
             allocation.arriving = []

@@ -22,7 +22,7 @@ Formats = Mapping[str, AnswerFormat[Any]]
 """By path."""
 
 ANTHROPIC_VERSION = b"anthropic-version"
-"""Clients of the Anthropic API send this header on every route, also on those of all APIs."""
+"""Clients of the Anthropic API send this header on every route, also on routes that several APIs share."""
 
 ErrorWriter = Callable[[ApiError], tuple[int, Any]]
 

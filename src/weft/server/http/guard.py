@@ -168,7 +168,7 @@ class Guard:
                 raise self._too_large(scope, "more")
             try:
                 if is_upload:
-                    pass  # it is written to disk in pieces, so it needs no memory budget
+                    pass  # an upload is written to disk in pieces, so it needs no memory budget
                 elif announced == 0 or (is_first and size):
                     body.add(announced or num_bytes)
             except ApiError:

@@ -253,9 +253,8 @@ class Choices:
                 self._choices.append(
                     Choice(len(self._choices), answer, text, reader, effort_per_token=effort, waited=waited)
                 )
-                if (
-                    answer.is_readable
-                ):  # outputs that arrived before the answer was in the list: `take` did not see them
+                # Outputs may have arrived before the answer was in the list. Then `take` has not seen them.
+                if answer.is_readable:
                     self._arrived.set()
         self._is_submitted = is_last
 
