@@ -244,6 +244,18 @@ ENGINE_SERIES = (
         "spec_decode_num_accepted_tokens", "accepted_drafts", "counter", "Draft tokens that were accepted."
     ),
     EngineSeries(
+        "spec_decode_num_learned_draft_tokens",
+        "totals.learned_drafts",
+        "counter",
+        "Draft tokens from finished answers that were checked.",
+    ),
+    EngineSeries(
+        "spec_decode_num_learned_accepted_tokens",
+        "totals.learned_drafts_accepted",
+        "counter",
+        "Draft tokens from finished answers that were accepted.",
+    ),
+    EngineSeries(
         "kv_cache_tail_tokens",
         "two_tier.tail_tokens",
         "gauge",

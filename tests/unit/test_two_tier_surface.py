@@ -16,7 +16,7 @@ from weft.cli.tiers import cache_options, tier_rows
 from weft.config import KvCacheKind, KvCachePoolConfig, ServingEngineConfig
 from weft.errors import InvalidRequestError, WeftError
 from weft.llm import LLM
-from weft.metrics import TwoTierKvCache
+from weft.metrics import SchedulerStats, TwoTierKvCache
 from weft.plan import BackendInfo
 from weft.server.config_file import gather
 from weft.server.lifecycle import Started
@@ -192,7 +192,9 @@ class _Engine:
             ),
             0,
         )
-        return SimpleNamespace(**counts, cache_utilisation=0.0, two_tier=self.figures)
+        return SimpleNamespace(
+            **counts, cache_utilisation=0.0, two_tier=self.figures, totals=SchedulerStats()
+        )
 
 
 def page(metrics: ServerMetrics, engine: Any) -> dict[str, float]:
