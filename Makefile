@@ -184,9 +184,10 @@ docs: $(VENV)/.docs
 	@$(BIN)/python tools/check_site.py build/site
 	@echo "the site is in build/site; to read it: $(BIN)/python -m http.server --directory build/site 8001"
 
-# docs/reference from the code, and docs/charts from the figures in tools/make_charts.py. Both are committed.
+# docs/reference from the code (pages, dashboard, alert rules), and docs/charts from the figures in tools/make_charts.py. Both are committed.
 reference: $(READY)
 	@$(BIN)/python tools/make_reference.py
+	@$(BIN)/python tools/make_monitoring.py
 
 charts: $(VENV)/.docs
 	@$(BIN)/python tools/make_charts.py

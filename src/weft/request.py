@@ -427,6 +427,15 @@ class TokenOutput(NamedTuple):
     """(token id, logprob), most likely first."""
 
 
+class PreemptedTime(NamedTuple):
+    """From a preemption until the request ran again, or ended. In seconds since its arrival."""
+
+    began: float
+    ended: float
+    by_swap: bool
+    """False: by recompute."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
     """The result of a request. Times are in seconds."""
@@ -472,6 +481,8 @@ class GenerationResult:
     """Draft tokens from the prediction of the request that were accepted."""
     rejected_prediction_count: int = 0
     """Draft tokens from the prediction that steps checked and rejected."""
+    preempted_times: tuple[PreemptedTime, ...] = ()
+    """One for each preemption. Their seconds are in `waiting_time` too."""
     vector: bytes | None = None
     """The vector of the prompt, if the model makes one: float32, little-endian. Its `tokens` mean nothing."""
 

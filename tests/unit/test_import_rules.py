@@ -80,6 +80,12 @@ RULES = (
         never=("torch", "triton"),
     ),
     Rule(
+        ("weft", "benchmarks"),
+        "opentelemetry is imported in server/otlp.py only, where traces are on",
+        but=("weft.server.otlp",),
+        never=("opentelemetry",),
+    ),
+    Rule(
         ("weft",),
         "the C++ kernels are called by ops/cpu, the CPU backend, the doctor, and the reader of GGUF vocabularies",
         but=("weft.ops.cpu", "weft.backends.cpu", "weft.cli.doctor", "weft.loading.gguf"),
@@ -347,6 +353,7 @@ PLANTED = [
     ("weft.loading.gguf", "from safetensors import torch"),
     ("weft.server.app", "from weft.engine.serving import ServingEngine"),
     ("weft.server.app", "from weft.models.decoder import Decoder"),
+    ("weft.server.app", "def trace():\n    from opentelemetry import trace"),
     ("weft.backends", "from .noop import NoopBackend\nfrom ..scheduling import scheduler"),
     ("weft.text", "import weft"),
     ("weft.text", "import_module(name)"),

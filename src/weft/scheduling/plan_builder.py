@@ -8,6 +8,7 @@ from weft.scheduling.budget import TokenBudget
 from weft.scheduling.cache.allocation import Move
 from weft.scheduling.cache.block_pool import BlockCounts, BlockHash
 from weft.scheduling.cache.manager import KvCacheManager
+from weft.scheduling.preemption import PreemptionCause
 from weft.scheduling.sequence import Sequence
 
 
@@ -20,6 +21,7 @@ class PlanBuilder:
         "draft_tokens",
         "moving",
         "preempted",
+        "preemption_causes",
         "prefills",
         "registered",
         "reserved",
@@ -48,6 +50,8 @@ class PlanBuilder:
         self.swap_out: list[SwapTask] = []
         self.swap_in: list[SwapTask] = []
         self.preempted: list[RequestId] = []
+        self.preemption_causes: list[PreemptionCause] = []
+        """The cause of each preemption in `preempted`."""
 
     @property
     def is_empty(self) -> bool:

@@ -12,6 +12,7 @@ from weft.scheduling.cache.block_pool import BlockCounts
 from weft.scheduling.memory_planner import MemoryPlanner
 from weft.scheduling.plan_builder import PlanBuilder
 from weft.scheduling.policy import AdmissionPolicy, SortKey
+from weft.scheduling.preemption import PreemptionCause
 from weft.scheduling.prompt_order import PromptOrder, StepSize
 from weft.scheduling.sequence import Phase, Sequence
 from weft.scheduling.sequence_table import SequenceTable
@@ -115,7 +116,7 @@ class PromptPlanner:
         if self._memory.grow(builder, sequence, self._memory.needed(sequence, count)):
             self._add_prefill(builder, sequence, count)
         elif not has_run and not self._memory.may_skip_step(builder, sequence):
-            self._memory.preempt(builder, sequence)
+            self._memory.preempt(builder, sequence, PreemptionCause.MEMORY)
         return None
 
     def _adopt_hits(self, builder: PlanBuilder, sequence: Sequence) -> None:

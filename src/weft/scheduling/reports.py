@@ -70,6 +70,8 @@ class Reports:
 
     def _add_result(self, sequence: Sequence) -> None:
         table, now = self._sequence_table, self._clock()
+        if sequence.preemptions and sequence.phase is Phase.WAITING:
+            sequence.end_preemption(now)  # it ended while it was preempted
         sequence.enter(Phase.WAITING, now)
         if sequence.request.session_id is not None:
             session = (sequence.request.cache_salt, sequence.request.session_id)

@@ -14,7 +14,7 @@ from operator import eq
 from weft.clock import Clock
 from weft.config import PriorityPolicy, SchedulerConfig
 from weft.errors import InvalidRequestError, id_in_use
-from weft.metrics import SchedulerStats
+from weft.metrics import SchedulerStats, StepSeconds
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import (
     Failure,
@@ -36,6 +36,7 @@ from weft.scheduling.pending_plan import PendingPlan
 from weft.scheduling.plan_builder import PlanBuilder
 from weft.scheduling.planner import Planner
 from weft.scheduling.policy import AdmissionPolicy, StepCostModel
+from weft.scheduling.preemption import PreemptionCause
 from weft.scheduling.queue import RequestQueue
 from weft.scheduling.reports import Reports
 from weft.scheduling.sequence import Phase, Sequence
@@ -50,6 +51,7 @@ class ContinuousBatchScheduler:
         self.config = config
         self.info = info
         self.stats = SchedulerStats()
+        self.step_seconds = StepSeconds()
         self.cost_model = StepCostModel()
         self.max_sequence_length = longest_sequence(info)
         self.token_gaps: dict[float, int] = {}
@@ -251,6 +253,13 @@ class ContinuousBatchScheduler:
         if builder.preempted:
             self.stats.preemptions_by_swap += len(builder.swap_out)
             self.stats.preemptions_by_recompute += len(builder.preempted) - len(builder.swap_out)
+            causes = builder.preemption_causes
+            self.stats.preemptions_for_memory += causes.count(PreemptionCause.MEMORY)
+            self.stats.preemptions_for_priority += causes.count(PreemptionCause.PRIORITY)
+            self.stats.preemptions_for_interactive += causes.count(PreemptionCause.INTERACTIVE)
+            self.stats.swap_bytes_out += self.kv_cache.swap_bytes(builder.swap_out)
+        if builder.swap_in:
+            self.stats.swap_bytes_in += self.kv_cache.swap_bytes(builder.swap_in)
         if builder.is_empty and (self._in_flight or not sequence_table.resuming):
             # NOTE: although there is no plan, a sequence may have shared new blocks. The next plan sends them to the
             # backend.
@@ -452,6 +461,11 @@ class ContinuousBatchScheduler:
         num_tokens, first = plan.num_tokens, plan.num_decodes
         self.stats.steps += 1
         self.stats.tokens_computed += num_tokens
+        self.stats.step_sequences += len(plan.rows)
+        if seconds is not None and num_tokens:
+            kinds = self.step_seconds
+            of_prompts = kinds.mixed if plan.first_prefill else kinds.prefill
+            (of_prompts if plan.num_prefills else kinds.decode).record(seconds)
         needs_decodes = self.config.policy is PriorityPolicy.ADAPTIVE
         if seconds is not None and num_tokens and (plan.num_prefills or needs_decodes):
             prompts = zip(plan.starts[first:], plan.counts[first:], strict=True)

@@ -126,6 +126,8 @@ class SequenceTable:
         sequence.state = RequestState.RUNNING
         sequence.admitted_step = step
         sequence.row_sent = False
+        if sequence.preemptions:
+            sequence.end_preemption(now)
         sequence.enter(phase, now)
         self.running.append(sequence)
 
@@ -163,8 +165,7 @@ class SequenceTable:
             self.kv_cache.free_row(row)
         self.prefixes.extend_block_hashes(sequence)
         sequence.state = RequestState.PREEMPTED
-        sequence.preemptions += 1
-        sequence.enter(Phase.WAITING, now)
+        sequence.enter_preemption(task is not None, now)
         if now < self.history.until:
             by_swap = int(task is not None)
             self.history.add_event(now, step, "preempted", sequence.request_id, by_swap)

@@ -49,6 +49,7 @@ from weft.server.internal import INTERNAL, InternalReply, InternalRequest, send_
 from weft.server.logs import ServerLog, current_record
 from weft.server.loop_lag import watch_lag
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
+from weft.server.otlp import OtlpExporter
 from weft.server.settings import ServerSettings
 from weft.server.state.files import FileStore
 from weft.server.state.store import Store
@@ -57,6 +58,7 @@ from weft.server.stream.events import Disconnected, EventStream, unless_disconne
 from weft.server.stream.loop_turns import LoopTurns
 from weft.server.stream.whole_answer import WholeAnswer, min_response_bytes
 from weft.server.tasks import Tasks
+from weft.server.traces import Traces
 from weft.text.model_text import ModelText
 
 _HEADERS_SECONDS = 0.25
@@ -91,7 +93,9 @@ class ServerApp:
         engine: EngineClient,
         log: ServerLog,
         formats: Formats = FORMATS,
+        exporter: OtlpExporter | None = None,
     ) -> None:
+        """`exporter` gets the traces of requests; None: there are none."""
         self.settings = settings
         self.formats = formats
         self.text = text
@@ -105,6 +109,10 @@ class ServerApp:
         self._log = log
         self._name = settings.names[0]
         self._metrics = ServerMetrics(self._name, is_two_tier=settings.engine.cache.is_two_tier)
+        self._traces: Traces | None = None
+        if exporter is not None:
+            self._traces = Traces(self._name, formats, exporter.put)
+            self._metrics.count_lost_traces = lambda: exporter.num_lost
         self.created = int(time.time())
         self._loop_turns = LoopTurns()
         self._active_requests = ActiveRequests(settings, engine, self._metrics, time.monotonic)
@@ -120,7 +128,7 @@ class ServerApp:
 
     async def watch_loop(self) -> None:
         """Measures the lag of the event loop until it is cancelled."""
-        await watch_lag(self._metrics.loop_lag.observe, lambda: len(self._active_requests) > 0)
+        await watch_lag(self._metrics.loop_lag.record, lambda: len(self._active_requests) > 0)
 
     async def run_batches(self) -> None:
         """Runs batches until it is cancelled."""
@@ -135,6 +143,8 @@ class ServerApp:
         await self._bodies.close()
         await self._preparer.close()
         await self.store.close()
+        if self._traces is not None:
+            self._traces.close()
 
     def asgi(self) -> ASGIApp:
         post, get = ["POST"], ["GET"]
@@ -183,7 +193,11 @@ class ServerApp:
         # A redirect has no body, and most clients do not repeat a POST after one. A 404 says what is wrong.
         app.router.redirect_slashes = False
         self._asgi = AccessLog(
-            Guard(app, self.settings, self.formats), self._log, self.engine.new_id, self._metrics.failed
+            Guard(app, self.settings, self.formats),
+            self._log,
+            self.engine.new_id,
+            self._metrics.failed,
+            self._traces,
         )
         return self._asgi
 
@@ -209,6 +223,7 @@ class ServerApp:
         active = self._active_requests.begin(
             key, choices, record.id, record.given_id, is_idle_work=is_idle_work
         )
+        record.active = active
         outcome: Outcome = ApiError.internal_error()  # for an unexpected exception; else it is replaced below
         is_owned_by_response = False
         try:
@@ -217,6 +232,7 @@ class ServerApp:
             api_request, unknown = await unless_disconnected(
                 request.receive, self._bodies.read(answer_format.request_type, body, client_id)
             )
+            record.model = api_request.model
             unknown = [*unknown, *answer_format.ignored(api_request)]
             with renamed_fields(answer_format.field_names(api_request)):
                 if (content := answer_format.answer_at_once(api_request, self._name)) is not None:
@@ -242,7 +258,7 @@ class ServerApp:
                     stream = EventStream(
                         choices,
                         prepared.writer,
-                        self._metrics,
+                        self._metrics.token_times(prepared.requests[0].priority),
                         loop_turns=self._loop_turns,
                         began=active.began,
                         silence_seconds=self.settings.silence_seconds,
@@ -327,7 +343,7 @@ class ServerApp:
             self._metrics.answered(outcome, len(prepared.requests), seconds)
             first = outcome[0].time_to_first_token
             if not prepared.is_streamed and not active.is_idle_work and first is not None:
-                self._metrics.first_token(first)
+                self._metrics.token_times(prepared.requests[0].priority).first_token(first)
 
     def _check_open(self) -> None:
         """Raises a 503 while the engine is not ready or the server drains."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from weft.metrics import TwoTierKvCache
@@ -360,6 +360,15 @@ class KvCacheManager:
     @property
     def num_swap_slots(self) -> int:
         return self._swaps.slots.full
+
+    def swap_bytes(self, tasks: Iterable[SwapTask]) -> int:
+        """The bytes that these swaps copy."""
+        num_bytes = 0
+        for task in tasks:
+            stored = self.num_stored(task.blocks)
+            num_bytes += stored * self.bytes_per_store_block
+            num_bytes += (len(task.blocks) - stored) * self.bytes_per_block
+        return num_bytes
 
     def take_dependencies(self) -> tuple[int, ...]:
         """Returns the swaps that the step being planned must wait for: it writes to blocks that they copy."""

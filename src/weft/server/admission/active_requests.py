@@ -70,6 +70,8 @@ class ActiveRequest:
         self.idle_answers = IdleAnswers()
         self.requests: Sequence[InferenceRequest] = ()
         """Set when the request is prepared."""
+        self.queued_at: float | None = None
+        """When it was prepared, and its answers began to wait for the engine."""
         self.text_tokens = 0
         """Tokens of a /tokenize or /detokenize request."""
         self.reserved = 0
@@ -229,6 +231,7 @@ class ActiveRequests:
         are released. `form` is the syntax of its answers; None: plain text."""
         active.choices.check()
         active.requests = requests
+        active.queued_at = self._clock()
         if active.limits is not None:
             answer_tokens = sum(
                 request.params.n * self._max_tokens(request, _DEFAULT_ANSWER_TOKENS) for request in requests
