@@ -220,6 +220,9 @@ class SchedulerStats:
     tokens_generated: int = 0
     tokens_drafted: int = 0
     drafts_accepted: int = 0
+    learned_drafts: int = 0
+    """Of the draft tokens, those from finished answers."""
+    learned_drafts_accepted: int = 0
     preemptions_by_recompute: int = 0
     preemptions_by_swap: int = 0
     preemptions_for_memory: int = 0
@@ -426,6 +429,18 @@ ENGINE_SERIES = (
     ),
     EngineSeries(
         "spec_decode_num_accepted_tokens", "accepted_drafts", "counter", "Draft tokens that were accepted."
+    ),
+    EngineSeries(
+        "spec_decode_num_learned_draft_tokens",
+        "totals.learned_drafts",
+        "counter",
+        "Draft tokens from finished answers that were checked.",
+    ),
+    EngineSeries(
+        "spec_decode_num_learned_accepted_tokens",
+        "totals.learned_drafts_accepted",
+        "counter",
+        "Draft tokens from finished answers that were accepted.",
     ),
     EngineSeries(
         "kv_cache_tail_tokens",

@@ -202,7 +202,10 @@ class ContinuousBatchScheduler:
             return False
         del sequence.tokens[sequence.prompt_length + num_tokens :]
         del sequence.logprobs[num_tokens:]
-        return self._reports.end(sequence, None)
+        has_ended = self._reports.end(sequence, None)
+        if has_ended and sequence is not None:
+            self._planner.speculation.keep(sequence)
+        return has_ended
 
     def fail_request(self, request_id: RequestId, failure: Failure) -> bool:
         """Ends a request with an error from outside the steps. False: it has ended already."""
@@ -351,6 +354,7 @@ class ContinuousBatchScheduler:
             gap = (now - sequence.last_token_at) / (1 + num_accepted)
             assert sequence.draft_proposer is not None
             sequence.draft_proposer.count_checked(len(drafts), num_accepted)
+            is_learned = sequence.draft_proposer.is_learned
             index = 0
             for index, token in enumerate(tokens[: 1 + num_accepted]):
                 self._commit(sequence, plan.step, start + index + 1)
@@ -363,6 +367,9 @@ class ContinuousBatchScheduler:
                 sequence.update_proposer()
             self.stats.tokens_drafted += len(drafts)
             self.stats.drafts_accepted += index
+            if is_learned:
+                self.stats.learned_drafts += len(drafts)
+                self.stats.learned_drafts_accepted += index
             sampled += 1 + len(drafts)
 
     def _commit_prefills(self, pending: PendingPlan, result: StepResult, now: float) -> None:
@@ -438,6 +445,7 @@ class ContinuousBatchScheduler:
         )
         if reason is not None:
             self._reports.complete(sequence, reason)
+            self._planner.speculation.keep(sequence)
 
     def _count_gaps(self, gap: float, times: int) -> None:
         if times:
