@@ -27,7 +27,7 @@ endif
 # once at a time.
 TESTABLE := $(VENV)/.dev $(READY)
 
-.PHONY: help setup kernels chat serve test test-machines test-gpu test-sanitize test-clients test-agents test-browser test-schema lint docs reference charts clean
+.PHONY: help setup kernels chat serve test test-machines test-gpu test-sanitize test-clients test-agents test-browser screenshots test-schema lint docs reference charts clean
 .DELETE_ON_ERROR:
 
 help:
@@ -40,6 +40,7 @@ help:
 	@echo "make test-clients   widely used clients against the real server; writes docs/guide/clients.md"
 	@echo "make test-agents   coding agents and client libraries complete their loops offline; writes docs/guide/clients.md; 3 GB, npm"
 	@echo "make test-browser   the page in a real browser; writes docs/internals/testing.md; installs Debian's chromium if it can; SHORT=1 as in CI"
+	@echo "make screenshots   take the pictures of the page for the guide anew, with the default model under load; 2 minutes"
 	@echo "make test-sanitize   the kernel tests under AddressSanitizer and UBSan, the thread pool tests under ThreadSanitizer"
 	@echo "make --jobs=2 setup   set up for the tests, and nothing else"
 	@echo "make kernels   rebuild the C++ kernels after a change; WEFT_NO_KERNELS=1 make ... skips them"
@@ -69,7 +70,7 @@ SAME_BITS := test_in_the_invariant_mode_a_token_has_the_same_bits_in_a_chunk_and
 BY_NUMBERS := engine/test_llm.py parity/test_native_program.py parity/test_requests_in_blocks.py triton/test_interpreter.py \
 	triton/test_card_attention.py::$(SAME_BITS)
 # Skipped without AVX, where the real model takes six minutes.
-REAL_MODEL := engine/test_real_model.py engine/test_real_model_drafts.py
+REAL_MODEL := engine/test_real_model.py engine/test_real_model_drafts.py engine/test_real_model_predictions.py
 BY_CORES_AND_SIGNALS := engine/test_cpu_company.py engine/test_commands.py engine/test_engine_client.py engine/test_serving.py \
 	engine/test_wire_steps.py unit/test_cli.py unit/test_batch_lines.py unit/test_step_thread.py
 ONE_CORE = $$($(BIN)/python -c 'import os; print(min(os.sched_getaffinity(0)))')
@@ -184,9 +185,10 @@ docs: $(VENV)/.docs
 	@$(BIN)/python tools/check_site.py build/site
 	@echo "the site is in build/site; to read it: $(BIN)/python -m http.server --directory build/site 8001"
 
-# docs/reference from the code, and docs/charts from the figures in tools/make_charts.py. Both are committed.
+# docs/reference from the code (pages, dashboard, alert rules), and docs/charts from the figures in tools/make_charts.py. Both are committed.
 reference: $(READY)
 	@$(BIN)/python tools/make_reference.py
+	@$(BIN)/python tools/make_monitoring.py
 
 charts: $(VENV)/.docs
 	@$(BIN)/python tools/make_charts.py
@@ -226,6 +228,10 @@ $(BROWSER)/.installed: tests/browser/requirements.txt | $(TESTABLE)
 test-browser: $(TESTABLE) $(BROWSER)/.installed
 	@chromium=$$(tests/browser/find_chromium.sh) && export CHROMIUM="$$chromium" PYTHONPATH=$(BROWSER) && \
 		$(BIN)/python $(if $(SHORT),-m pytest -q -m "not long" tests/browser,tests/clients/record.py browser) $(ARGS)
+
+screenshots: $(TESTABLE) $(BROWSER)/.installed
+	@chromium=$$(tests/browser/find_chromium.sh) && export CHROMIUM="$$chromium" PYTHONPATH=$(BROWSER) && \
+		$(BIN)/python tests/browser/screenshots.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-clients dist build src/weft/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis

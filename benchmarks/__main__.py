@@ -315,6 +315,22 @@ def kernels(
     run(threads=threads, json=json)
 
 
+@app.command("learned")
+def learned(
+    model: Annotated[str, typer.Argument(help="Name or path.")] = "default",
+    requests: Annotated[int, typer.Option(help="Requests of each trace.")] = 200,
+    json: AsJson = False,
+) -> None:
+    """Time one stream with and without drafts from finished answers.
+
+    Three traces of similar requests and one of unrelated ones. Exit code 1: an answer differs.
+    """
+    from benchmarks.learned import main as run
+
+    if not run(model, requests=requests, json=json):
+        raise typer.Exit(1)
+
+
 @app.command("drafts")
 def drafts(
     model: Annotated[str, typer.Option("--model", "-m", help="The model.")] = "default",

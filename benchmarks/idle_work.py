@@ -32,7 +32,7 @@ def main(
     *, backend: str, shape: str | None, seconds: float, rounds: int, clients: int, lines: int, json: bool
 ) -> None:
     if shape is None:
-        # Imported here: it needs the packages of the server, and the other one needs none of them.
+        # Imported here: only the measurement over HTTP needs the packages of the server.
         from benchmarks.idle_work_server import measure as measure_server
 
         figures = asyncio.run(measure_server(backend, seconds, rounds, clients, lines))

@@ -70,7 +70,7 @@ async def _interactive(client: Client, source: random.Random, seconds: float, fi
 
 
 async def _idle_work(app: ServerApp, source: random.Random, figures: Figures) -> None:
-    """One place of a batch: the next line starts when the last one has ended."""
+    """Sends lines of a batch one after another: each starts when the one before it has ended."""
     request = InternalRequest(None, is_idle_work=True)
     while True:
         reply = await app.send_internal("/v1/completions", _body(source, stream=False), request)

@@ -104,7 +104,7 @@ def largest(info: BackendInfo, config: ServingEngineConfig, context: int) -> tup
 
 
 def _estimate(info: BackendInfo, context: int) -> int:
-    """The start of the search."""
+    """The number of contexts with which the search starts."""
     blocks = -(-context // info.block_size)
     if not info.store_blocks:
         return max(1, info.num_blocks // blocks)

@@ -63,7 +63,7 @@ def main(
     checkpoint = open_checkpoint(model)
     tokenizer = open_tokenizer(checkpoint)
     files = PeerFiles(home, model, min(checkpoint.end_ids), _print_status)
-    texts: dict[int, list[int]] = {}  # 0 -> the tokens of the whole text, encoded at first use
+    texts: dict[int, list[int]] = {}  # the key 0 holds the tokens of the whole text, encoded at first use
 
     def open_text(run: int) -> Text:
         def encode(whole: str) -> list[int]:

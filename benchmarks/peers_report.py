@@ -150,8 +150,8 @@ def _print(
 def _print_pairs(
     report: Report, title: str, names: tuple[str, str], counts: int, form: str, word: str, scale: float = 1.0
 ) -> None:
-    """Prints a table with two figures per cell, of the given `names`. The last rows compare weft with the best peer by
-    one of them: names[counts]."""
+    """Prints a table with two figures per cell: the attributes `names`. The last rows compare weft with the best peer. They
+    use one of the two figures, names[counts]."""
     if not report.work:
         return
 

@@ -7,17 +7,16 @@ workload; the table shows their geometric mean with its 95% interval.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import median
 
 from benchmarks.peers_engines import Launch
 from benchmarks.peers_environment import engine_environment
 from benchmarks.peers_process import RunningEngine, free_port, settle
+from weft.bench.ratios import Ratios
 from weft.bench.report import machine
 from weft.bench.serve_load import WORKLOADS, Text, workloads
 from weft.bench.serve_measure import Summary
@@ -32,26 +31,6 @@ SHORT = {"W1": 5, "W8": 5}
 """Workloads of a second or less run this many times after one start of the server. The median run counts."""
 USUAL = ("W1", "W8", "W32", "Wmix")
 _START_PROMPT = 16
-_T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
-"""Student's t for 95% with 1, 2, ... degrees of freedom; 2.1 after them."""
-
-
-@dataclass
-class Ratios:
-    """The measurements of one figure: a value of each revision for every round."""
-
-    before: list[float] = field(default_factory=list)
-    after: list[float] = field(default_factory=list)
-
-    def change(self) -> tuple[float, float, float]:
-        """The mean change of `after` over `before`, and the ends of its 95% interval, as fractions."""
-        logs = [math.log(after / before) for before, after in zip(self.before, self.after, strict=True)]
-        mean = fmean(logs)
-        if len(logs) == 1:
-            return math.expm1(mean), -1.0, math.inf
-        t = _T_95[len(logs) - 2] if len(logs) - 2 < len(_T_95) else 2.1
-        margin = t * stdev(logs) / math.sqrt(len(logs))
-        return math.expm1(mean), math.expm1(mean - margin), math.expm1(mean + margin)
 
 
 def main(before: Path, after: Path, *, work: Sequence[str], rounds: int) -> bool:

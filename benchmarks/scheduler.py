@@ -88,7 +88,8 @@ def main(quick: bool = False, json: bool = False) -> None:
 
 
 def measure_all(quick: bool = False) -> list[Cell]:
-    """Every combination of running and waiting; `quick` runs fewer steps, and 100,000 waiting only at 256 running."""
+    """Measures every combination of running and waiting requests. `quick` runs fewer steps. It measures the larger number
+    of waiting requests only with 256 running ones."""
     rounds = 2 if quick else 8
     cells = []
     for waiting, running in itertools.product(WAITING, RUNNING):

@@ -1,4 +1,4 @@
-"""Writes the pages of docs/reference from the code: `make reference`.
+"""Writes the pages of docs/reference from the code: `make reference`. `make_monitoring.py` writes its other files.
 
 Settings come from the configuration classes, routes from the OpenAPI document, metrics from the Prometheus registry, and
 commands from the command line. A test fails when a page differs from what this script makes.

@@ -122,7 +122,7 @@ struct SumW4 {
     add(codes, activations);
   }
   void add(CodesW4 codes, Bytes activations) { sums = _mm512_dpbusd_epi32(sums, codes, activations); }
-  // Inline assembly, because GCC 12 makes two instructions of it, which is 4% slower.
+  // Inline assembly: GCC 12 would compile the intrinsic to two instructions, which is 4% slower.
   void add(CodesW4 codes, Activations activations) {
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(codes), "m"(activations.four));
   }

@@ -31,8 +31,8 @@ struct Coding {
   vec::Vec by;
   bool is_finite;
 
-  // `bits`: the vector's largest magnitude, as the bits of a float. Each part is a lower bound of the scale, as a
-  // fraction of that magnitude. The scale is the larger bound, rounded up to the upper 16 bits of a float.
+  // `bits`: the vector's largest magnitude, as the bits of a float. `one_part` and `other_part` are two lower bounds of the
+  // scale, as fractions of that magnitude. The scale is the larger bound, rounded up to the upper 16 bits of a float.
   Coding(uint32_t bits, float one_part, float other_part = 0.0f) : is_finite(bits < bits_of_infinity) {
     const float part = one_part > other_part ? one_part : other_part;
     const float exact = float_of_bits(bits) * part;

@@ -22,7 +22,7 @@ inline void in_steps(const float* scores, int64_t count, Function&& work) {
 inline Doubles exp_of(Doubles value) {
   constexpr double round = 0x1.8p52, lowest = -708.0;
   const Doubles bounded = value > lowest ? value : lowest - Doubles{};
-  const Doubles shifted = bounded * 1.4426950408889634 + round;   // its low bits are bounded / ln 2, rounded to an integer
+  const Doubles shifted = bounded * 1.4426950408889634 + round;   // its low bits: `bounded` / ln 2, rounded to an integer
   const Doubles whole = shifted - round;
   const Doubles rest = bounded - whole * 0x1.62e42fefap-1 - whole * 0x1.cf79abc9e3b3ap-40;   // ln 2 in two parts
   // Taylor series up to the eleventh power, in pairs, to shorten the dependency chain.

@@ -164,8 +164,12 @@ class SchedulerConfig:
     max_draft_tokens: Annotated[
         int, Range(0, 64), Flag("--drafts", "N", "Maximum draft tokens; 0: off; default: 11.")
     ] = 11
-    """The most draft tokens of a sequence in one step; 0: none. They are proposed from the sequence's own text, and
-    change how many steps an answer takes, never the answer. Only the CPU backend checks draft tokens."""
+    """The most draft tokens of a sequence in one step; 0: none. They are proposed from the sequence's own text, its
+    prediction, and finished answers. They change how many steps an answer takes, never the answer. Only the CPU backend
+    checks draft tokens."""
+    max_learned_bytes: Annotated[int, Range(0)] = 64 << 20
+    """Memory for finished answers. Draft tokens also come from these, for requests with the same cache salt; 0: none
+    are kept. They are in memory only."""
     preemption: PreemptionMode = PreemptionMode.AUTO
     """How a preempted sequence is resumed: by recompute, from swap, or by the cheaper of both."""
     ageing_rate: Annotated[float, Range(0.0)] = 0.1

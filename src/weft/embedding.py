@@ -10,7 +10,7 @@ from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
 
 _MAX_RUNNING = 256
 _STEP_TOKENS = 1024
-"""Tokens of a step, if the longest input is shorter. More tokens would not make a step of a CPU faster by token."""
+"""Tokens of a step, if the longest input is shorter. With more tokens, a CPU does not get faster per token."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class EmbeddingSpec:
     activation: Literal["none", "sigmoid"] = "none"
     """Applied to the score of a reranker."""
     yes_no: tuple[int, int] | None = None
-    """The tokens of a reranker that answers yes or no. The score is the probability of the first one among both."""
+    """The tokens of yes and no, for a reranker that answers with one of them. The score is the probability of yes if only
+    these two are possible."""
 
     def engine_config(self) -> ServingEngineConfig:
         """The configuration of an engine for this model. Each input is computed whole, in one step."""

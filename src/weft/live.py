@@ -21,7 +21,7 @@ BLOCK_STATES = {
 """A letter for each state of a full block. A store block of a two-tier cache has the same letter in upper case."""
 
 FINISH_REASONS = tuple(FinishReason)
-"""The events of ends have an index in this list."""
+"""An event that a request has ended has the index of its reason in this list."""
 
 MAX_REQUESTS = 512
 """Requests in a frame: running ones first, then the head of the queue."""

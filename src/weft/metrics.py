@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from weft.request import RequestId
+
+STEP_SECONDS = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05),
+    *(0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0),
+)
+"""Upper bounds of the buckets of step times."""
 
 
 class Histogram:
@@ -60,6 +68,46 @@ class Histogram:
 
 
 _LOG_GROWTH = math.log(Histogram.GROWTH)
+
+
+@dataclass(slots=True)
+class Buckets:
+    """Counts in buckets with given upper bounds: a histogram of Prometheus."""
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    """One more than there are bounds: the last bucket has no bound."""
+    total: float = 0.0
+    """The sum of all values."""
+
+    @classmethod
+    def of(cls, bounds: tuple[float, ...]) -> Buckets:
+        return cls(bounds, [0] * (len(bounds) + 1))
+
+    def record(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def copy(self) -> Buckets:
+        return Buckets(self.bounds, self.counts.copy(), self.total)
+
+
+def _step_buckets() -> Buckets:
+    return Buckets.of(STEP_SECONDS)
+
+
+@dataclass(slots=True)
+class StepSeconds:
+    """Durations of steps with tokens, by kind."""
+
+    decode: Buckets = field(default_factory=_step_buckets)
+    """Steps without prompts."""
+    prefill: Buckets = field(default_factory=_step_buckets)
+    """Steps with prompts only."""
+    mixed: Buckets = field(default_factory=_step_buckets)
+
+    def copy(self) -> StepSeconds:
+        return StepSeconds(self.decode.copy(), self.prefill.copy(), self.mixed.copy())
 
 
 class RecentRate:
@@ -132,19 +180,60 @@ class TwoTierKvCache:
     """Of these, blocks whose content the store held already: nothing was copied."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockStates:
+    """The KV blocks of one tier, by state. Every block is in one of them."""
+
+    free: int
+    used: int
+    """Requests hold them."""
+    cached: int
+    """Their content may be a prefix hit. They can be evicted."""
+    hot: int
+    """Cached, and a session keeps them hot: they are evicted last."""
+    idle: int
+    """Cached content of idle work, evicted first."""
+
+
+@dataclass(slots=True)
+class Evictions:
+    """Evicted KV blocks of one tier since the start, by the state that they were in."""
+
+    cached: int = 0
+    hot: int = 0
+    idle: int = 0
+
+    def copy(self) -> Evictions:
+        return replace(self)
+
+
 @dataclass(slots=True)
 class SchedulerStats:
     """Totals of the scheduler since the start."""
 
     steps: int = 0
+    step_sequences: int = 0
+    """Sequences in all steps: one that is in ten steps counts ten times."""
     tokens_computed: int = 0
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0
     tokens_generated: int = 0
     tokens_drafted: int = 0
     drafts_accepted: int = 0
+    learned_drafts: int = 0
+    """Of the draft tokens, those from finished answers."""
+    learned_drafts_accepted: int = 0
     preemptions_by_recompute: int = 0
     preemptions_by_swap: int = 0
+    preemptions_for_memory: int = 0
+    """A running sequence needed the KV blocks, of another one or its own."""
+    preemptions_for_priority: int = 0
+    """A waiting sequence of higher priority needed the row or the KV blocks."""
+    preemptions_for_interactive: int = 0
+    """Idle work made room for interactive sequences."""
+    swap_bytes_out: int = 0
+    """Bytes that planned swaps copy to swap slots."""
+    swap_bytes_in: int = 0
     steps_failed: int = 0
     swaps_failed: int = 0
     ttft_targets_missed: int = 0
@@ -179,8 +268,15 @@ class ServingMetrics:
     cache_utilisation: float
     """The fraction of the cache memory in use."""
     slots: tuple[Slot, ...]
+    step_seconds: StepSeconds
+    blocks: BlockStates
+    evictions: Evictions
+    swap_slots_used: int
+    swap_slots_free: int
     two_tier: TwoTierKvCache | None = None
-    """None: the cache has one tier."""
+    """None: the cache has one tier. Then the fields below are None too."""
+    store_blocks: BlockStates | None = None
+    store_evictions: Evictions | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -218,14 +314,55 @@ class EngineSeries(NamedTuple):
     name: str
     figure: str
     """The attribute of `ServingMetrics`, such as `totals.steps_failed`."""
-    kind: Literal["gauge", "counter"]
+    kind: Literal["gauge", "counter", "histogram"]
     help: str
+    labels: tuple[tuple[str, str], ...] = ()
+    """Names and values. Series with the same name have labels with the same names."""
     without_engine: float = 0.0
-    """The value of a gauge while the engine is down. A counter keeps its value."""
+    """The value of a gauge while the engine is down. Counters and histograms keep their values."""
 
     @property
     def is_two_tier(self) -> bool:
-        return self.figure.startswith("two_tier.")
+        return self.figure.startswith(("two_tier.", "store_"))
+
+
+def _labelled(
+    name: str,
+    kind: Literal["gauge", "counter", "histogram"],
+    help: str,
+    label: str,
+    figures: Mapping[str, str],
+    *more_labels: tuple[str, str],
+) -> tuple[EngineSeries, ...]:
+    """A series for each value of a label. `figures`: the figure by value."""
+    return tuple(
+        EngineSeries(name, figure, kind, help, (*more_labels, (label, value)))
+        for value, figure in figures.items()
+    )
+
+
+def _blocks_of_tier(tier: str, prefix: str) -> tuple[EngineSeries, ...]:
+    """`prefix`: of the fields of `ServingMetrics`."""
+    states = ("free", "used", "cached", "hot", "idle")
+    return (
+        *_labelled(
+            "kv_cache_blocks",
+            "gauge",
+            "KV blocks, by tier (full, store) and state: free; used by requests; cached; hot: cached and kept by a "
+            "session; idle: cached content of idle work.",
+            "state",
+            {state: f"{prefix}blocks.{state}" for state in states},
+            ("tier", tier),
+        ),
+        *_labelled(
+            "kv_cache_evictions",
+            "counter",
+            "Evicted KV blocks, by tier and by their state before.",
+            "state",
+            {state: f"{prefix}evictions.{state}" for state in states[2:]},
+            ("tier", tier),
+        ),
+    )
 
 
 ENGINE_SERIES = (
@@ -233,12 +370,77 @@ ENGINE_SERIES = (
     EngineSeries(
         "kv_cache_usage_perc", "cache_utilisation", "gauge", "Fraction of KV blocks in use, 0 to 1."
     ),
-    EngineSeries("num_preemptions", "preemptions", "counter", "Preemptions of running sequences."),
+    EngineSeries("batch_usage_perc", "batch_utilisation", "gauge", "Fraction of the rows in use, 0 to 1."),
+    *_labelled(
+        "step_seconds",
+        "histogram",
+        "Seconds of a step, by kind: decode, prefill (prompts only), mixed.",
+        "kind",
+        {kind: f"step_seconds.{kind}" for kind in ("decode", "prefill", "mixed")},
+    ),
+    EngineSeries("steps", "totals.steps", "counter", "Steps."),
+    EngineSeries(
+        "step_sequences",
+        "totals.step_sequences",
+        "counter",
+        "Sequences in all steps. Divided by the steps: the mean batch size.",
+    ),
+    EngineSeries("step_tokens", "totals.tokens_computed", "counter", "Tokens that steps computed."),
+    EngineSeries("steps_failed", "totals.steps_failed", "counter", "Steps that failed."),
+    EngineSeries(
+        "ttft_targets_missed",
+        "totals.ttft_targets_missed",
+        "counter",
+        "First tokens that came later than the ttft_target of their request.",
+    ),
+    *_blocks_of_tier("full", ""),
+    *_blocks_of_tier("store", "store_"),
+    *_labelled(
+        "kv_cache_swap_slots",
+        "gauge",
+        "Swap slots, by state: each holds one KV block of a preempted sequence.",
+        "state",
+        {state: f"swap_slots_{state}" for state in ("used", "free")},
+    ),
+    *_labelled(
+        "swap_bytes",
+        "counter",
+        "Bytes copied to swap slots (out) and back (in).",
+        "direction",
+        {direction: f"totals.swap_bytes_{direction}" for direction in ("out", "in")},
+    ),
+    EngineSeries("swaps_failed", "totals.swaps_failed", "counter", "Swaps that failed."),
+    *_labelled(
+        "num_preemptions",
+        "counter",
+        "Preemptions of running sequences, by cause: memory (a running sequence needed the KV blocks), priority (a "
+        "waiting sequence of higher priority), interactive (idle work made room).",
+        "cause",
+        {cause: f"totals.preemptions_for_{cause}" for cause in ("memory", "priority", "interactive")},
+    ),
+    EngineSeries(
+        "num_preemptions_by_swap",
+        "totals.preemptions_by_swap",
+        "counter",
+        "Preemptions by swap. The others are recomputed.",
+    ),
     EngineSeries(
         "spec_decode_num_draft_tokens", "drafted_tokens", "counter", "Draft tokens that were checked."
     ),
     EngineSeries(
         "spec_decode_num_accepted_tokens", "accepted_drafts", "counter", "Draft tokens that were accepted."
+    ),
+    EngineSeries(
+        "spec_decode_num_learned_draft_tokens",
+        "totals.learned_drafts",
+        "counter",
+        "Draft tokens from finished answers that were checked.",
+    ),
+    EngineSeries(
+        "spec_decode_num_learned_accepted_tokens",
+        "totals.learned_drafts_accepted",
+        "counter",
+        "Draft tokens from finished answers that were accepted.",
     ),
     EngineSeries(
         "kv_cache_tail_tokens",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -200,7 +199,7 @@ class SamplingParams:
     """Whether to continue after an end-of-sequence token."""
     logprobs: int | None = None
     """Number of top logprobs to return for each generated token. 0: only the logprob of the token itself. None:
-    none."""
+    no logprobs."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first. The whole prompt is computed then, without prefix hits."""
     n: int = 1
@@ -213,7 +212,7 @@ class SamplingParams:
         if self.max_tokens is not None:
             check_integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         check_integer("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_TOKENS)
-        for value, (name, parameter) in zip(_values(self), PARAMETERS.items(), strict=True):
+        for value, (name, parameter) in zip(values_of(self), PARAMETERS.items(), strict=True):
             if value is not parameter.default:
                 parameter.check(name, value)
         if self.seed is not None:
@@ -265,30 +264,8 @@ class SamplingParams:
 
 PARAMETERS: Mapping[str, Parameter] = declared_in(SamplingParams)
 """The table of the sampling parameters that are numbers. Samplers use its order."""
-
-_values = operator.attrgetter(*PARAMETERS)
-_OFF_VALUES = [(each.default,) if each.off is None else each.off for each in PARAMETERS.values()]
-_FLAGS = [1 << place if off else 0 for place, off in enumerate(_OFF_VALUES)]
-
-
-def sampler_words(params: SamplingParams) -> list[float]:
-    """The numbers that samplers get, in the order of `PARAMETERS`."""
-    return [
-        (math.log(value) if value > 0.0 else -math.inf) if each.is_logarithm else value
-        for value, each in zip(_values(params), PARAMETERS.values(), strict=True)
-    ]
-
-
-def sampler_flags(params: SamplingParams) -> int:
-    """The parameters that have an effect: one bit for each, in the order of `PARAMETERS`, the first is the lowest."""
-    rows = zip(_values(params), _FLAGS, _OFF_VALUES, strict=True)
-    return sum(flag for value, flag, off in rows if value not in off)
-
-
-def flags_of(*names: str) -> int:
-    """The bits of these parameters in `sampler_flags`."""
-    return sum(flag for name, flag in zip(PARAMETERS, _FLAGS, strict=True) if name in names)
-
+values_of: Callable[[SamplingParams], tuple[Any, ...]] = operator.attrgetter(*PARAMETERS)
+"""The values of these parameters, in the same order."""
 
 GenerateParams = SamplingParams
 """Another published name of `SamplingParams`."""
@@ -450,6 +427,15 @@ class TokenOutput(NamedTuple):
     """(token id, logprob), most likely first."""
 
 
+class PreemptedTime(NamedTuple):
+    """From a preemption until the request ran again, or ended. In seconds since its arrival."""
+
+    began: float
+    ended: float
+    by_swap: bool
+    """False: by recompute."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
     """The result of a request. Times are in seconds."""
@@ -495,6 +481,8 @@ class GenerationResult:
     """Draft tokens from the prediction of the request that were accepted."""
     rejected_prediction_count: int = 0
     """Draft tokens from the prediction that steps checked and rejected."""
+    preempted_times: tuple[PreemptedTime, ...] = ()
+    """One for each preemption. Their seconds are in `waiting_time` too."""
     vector: bytes | None = None
     """The vector of the prompt, if the model makes one: float32, little-endian. Its `tokens` mean nothing."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -24,8 +24,8 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "server"))
 
-from browser_pages import ADMIN, CHROMIUM_ARGUMENTS, HEIGHTS, USER, OpenPage, Watch
-from playwright.sync_api import Browser, Page, sync_playwright
+from browser_pages import ADMIN, CHROMIUM_ARGUMENTS, HEIGHTS, USER, OpenPage, ScriptedServer, Watch
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 from server_process import SLOW, Server, api_key, running_server
 
 SCRIPTED = Path(__file__).parents[1] / "scripted"
@@ -48,6 +48,7 @@ def figures() -> Iterator[dict[str, str]]:
 def browser(figures: dict[str, str]) -> Iterator[Browser]:
     path = os.environ.get("CHROMIUM")
     assert path, "CHROMIUM must be the path of the browser; `make test-browser` finds it"
+    expect.set_options(timeout=60_000)  # a busy machine is not a fault of the page
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=list(CHROMIUM_ARGUMENTS))
         figures["chromium"] = browser.version
@@ -86,7 +87,7 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
             watches.append(watch)
             watch.attach(given)
             page = given.new_page()
-            page.set_default_timeout(30_000)
+            page.set_default_timeout(60_000)
             stack.callback(lambda: page.is_closed() or page.evaluate("1"))  # receives the last events
             page.goto(path)
             return page
@@ -126,7 +127,7 @@ def keyed_server(default_model_path: Path) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def scripted_server(
     default_model_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., Server]]:
+) -> Iterator[ScriptedServer]:
     """`scripted_server([rule, ...], **settings)`: a server whose model answers by rules (`tests/scripted`). One server
     for each list of rules."""
     running: dict[str, Server] = {}

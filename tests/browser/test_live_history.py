@@ -40,7 +40,9 @@ def page(browser: Browser, noop_server: Server) -> Iterator[Page]:
 
 
 def in_json(frame: LiveFrame, **fields: Any) -> dict[str, Any]:
-    found = json.loads(json.dumps({**asdict(frame), "engine": "ready", "keys": {}, "held": [], **fields}))
+    found = json.loads(
+        json.dumps({**asdict(frame), "engine": "ready", "keys": {}, "held": [], "num_held": 0, **fields})
+    )
     for name in ("requests", "steps", "events"):
         found[name] = [list(one) for one in getattr(frame, name)]
     return found

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from accessibility import checked
 from browser_pages import HEIGHTS, THEMES, WIDTHS, OpenPage
 from playwright.sync_api import Page, expect
-from server_process import SOURCE, Server, wait_for
+from server_process import Server, wait_for
+from shown_replay import shown
 
 from weft.backends.noop import NoopBackend
 from weft.clock import VirtualClock
@@ -54,24 +49,6 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
         clock.advance(0.02)
     engine.stop()
     return path
-
-
-@contextmanager
-def shown(path: Path) -> Iterator[Server]:
-    command = [sys.executable, "-m", "weft.cli.entry", "replay", "--show", str(path), "--port", "0"]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-    )
-    assert process.stdout is not None
-    try:
-        port = re.search(r"http://127\.0\.0\.1:(\d+)/", process.stdout.readline())
-        assert port is not None
-        with httpx.Client(base_url=f"http://127.0.0.1:{port[1]}", timeout=60) as client:
-            yield Server(process, int(port[1]), client)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ COLUMNS = {
     "test_the_default_model_streams_an_answer": "talk",
     "test_the_default_model_gives_a_structured_answer": "structured",
 }
-# Tests of one agent in the place of a test that others have.
+# Test of one agent -> the column of the table in which it counts.
 ALIASES = {
     "test_aider_edits_a_file_by_a_streamed_answer": "test_a_whole_loop_is_streamed[aider]",
     "test_the_default_model_answers_aider": "test_the_default_model_streams_an_answer[aider]",

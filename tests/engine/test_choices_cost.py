@@ -24,7 +24,7 @@ PROMPT = tuple(range(1000))
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the checks of request values and the computed block hashes."""
+    """Counts the checks of request values and of token lists, and the computed block hashes."""
     counted: Counter[str] = Counter()
 
     def count(module: Any, name: str, what: str) -> None:
@@ -38,6 +38,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     count(weft.request, "check_integer", "checks")
     count(weft.request, "check_number", "checks")
+    count(weft.request, "_token_ids", "prompts")
     count(blocks.hashlib, "sha256", "digests")
     return counted
 
@@ -50,9 +51,10 @@ def make_engine() -> ServingEngine:
 def test_lists_are_checked_and_block_hashes_computed_once_for_all_answers(calls: Counter[str]) -> None:
     engine = make_engine()
     request = InferenceRequest(PROMPT, SamplingParams(n=128, seed=1, max_tokens=1, **LISTS))
-    once = calls["checks"]
+    once, prompts = calls["checks"], calls["prompts"]
     engine.submit_choices(request)
     assert calls["checks"] < 1.1 * once
+    assert calls["prompts"] == prompts, "the prompt is checked when the request is made"
     assert calls["digests"] <= len(PROMPT) // 16 + 1 + 128, (
         "one digest per block of the prompt, one for the salt, one for each seed"
     )

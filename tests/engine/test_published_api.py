@@ -96,7 +96,8 @@ def test_the_texts_of_ended_requests_are_dropped(engine: ServingEngine) -> None:
     for request_id in ids[:2]:
         engine.cancel(request_id)
     assert all(engine.get_result(request_id, wait=60) for request_id in ids)
-    assert engine._texts is not None and not engine._texts._texts
+    texts = engine._delivery._texts
+    assert texts is not None and not texts._texts
 
 
 def test_a_decoding_error_fails_only_its_own_request() -> None:

@@ -19,8 +19,9 @@ import pytest
 from recorded_run import record
 
 from weft import __version__
+from weft.backends.noop import NoopBackend
 from weft.clock import Clock, VirtualClock
-from weft.config import SchedulerConfig
+from weft.config import SchedulerConfig, ServingEngineConfig
 from weft.engine.live import LiveRecorder
 from weft.engine.replay import LOG_VERSION, ReplayDifference, RunRecorder, UnreadableLogError, replay
 from weft.engine.replay_frames import FrameFile, ReplayFrames
@@ -31,7 +32,7 @@ from weft.request import InferenceRequest, RequestId, SamplingParams
 from weft.scheduling.sequence import Sequence
 
 HISTOGRAMS = ("first_token_counts", "gap_counts")
-"""The engine counts them after the step, the replay with the step."""
+"""Not compared: the engine counts a step after the frame with it, the replay before."""
 
 
 class Watched:
@@ -78,6 +79,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     path, watched = tmp_path_factory.mktemp("log") / "run.jsonl", Watched()
     record(path, watch=watched)
     return path, [msgspec.json.decode(msgspec.json.encode(frame)) for frame in watched.frames]
+
+
+def test_the_first_frame_has_the_time_of_the_first_clock_reading(tmp_path: Path) -> None:
+    """A server plans once before its first request arrives. That reads no clock."""
+    path, clock = tmp_path / "log", VirtualClock()
+    clock.advance(1000.0)
+    config = ServingEngineConfig(log_path=str(path))
+    engine = ServingEngine(NoopBackend(), config, clock=clock)
+    engine.run_iteration()
+    engine.submit(InferenceRequest((3, 4, 5), SamplingParams(max_tokens=2)))
+    engine.run_until_idle()
+    engine.stop()
+    with replayed(path) as frames:
+        assert {frame["at"] for frame in all_of(frames)} == {1000.0}
 
 
 def is_of_a_step(frames: list[dict[str, Any]], index: int) -> bool:

@@ -193,7 +193,7 @@ def test_an_id_is_in_use_until_its_last_callback_has_returned() -> None:
     engine.submit(request(3))
     engine.run_until_idle()
     result = engine.get_result(MINE)
-    assert result is not None and result.state is RequestState.COMPLETED and not engine._callbacks
+    assert result is not None and result.state is RequestState.COMPLETED and not engine._delivery._callbacks
 
 
 def test_a_stream_that_was_read_to_its_end_does_not_cancel_a_new_request_with_its_id() -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from weft.backends import noop
-from weft.backends.noop import NoopBackend, generate_alone
+from weft.backends.noop import NoopBackend
+from weft.backends.noop_model import generate_alone
 from weft.clock import VirtualClock
 from weft.config import (
     KvCachePoolConfig,
@@ -778,7 +779,7 @@ def test_results_are_kept_up_to_the_limit_and_the_oldest_are_dropped_first() -> 
     )
     assert [engine.get_result(request_id) is None for request_id in ids] == [True] * 5 + [False] * 3
     assert engine.get_result(ids[0]) is None
-    assert len(engine._callbacks) == 0
+    assert not engine._delivery._callbacks
 
 
 def test_get_result_returns_none_after_its_timeout() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.backends.noop import NoopBackend, vector_of
+from weft.backends.noop import NoopBackend
+from weft.backends.noop_model import vector_of
 from weft.embedding import EmbeddingSpec
 from weft.engine.ipc.client import EngineClient
 from weft.engine.replay import replay

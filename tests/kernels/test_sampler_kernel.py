@@ -23,9 +23,10 @@ from sampling_cases import (
 from weft.backends.grammar import NO_MASKS, Masks
 from weft.backends.step_arrays import Rows, SampledEntries
 from weft.plan import IterationPlan, RowStart
-from weft.request import RequestId, SamplingParams, sampler_words
+from weft.request import RequestId, SamplingParams
 from weft.sampling import reference as plain
 from weft.sampling.reference import FORBIDDEN, NOT_A_NUMBER, OVERFLOW, Sampled
+from weft.sampling.words import sampler_words
 
 _kernels = pytest.importorskip("weft._kernels", reason="weft was installed without kernels")
 from weft.backends.cpu.native_sampler import NativeSampler  # noqa: E402

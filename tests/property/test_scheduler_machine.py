@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from weft.backends.noop import NoopBackend, generate_alone
+from weft.backends.noop import NoopBackend
+from weft.backends.noop_model import generate_alone
 from weft.clock import VirtualClock
 from weft.config import KvCacheKind, KvCachePoolConfig, PreemptionMode, PriorityPolicy, SchedulerConfig
 from weft.engine.loop import Rejected

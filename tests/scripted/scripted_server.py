@@ -99,7 +99,7 @@ class ScriptedServer:
         return entries if len(entries) >= at_least else []
 
     def refused(self, since: int, route: str) -> list[dict[str, Any]]:
-        """The log entries of requests that were told to come back later."""
+        """The log entries of requests that were refused with a 429."""
         return [entry for entry in self.requests(since, route) if entry["status"] == 429]
 
     def num_running(self) -> int:

@@ -65,9 +65,8 @@ class Plan:
 def draw_plan(seed: int, backend: str, count: int | None = None) -> Plan:
     """All faults that the backend supports, in an order that depends on the seed; with `count`, only the first ones."""
     source = random.Random(f"faults {seed} {backend}")
-    others = (
-        (Fault.STALLED_READERS,) if backend == "cpu" else OF_WEIGHTS
-    )  # a real model generates too slowly to fill the buffers
+    # A real model generates too slowly to fill the buffers of a reader that does not read.
+    others = (Fault.STALLED_READERS,) if backend == "cpu" else OF_WEIGHTS
     faults = [fault for fault in Fault if fault not in others]
     source.shuffle(faults)
     if backend == "cpu" and count is not None:  # faults that only a real model has come first

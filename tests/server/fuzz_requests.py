@@ -75,7 +75,7 @@ def mutated(chance: random.Random, objects: Objects) -> Asked:
         headers[b"anthropic-version"] = b"2023-06-01"
     if case.upload is not None:
         body = _upload(chance, case.upload)
-        if chance.random() < 0.9:  # else it is as with chunks
+        if chance.random() < 0.9:  # the others have no length, like bodies in chunks
             headers[b"content-length"] = b"%d" % len(body)
         return Asked(method, path, body, {**FORM_TYPE, **headers})
     body = (

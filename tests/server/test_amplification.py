@@ -155,13 +155,20 @@ RESULTS = [{"type": "tool_result", "tool_use_id": f"t{n}"} for n in reversed(ran
 CALLS = [{"type": "function_call", "call_id": f"t{n}", "name": "f", "arguments": "{}"} for n in range(2000)]
 OUTPUTS = [{"type": "function_call_output", "call_id": f"t{n}", "output": ""} for n in reversed(range(2000))]
 NAMESPACES = [{"type": "namespace", "name": f"n{n}", "tools": functions(type="function")} for n in range(8)]
+PREDICTION = {"type": "content", "content": [{"type": "text", "text": "the cat sat on a mat. "}] * 400}
+ALLOWED = [{"type": "function", "name": "f0"}] * 1024
 OLLAMA_CALLS = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 1024}
 OLLAMA_RESULTS = [{"role": "tool", "tool_name": "g", "content": ""}] * 4000
 OLLAMA_STOPS = {"options": {"num_predict": 1, "stop": STOPS}}
 EVERY_API: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     "/v1/chat/completions": (
         {"messages": MESSAGES[:1], "max_tokens": 1},
-        {"messages": {"messages": MESSAGES}, "parts": {"messages": PARTS}, "tools": {"tools": TOOLS}},
+        {
+            "messages": {"messages": MESSAGES},
+            "parts": {"messages": PARTS},
+            "tools": {"tools": TOOLS},
+            "a prediction for 128 answers": {"prediction": PREDICTION, "n": 128},
+        },
     ),
     "/v1/messages": (
         {"messages": MESSAGES[:1], "max_tokens": 1},
@@ -187,6 +194,10 @@ EVERY_API: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "tools": {"tools": functions(type="function", parameters=SCHEMA)},
             "namespaces": {"tools": NAMESPACES},
             "metadata": {"metadata": {str(number): "x" * 100 for number in range(64)}},
+            "allowed_tools": {
+                "tools": functions(type="function", parameters=SCHEMA),
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": ALLOWED},
+            },
             "include": {"include": ["reasoning.encrypted_content"] * 1000},
             "references": {"input": [{"type": "item_reference", "id": f"msg_{n}"} for n in range(4000)]},
             "results": {"input": [*CALLS, *OUTPUTS]},
@@ -253,6 +264,16 @@ def test_the_cost_of_each_list_of_an_api_is_bounded_by_its_bytes(default_model_p
             "messages[0].content has 1025 entries; allowed: at most 1024",
         ),
         ("chat_template_kwargs", {str(n): 0 for n in range(65)}, "has 65 entries; allowed: at most 64"),
+        (
+            "prediction",
+            {"type": "content", "content": [{"type": "text", "text": ""}] * 1025},
+            "prediction.content has 1025 entries; allowed: at most 1024",
+        ),
+        (
+            "tool_choice",
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{}] * 1025}},
+            "tool_choice.allowed_tools.tools has 1025 entries; allowed: at most 1024",
+        ),
     ],
 )
 def test_every_list_has_a_limit_and_the_error_has_both_numbers(
@@ -287,6 +308,14 @@ def test_every_list_field_of_every_api_has_a_limit() -> None:
     found = {name for kind in kinds for name in lists_of(kind)}
     assert {"messages", "input", "tools", "stop_sequences", "context"} <= found
     assert found - MAX_ENTRIES.keys() == LIMITED_OTHERWISE
+
+
+def test_the_allowed_tools_of_a_response_have_a_limit(server: Server) -> None:
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [*ALLOWED, ALLOWED[0]]}
+    refused = server.client.post("/v1/responses", json={"input": "x", "tool_choice": choice})
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and error["param"] == "tool_choice"
+    assert error["message"] == "tool_choice.tools has 1025 entries; allowed: at most 1024"
 
 
 @pytest.mark.parametrize(

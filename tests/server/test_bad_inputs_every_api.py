@@ -202,7 +202,7 @@ def test_46_results_without_a_call_and_calls_without_a_result_are_refused_or_leg
 ) -> None:
     question, call = Turn("user", "x"), Turn("call", "{}", "c1", "f")
     lost = [question, Turn("result", "r", "c9", "f")]
-    # Clients of chats and of Ollama send these after they shortened a conversation; a peer answers them.
+    # Clients of chats and of Ollama send these after they shortened a conversation, and other servers answer them.
     for turns in (lost, [*lost, question], [question, call, question], [question, call, Turn("result", "r", "c2"), question]):  # fmt: skip
         reply = served.post(api.path, api.body(turns, max_tokens=2))
         if reply.status != 200:

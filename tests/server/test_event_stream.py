@@ -27,6 +27,7 @@ from weft.request import (
     FinishReason,
     GenerationResult,
     InferenceRequest,
+    Priority,
     RequestId,
     RequestState,
     SamplingParams,
@@ -151,7 +152,7 @@ async def streamed(
     stream = EventStream(
         choices,
         writer(AnswerContext("m", tokenizer, "id")),
-        ServerMetrics("m"),
+        ServerMetrics("m").token_times(Priority.NORMAL),
         loop_turns=LoopTurns(),
         began=0.0,
         silence_seconds=silence_seconds,

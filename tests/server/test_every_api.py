@@ -252,7 +252,7 @@ def run(model_path: Path, work: Work, **settings: Any) -> None:
 async def free(server: InProcess) -> bool:
     """Waits until no request is active and no answer unfinished. Returns False if that takes a minute."""
     for _ in range(6000):
-        if not (server.server.engine.num_unfinished or len(server.server._active_requests)):
+        if not (server.server.engine.num_unfinished or len(server.server.active_requests)):
             return True
         await asyncio.sleep(0.01)
     return False
@@ -296,7 +296,7 @@ def test_a_full_queue_is_a_429_and_a_draining_server_a_503_each_with_retry_after
 ) -> None:
     async def work(server: InProcess) -> None:
         first = asyncio.create_task(post(server, APIS[0], {**LONG, "ignore_eos": True}, leaves_after=1e9))
-        while not len(server.server._active_requests):
+        while not len(server.server.active_requests):
             await asyncio.sleep(0)
         for status in (429, 503):
             server.server.is_draining = status == 503

@@ -121,6 +121,37 @@ def test_an_answer_that_grows_too_large_is_ended(default_model_path: Path) -> No
         assert server.chat(**CHAT, max_tokens=20).status_code == 200
 
 
+WITH_LOGPROBS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x", "logprobs": 20, "max_tokens": 4000, "ignore_eos": True},
+    "/v1/responses": {
+        "input": "x",
+        "top_logprobs": 20,
+        "include": ["message.output_text.logprobs"],
+        "ignore_eos": True,
+    },
+    "/api/chat": {
+        "messages": [{"role": "user", "content": "x"}],
+        "logprobs": True,
+        "top_logprobs": 20,
+        "options": {"num_predict": -1},
+        "stream": False,
+    },
+}
+
+
+def test_answers_of_every_api_count_and_are_ended_when_they_are_too_large(default_model_path: Path) -> None:
+    with running_server(default_model_path, max_answer_bytes=MIB // 8) as server:
+        for path, fields in WITH_LOGPROBS.items():
+            before = server.metric("generation_tokens_total")
+            refused = server.client.post(path, json=fields)
+            assert refused.status_code == 413 and "max_answer_bytes" in refused.text, (
+                path,
+                refused.text[:200],
+            )
+            server.wait_until_free()
+            assert server.metric("generation_tokens_total") - before < 1000, path
+
+
 def test_answers_that_are_too_large_together_get_a_429_and_small_ones_continue(
     default_model_path: Path,
 ) -> None:

@@ -561,7 +561,7 @@ LONG = {"max_tokens": 15_000, "stream": True, "seed": 1, "temperature": 0}
 
 def test_an_error_during_the_stream_is_its_last_event(default_model_path: Path) -> None:
     async def work(server: InProcess) -> Reply:
-        active = server.server._active_requests
+        active = server.server.active_requests
         sending = asyncio.create_task(send(server, LONG))
         while not ServerStream.open_streams:
             await asyncio.sleep(0)

@@ -482,7 +482,7 @@ def test_errors_before_the_body_and_of_unknown_routes_are_ollamas_too(default_mo
 
 def test_an_error_during_a_stream_is_its_last_line(default_model_path: Path) -> None:
     async def work(server: InProcess) -> Reply:
-        active = server.server._active_requests
+        active = server.server.active_requests
         long = {"messages": HELLO, "options": {"num_predict": 15_000}}
         sending = asyncio.create_task(send(server, CHAT, long))
         while not EventStream.open_streams:

@@ -345,7 +345,7 @@ def test_a_request_and_the_background_response_that_it_began_end_apart(
 ) -> None:
     async def work(api: Api) -> None:
         server = api.app.server
-        requests, choices = server._active_requests, Choices(server.engine, server.text.tokenizer)
+        requests, choices = server.active_requests, Choices(server.engine, server.text.tokenizer)
         first, second = (requests.begin(None, choices, RequestId("id")) for _ in range(2))
         requests.end(first, [])
         assert [one["id"] for one in requests.described()] == ["id"]
@@ -381,7 +381,7 @@ def test_a_background_response_waits_while_the_server_has_no_room(
     default_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(api: Api) -> None:
-        active = api.app.server._active_requests
+        active = api.app.server.active_requests
         check, refusals = active.check_capacity, [True, True]
 
         def full(key: Any) -> None:
@@ -492,7 +492,7 @@ def test_what_a_running_response_keeps_of_its_request_counts_as_its_body_did(
     async def work(api: Api) -> None:
         for fields, expected in (({**stored, "store": False}, 200), (stored, 503), (repeated, 503)):
             running = asyncio.create_task(api.post(**fields, **LONG, leaves_after=60))
-            while not any(one.choices.num_tokens for one in api.app.server._active_requests._open):
+            while not any(one.choices.num_tokens for one in api.app.server.active_requests._open):
                 await asyncio.sleep(0.01)
             reply = await api.post(input=[sealed, {"role": "user", "content": "Hi"}], store=False)
             assert reply.status == expected, (list(fields), reply.body)

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 from weft.engine.ipc.client import EngineClient
 from weft.errors import EngineStoppedError
-from weft.request import SamplingParams
+from weft.request import Priority, SamplingParams
 from weft.server.api.answer_format import AnswerContext
 from weft.server.api.chat import ChatWriter
 from weft.server.api.completion import CompletionWriter
@@ -140,16 +140,18 @@ class NoEngine(EngineClient):
 def test_the_fast_histogram_exports_the_same_lines_as_that_of_the_library() -> None:
     metrics, registry = ServerMetrics('m "1"'), CollectorRegistry()
     name, bounds = "weft:inter_token_latency_seconds", _TOKEN_SECONDS
-    theirs = Histogram(name, "", ["model_name"], registry=registry, buckets=bounds).labels('m "1"')
+    theirs = Histogram(name, "", ["model_name", "priority"], registry=registry, buckets=bounds)
+    for priority in Priority:
+        theirs.labels('m "1"', priority.name.lower())
     for scrape in range(2):  # every scrape
         for gap in (*reversed(bounds), 0.0, 1e-9, 0.017, 0.017, 4.9, 5.1, 1000.0):
-            metrics.delivery(gap * 4, 4)
-            theirs.observe(gap)
+            metrics.token_times(Priority.HIGH).delivery(gap * 4, 4)
+            theirs.labels('m "1"', "high").observe(gap)
         exported = asyncio.run(metrics.text(NoEngine())).decode().splitlines()
         expected = [
             line for line in generate_latest(registry).decode().splitlines() if "_created" not in line
         ]
-        assert len(expected) == len(bounds) + 5, scrape
+        assert len(expected) == len(Priority) * (len(bounds) + 3) + 2, scrape
         ours = [line for line in exported if name in line]
         assert ours[1:] == expected[1:], "all lines but the help text"
 

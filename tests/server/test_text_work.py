@@ -130,11 +130,18 @@ STAGES: dict[str, tuple[str, str, bytes]] = {
         "/tokenize",
         json.dumps({"prompt": "A fox. " * 70_000}).encode(),
     ),
-    "template": (
-        "weft.server.text_work.text_process",
-        CHAT,
-        json.dumps({"messages": [{"role": "user", "content": "A fox. " * 5}] * 4000}).encode(),
-    ),
+    **{
+        f"template, {path}": (
+            "weft.server.text_work.text_process",
+            path,
+            json.dumps({field: [{"role": "user", "content": "A fox. " * 5}] * 4000}).encode(),
+        )
+        for path, field in (
+            (CHAT, "messages"),
+            ("/v1/messages/count_tokens", "messages"),
+            ("/v1/responses", "input"),
+        )
+    },
 }
 """By stage: the module of its worker process, and a request that is refused there because it exceeds the context."""
 

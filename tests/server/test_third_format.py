@@ -188,7 +188,7 @@ def test_a_key_is_read_from_both_headers_on_every_route(default_model_path: Path
 
 def test_an_error_during_the_stream_is_its_last_line(default_model_path: Path) -> None:
     async def work(server: InProcess) -> Reply:
-        active = server.server._active_requests
+        active = server.server.active_requests
         sending = asyncio.create_task(send(server, LONG))
         while not EventStream.open_streams:
             await asyncio.sleep(0)

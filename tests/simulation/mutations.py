@@ -518,16 +518,28 @@ MUTATIONS = (
         "grammar is not Ellipsis",
     ),
     Mutation(
+        "draft tokens come from answers with another salt",
+        f"{PROPOSER}._find",
+        "self._answers.of(self._cache_salt)",
+        "next((one for salt, one in self._answers._indexes.items() if salt != self._cache_salt), None)",
+    ),
+    Mutation(
+        "draft tokens of an answer go on past its end",
+        f"{PROPOSER}.propose",
+        "list(takewhile(lambda token: token != END, found))",
+        "[max(token, 0) for token in found]",
+    ),
+    Mutation(
         "draft tokens come from the wrong place of the prediction",
         f"{PROPOSER}._find",
-        "after_match = True, index, index",
-        "after_match = True, index, index - 1",
+        "after_match = predicted_length, True, index, index",
+        "after_match = predicted_length, True, index, index - 1",
     ),
     Mutation(
         "a match in the text is read from the prediction",
         f"{PROPOSER}._find",
-        "self._is_predicted = False",
-        "self._is_predicted = bool(self._prediction)",
+        "self._is_predicted, self._learned = False, None",
+        "self._is_predicted, self._learned = bool(self._prediction), None",
     ),
     Mutation(
         "all draft tokens count as predicted",

@@ -75,7 +75,8 @@ def test_a_line_that_kills_the_engine_ends_with_an_error_and_the_lines_beside_it
 
 
 def test_lines_run_together_again_after_the_engine_died_once() -> None:
-    """It was killed, say. One by one, the lines of a large step would take hundreds of times as long."""
+    """An engine may also die for reasons other than a line. Sent one by one, the lines of a large step would take hundreds of
+    times as long."""
 
     async def work() -> None:
         services: Any = FakeServices()

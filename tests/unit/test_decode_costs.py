@@ -144,7 +144,7 @@ def test_cheap_rows_give_more_draft_tokens_and_expensive_rows_fewer() -> None:
         assert machine.costs.fixed_rows == pytest.approx(fixed_rows, rel=0.25)
         proposer = machine.sequence.draft_proposer
         assert proposer is not None
-        proposer.acceptance_rate = 0.7
+        proposer.own_rate = 0.7
         counts[fixed_rows] = machine.step()
     assert counts[0.7] < 3 < counts[30.0], counts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,16 +179,50 @@ SOURCE_SUFFIXES = {".py", ".pyi", ".cpp", ".h", ".inl", ".md"}
 def tool(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-@pytest.mark.parametrize("name", ["settings.md", "routes.md", "metrics.md", "commands.md"])
-def test_a_reference_page_is_what_the_code_says(name: str) -> None:
-    made = tool("make_reference").PAGES[name]()
+GENERATED = (
+    "settings.md",
+    "routes.md",
+    "metrics.md",
+    "commands.md",
+    "grafana-dashboard.json",
+    "prometheus-alerts.yml",
+)
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_a_file_of_the_reference_is_what_the_code_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))  # for modules beside the scripts
+    pages = tool("make_reference").PAGES | tool("make_monitoring").PAGES
+    assert pages.keys() == set(GENERATED)
+    made = pages[name]()
     written = (ROOT / "docs" / "reference" / name).read_text("utf-8")
     assert written == made, f"docs/reference/{name} is out of date: run `make reference`"
+
+
+@pytest.mark.parametrize(
+    ("expression", "words"),
+    [
+        ("rate(weft:no_such_total[5m])", "no metric weft:no_such_total"),
+        ("sum by (color) (weft:engine_up)", "the label color"),
+        ('weft:engine_up{priority="low"}', "the label priority"),
+        ("rate(weft:engine_up[5m])", "no counter"),
+        ("deriv(weft:steps_total[5m])", "is a counter"),
+        ("up == 0", "no metric of weft"),
+    ],
+)
+def test_a_panel_or_an_alert_that_names_what_no_server_exports_cannot_be_made(
+    expression: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    checked = tool("make_monitoring").checked
+    assert checked("sum by (kind) (rate(weft:step_seconds_count[5m]))")
+    with pytest.raises(AssertionError, match=words):
+        checked(expression)
 
 
 @pytest.mark.parametrize(

@@ -189,10 +189,10 @@ def test_one_sequence_alone_gets_many_draft_tokens_and_among_many_only_likely_on
     sequences = begin(scheduler, num_running)
     for sequence in sequences:
         assert sequence.draft_proposer is not None
-        sequence.draft_proposer.acceptance_rate = 0.0
+        sequence.draft_proposer.own_rate = 0.0
     chosen = sequences[-1]
     assert chosen.draft_proposer is not None
-    chosen.draft_proposer.acceptance_rate = rate
+    chosen.draft_proposer.own_rate = rate
     plan = planned(scheduler)
     first = 10 * (num_running - 1)
     loop = (first + 1, first + 2, first) * 4
@@ -203,7 +203,7 @@ def test_max_draft_tokens_is_a_limit() -> None:
     scheduler = scheduler_of(max_draft_tokens=4)
     (sequence,) = begin(scheduler, 1)
     assert sequence.draft_proposer is not None
-    sequence.draft_proposer.acceptance_rate = 0.99
+    sequence.draft_proposer.own_rate = 0.99
     assert [len(drafts) for drafts in planned(scheduler).drafts] == [4]
 
 
@@ -223,7 +223,7 @@ def test_a_step_waits_for_the_previous_one_only_if_draft_tokens_save_more_than_t
     sequences = begin(scheduler, num_running)
     for sequence in sequences:
         assert sequence.draft_proposer is not None
-        sequence.draft_proposer.acceptance_rate = rate if sequence is sequences[0] else 0.0
+        sequence.draft_proposer.own_rate = rate if sequence is sequences[0] else 0.0
     speculation = scheduler._planner.speculation
     speculation.costs.learn(num_running, 0.001 * (7 + num_running))  # a row takes a millisecond
     for _ in range(200):
@@ -233,7 +233,7 @@ def test_a_step_waits_for_the_previous_one_only_if_draft_tokens_save_more_than_t
     if num_running == 8:
         for sequence in sequences:
             assert sequence.draft_proposer is not None
-            sequence.draft_proposer.acceptance_rate = rate
+            sequence.draft_proposer.own_rate = rate
         assert speculation.should_wait_for_tokens(scheduler.running), "5.6 rows saved, 2 lost"
     for sequence in sequences:
         sequence.draft_proposer = None

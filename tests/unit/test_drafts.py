@@ -79,7 +79,7 @@ class Script:
         self.texts[request_id] = prompt + answer
         self.scheduler.add(sequence)
         if sequence.draft_proposer is not None:
-            sequence.draft_proposer.acceptance_rate = rate
+            sequence.draft_proposer.own_rate = rate
         return sequence
 
     def plan(self) -> IterationPlan:

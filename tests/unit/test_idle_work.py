@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
-from weft.backends.noop import NoopBackend, generate_alone
+from weft.backends.noop import NoopBackend
+from weft.backends.noop_model import generate_alone
 from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig, PreemptionMode, PriorityPolicy, SchedulerConfig
 from weft.engine.ipc import wire

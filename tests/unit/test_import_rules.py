@@ -41,7 +41,7 @@ COMPUTED_IMPORTS = ("weft", "weft.backends.registry", "weft.server.http.bodies")
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module; `refused` says why where no rule is needed to refuse it."""
+    """One imported module. `refused`: why it is refused whatever the rules say; empty: the rules decide."""
 
     target: str
     line: int
@@ -78,6 +78,12 @@ RULES = (
         "torch and triton are imported in backends/cuda and ops/triton only",
         but=("weft.backends.cuda", "weft.ops.triton", "benchmarks.peer_scripts.drive_embeddings"),
         never=("torch", "triton"),
+    ),
+    Rule(
+        ("weft", "benchmarks"),
+        "opentelemetry is imported in server/otlp.py only, where traces are on",
+        but=("weft.server.otlp",),
+        never=("opentelemetry",),
     ),
     Rule(
         ("weft",),
@@ -124,8 +130,8 @@ RULES = (
     ),
     Rule(
         ("weft.ops.triton",),
-        "the kernels of the GPU know the ops interface, and not who runs them",
-        weft=(*VOCABULARY, "weft.ops"),
+        "the kernels of the GPU know the ops interface and the flags of a sampler, and not what runs them",
+        weft=(*VOCABULARY, "weft.ops", "weft.sampling.words"),
         third_party=("numpy", "torch", "triton"),
     ),
     Rule(
@@ -347,6 +353,7 @@ PLANTED = [
     ("weft.loading.gguf", "from safetensors import torch"),
     ("weft.server.app", "from weft.engine.serving import ServingEngine"),
     ("weft.server.app", "from weft.models.decoder import Decoder"),
+    ("weft.server.app", "def trace():\n    from opentelemetry import trace"),
     ("weft.backends", "from .noop import NoopBackend\nfrom ..scheduling import scheduler"),
     ("weft.text", "import weft"),
     ("weft.text", "import_module(name)"),

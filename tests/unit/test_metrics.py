@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.metrics import ENGINE_SERIES, Histogram, SchedulerStats, ServingMetrics, TwoTierKvCache
+from weft.metrics import (
+    ENGINE_SERIES,
+    BlockStates,
+    Evictions,
+    Histogram,
+    SchedulerStats,
+    ServingMetrics,
+    StepSeconds,
+    TwoTierKvCache,
+)
 
 TOLERANCE = 0.05
 """The documented error of `Histogram`."""
@@ -75,7 +84,16 @@ def test_a_value_above_the_last_bucket_is_reported_exactly() -> None:
 
 
 def test_every_series_of_the_engine_shows_a_figure_that_exists() -> None:
-    owners = {"": ServingMetrics, "totals": SchedulerStats, "two_tier": TwoTierKvCache}
+    owners = {
+        "": ServingMetrics,
+        "totals": SchedulerStats,
+        "step_seconds": StepSeconds,
+        "blocks": BlockStates,
+        "evictions": Evictions,
+        "two_tier": TwoTierKvCache,
+        "store_blocks": BlockStates,
+        "store_evictions": Evictions,
+    }
     for series in ENGINE_SERIES:
         owner, _, name = series.figure.rpartition(".")
         assert hasattr(owners[owner], name), series.figure

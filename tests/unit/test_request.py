@@ -17,11 +17,9 @@ from weft.request import (
     RequestId,
     RequestState,
     SamplingParams,
-    flags_of,
     numbered_ids,
-    sampler_flags,
-    sampler_words,
 )
+from weft.sampling.words import flags_of, sampler_flags, sampler_words
 
 HUGE = 10**400
 LONGER_THAN_PYTHON_PRINTS = 10**5000

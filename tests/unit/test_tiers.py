@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from weft.backends.cost_model import CostModelBackend
-from weft.backends.noop import NoopBackend, generate_alone
+from weft.backends.noop import NoopBackend
+from weft.backends.noop_model import generate_alone
 from weft.clock import VirtualClock
 from weft.config import (
     KvCacheKind,

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from weft.backends.noop import NoopBackend
 from weft.cli import serve_command as serve
 from weft.cli.start import start
 from weft.cli.tiers import cache_options, tier_rows
 from weft.config import KvCacheKind, KvCachePoolConfig, ServingEngineConfig
+from weft.engine.serving import ServingEngine
 from weft.errors import InvalidRequestError, WeftError
 from weft.llm import LLM
-from weft.metrics import TwoTierKvCache
+from weft.metrics import ServingMetrics, TwoTierKvCache
 from weft.plan import BackendInfo
 from weft.server.config_file import gather
 from weft.server.lifecycle import Started
@@ -169,6 +170,14 @@ def test_a_server_with_one_tier_says_nothing_of_tiers() -> None:
 # --- metrics ------------------------------------------------------------------------------------------------------
 
 
+def fresh(kind: KvCacheKind) -> ServingMetrics:
+    """The metrics of an engine that has run nothing."""
+    pool = KvCachePoolConfig(
+        kv_cache=kind, num_blocks=64, store_blocks=64 if kind is KvCacheKind.TWO_TIER else None
+    )
+    return ServingEngine(NoopBackend(), ServingEngineConfig(cache=pool)).metrics()
+
+
 class _Engine:
     """As much of an engine as the page of metrics asks."""
 
@@ -181,18 +190,8 @@ class _Engine:
     async def metrics(self) -> Any:
         if self.is_down:
             raise WeftError("down")
-        counts = dict.fromkeys(
-            (
-                "requests_running",
-                "requests_pending",
-                "requests_preempted",
-                "preemptions",
-                "drafted_tokens",
-                "accepted_drafts",
-            ),
-            0,
-        )
-        return SimpleNamespace(**counts, cache_utilisation=0.0, two_tier=self.figures)
+        kind = KvCacheKind.FULL if self.figures is None else KvCacheKind.TWO_TIER
+        return dataclasses.replace(fresh(kind), two_tier=self.figures)
 
 
 def page(metrics: ServerMetrics, engine: Any) -> dict[str, float]:

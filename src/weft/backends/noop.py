@@ -5,14 +5,9 @@ The next token is a hash of the whole context, read back through the block table
 order that respects their stated dependencies. Blocks that become free, and blocks that get new content, are overwritten
 with POISON. So an error in blocks, positions, chunks, swaps, rows or overlapped steps changes the output.
 
-With two tiers, every position has a cell in each of two layers. A cell that moved to the store is marked as quantised.
-
-    lower cell of p   (position, token)
-    upper cell of p   hash of all lower cells that p reads
-    next token        hash of all upper cells that its position reads
-
-So these errors change the output too: a block is moved to the store too late, too early, twice or from the wrong block;
-or a position reads the wrong tier. An error also spreads to every cell that is computed from a wrong one.
+With two tiers, an error in the moves to the store changes the output too: a block is moved too late, too early, twice or
+from the wrong block; or a position reads the wrong tier. `noop_model` describes the cells and the tokens. An error spreads
+to every cell that is computed from a wrong one.
 
 Grammars do not constrain tokens here, but the backend checks the steps of rows with a grammar. Unless
 `grammars_may_overlap`, such a row must not be in a step while the step that samples its last token is in flight.
@@ -21,107 +16,18 @@ Grammars do not constrain tokens here, but the backend checks the steps of rows 
 from __future__ import annotations
 
 import random
-import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
+from weft.backends.noop_model import cell_of, logprobs_of, next_token, num_quantised, quantised, vector_of
 from weft.config import KvCachePoolConfig
 from weft.plan import BackendInfo, IterationPlan, RowStart, StepResult, SwapTask
-from weft.request import Failure, Grammar, RequestId, SamplingParams, TokenLogprobs
+from weft.request import Failure, Grammar, RequestId, TokenLogprobs
 from weft.tiers import PoolSizes, choose_sizes, longest_context
 
 POISON = -1
-
-
-def next_token(
-    cells: Sequence[int], seed: int, output_index: int, params: SamplingParams, info: BackendInfo
-) -> int:
-    """The token after a context: a hash of all its cells, the seed and the output index."""
-    token = hash((seed, output_index, *cells)) % info.vocabulary_size
-    if output_index < params.min_tokens and not params.ignore_eos:
-        while token in info.eos_token_ids:
-            token = (token + 1) % info.vocabulary_size
-    return token
-
-
-def logprobs_of(token: int, cells: Sequence[int], num_top: int, info: BackendInfo) -> TokenLogprobs:
-    """Simulated logprobs of a token after a context: another hash of all cells, so that an error changes them."""
-    value = hash(("logprob", *cells)) % 100_003
-    top = tuple(((value + rank) % info.vocabulary_size, -rank / 8) for rank in range(num_top))
-    return TokenLogprobs(-(value ^ token) / 100_003, top)
-
-
-def vector_of(cells: Sequence[int], size: int) -> bytes:
-    """The simulated vector of a prompt: numbers from -1 to 1 that depend on all its cells."""
-    numbers = random.Random(hash(tuple(cells)))
-    return struct.pack(f"<{size}f", *(numbers.uniform(-1.0, 1.0) for _ in range(size)))
-
-
-def score_alone(tokens: Sequence[int], first: int, num_top: int, info: BackendInfo) -> list[TokenLogprobs]:
-    """The logprobs of tokens[first:] that a request gets when it runs alone."""
-    alone = _Alone(tokens, info)
-    return [logprobs_of(tokens[p], alone.context(p), num_top, info) for p in range(first, len(tokens))]
-
-
-def generate_alone(
-    prompt: Sequence[int], seed: int, params: SamplingParams, limit: int, info: BackendInfo
-) -> list[int]:
-    """The tokens that a request gets when it runs alone: the same arithmetic on a plain list, without blocks."""
-    tokens = list(prompt)
-    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else info.eos_token_ids)
-    alone = _Alone(tokens, info)
-    while len(tokens) < limit:
-        index = len(tokens) - len(prompt)
-        token = next_token(alone.context(len(tokens)), seed, index, params, info)
-        alone.append(token)
-        tokens.append(token)
-        if token in stops and index + 1 >= params.min_tokens:
-            break
-    return tokens[len(prompt) :]
-
-
-def _cell(position: int, token: int) -> int:
-    return position << 32 | token
-
-
-def _quantised(cell: int) -> int:
-    """The content of a cell after a move to the store. Moving it twice gives another value."""
-    return hash((cell, 2))
-
-
-def _num_quantised(position: int, info: BackendInfo) -> int:
-    """How many cells the query at `position` reads from the store: all blocks that end before its tail."""
-    if not info.tail_blocks:
-        return 0
-    before_tail = position + 1 - info.tail_blocks * info.block_size
-    return max(0, before_tail - before_tail % info.block_size)
-
-
-class _Alone:
-    """The cells of one sequence that runs alone, in plain lists: no blocks, no tables, no moves."""
-
-    def __init__(self, tokens: Sequence[int], info: BackendInfo) -> None:
-        self._info = info
-        self._layers: list[list[int]] = [[]] if not info.tail_blocks else [[], []]
-        for token in tokens:
-            self.append(token)
-
-    def append(self, token: int) -> None:
-        position = len(self._layers[0])
-        self._layers[0].append(_cell(position, token))
-        for lower, upper in pairwise(self._layers):
-            upper.append(hash(tuple(self._read(lower, position + 1))))
-
-    def context(self, length: int) -> list[int]:
-        return self._read(self._layers[-1], length)
-
-    def _read(self, cells: list[int], length: int) -> list[int]:
-        """The cells that the query at position `length` - 1 reads."""
-        num_stored = _num_quantised(length - 1, self._info)
-        return [*map(_quantised, cells[:num_stored]), *cells[num_stored:length]]
 
 
 class SimulatedFault(RuntimeError):
@@ -456,7 +362,7 @@ class NoopBackend:
             if layer:
                 cell = hash(tuple(self._context(row, layer - 1, position + 1)))
             else:
-                cell = _cell(position, row.tokens[position] if position < len(row.tokens) else 0)
+                cell = cell_of(position, row.tokens[position] if position < len(row.tokens) else 0)
                 if offset == 0:
                     self._blocks[block] = self._poisoned()
             self._blocks[block][layer * block_size + offset] = POISON if broken else cell
@@ -466,7 +372,7 @@ class NoopBackend:
         cells = slice(layer * self._block_size, (layer + 1) * self._block_size)
         for origin, block in zip(plan.moved_from, plan.moved_to, strict=True):
             if origin != -1:
-                self._blocks[block][cells] = map(_quantised, self._blocks[origin][cells])
+                self._blocks[block][cells] = map(quantised, self._blocks[origin][cells])
 
     def _sample_after_drafts(self, row: _Row, start: int, count: int, step: _Step) -> None:
         """Writes the sampled tokens over all draft tokens, accepted or not. A backend may do so."""
@@ -496,7 +402,7 @@ class NoopBackend:
         """The cells of a layer that the query at position `length` - 1 reads, through the row's block tables."""
         block_size = self._block_size
         num_blocks = -(-length // block_size)
-        num_stored = _num_quantised(length - 1, self.info) // block_size
+        num_stored = num_quantised(length - 1, self.info) // block_size
         table = row.blocks
         if num_stored:
             store = row.store[:num_stored]

@@ -23,8 +23,9 @@ import numpy as np
 
 from weft.ops.base import StepIndices, StoreIndices
 from weft.plan import IterationPlan, RowStart
-from weft.request import RequestId, SamplingParams, flags_of, sampler_flags
+from weft.request import RequestId, SamplingParams
 from weft.sampling.noise import as_seed
+from weft.sampling.words import flags_of, sampler_flags
 
 _DRAWS = flags_of("temperature")
 
@@ -236,9 +237,8 @@ class Rows:
             step, num_next = _one_position_further(last.step), last.num_next - 1
         else:
             step, num_next = self._gather_decodes(plan), 0
-            if (
-                self._full_blocks is None
-            ):  # with two tiers, moves to the store change the tables between steps
+            # With two tiers, moves to the store change the tables between steps.
+            if self._full_blocks is None:
                 num_next = self.block_size - 1 - max([start % self.block_size for start in plan.starts])
         self._last = _DecodeStep(step, plan.rows, tuple([start + 1 for start in plan.starts]), num_next)
         return step

@@ -19,7 +19,7 @@ from weft.models.registry import build_config
 MAX_RUNNING = 256
 MAX_CONTEXT = 4096
 START = "start"
-"""Not a list of requests: the time of a new process to its first token."""
+"""A workload without requests of its own: it measures the time of a new process to its first token."""
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "0.6b": {

@@ -1,4 +1,5 @@
-"""`weft bench overhead`: what HTTP adds to the time to first token, and how many tokens per second a server streams.
+"""`weft bench overhead`: what HTTP adds to the time to first token, how many tokens per second a server streams, and
+what a viewer of the live page costs.
 
 The server runs the noop backend, so that only the runtime is measured.
 """
@@ -12,6 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from weft.bench.overhead_live import ViewerCost, print_viewer_costs, viewer_checks, viewer_costs
 from weft.bench.report import Check, machine, print_checks, print_json, print_line, print_table, quantile
 from weft.bench.serve_api import APIS, Api, Dialect
 from weft.bench.serve_client import Client
@@ -49,7 +51,7 @@ def main(json: bool) -> None:
     path = str(pull("default"))
     tokenizer = open_model_text(open_checkpoint(path)).tokenizer
     prompt = tokenizer.encode(_TEXT)
-    first, throughputs, by_api = asyncio.run(_measure(path, tokenizer.vocabulary_size, prompt))
+    first, throughputs, by_api, viewers = asyncio.run(_measure(path, tokenizer.vocabulary_size, prompt))
     direct = first.pop("engine alone")
     checks = [
         Check(
@@ -77,6 +79,7 @@ def main(json: bool) -> None:
         for api, seconds in by_api.items()
         if api != "chat"
     ]
+    checks += viewer_checks(viewers)
     figures = {"engine alone": direct, **first}
     if json:
         print_json(
@@ -84,6 +87,7 @@ def main(json: bool) -> None:
                 "first_token": figures,
                 "throughput": throughputs,
                 "by_api": by_api,
+                "live_viewer": viewers,
                 "checks": checks,
                 "machine": machine(),
             }
@@ -125,12 +129,13 @@ def main(json: bool) -> None:
             for api, found in by_api.items()
         ],
     )
+    print_viewer_costs(viewers)
     print_checks(checks)
 
 
 async def _measure(
     path: str, vocabulary_size: int, prompt: list[int]
-) -> tuple[dict[str, list[float]], list[Throughput], dict[Api, list[float]]]:
+) -> tuple[dict[str, list[float]], list[Throughput], dict[Api, list[float]], list[ViewerCost]]:
     engine = EngineClient(
         "noop", {"vocabulary_size": vocabulary_size, "max_context": NOOP_CONTEXT}, ServingEngineConfig()
     )
@@ -141,8 +146,9 @@ async def _measure(
             first = await _first_tokens(engine, client, prompt)
             throughputs = [await _throughput(client, *streams, prompt) for streams in _STREAMS]
             by_api = await _seconds_by_api(client)
+            viewers = await viewer_costs(client, prompt)
             client.close()
-            return first, throughputs, by_api
+            return first, throughputs, by_api, viewers
     finally:
         await engine.stop()
 

@@ -122,8 +122,8 @@ def process_tree(pid: int, processes: Mapping[int, Process]) -> frozenset[int]:
 def find_server(host: str, port: int, processes: Mapping[int, Process]) -> frozenset[int]:
     """The processes of a local server: the process that listens on the port, and related ones.
 
-    The root is the highest ancestor of the listener in its process group that is not an ancestor of this client. The
-    root and all its descendants count, so that an engine process beside the HTTP process is included.
+    The root is the highest ancestor of the listening process in the same process group. An ancestor of this client is
+    never the root. The root and all its descendants count, so an engine process beside the HTTP process is included.
     """
     if not _is_local(host):
         return frozenset()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.backends.noop import generate_alone
+from weft.backends.noop_model import generate_alone
 from weft.plan import BackendInfo
 from weft.request import SamplingParams, child_seed
 from weft.text.tokenizer import Tokenizer

@@ -135,7 +135,7 @@ def bench_serve(
 
 @bench_app.command("overhead")
 def bench_overhead(json: AsJson = False) -> None:
-    """Measure the time that HTTP adds to the engine.
+    """Measure what HTTP and a viewer of the live page add to the engine.
 
     Starts a server with a backend that computes nothing.
     """

@@ -48,7 +48,10 @@ class EngineMetrics:
         uptime = max(now - self._started_at, 1e-9)
         queues = (scheduler.queue, scheduler.idle_queue)
         preempted = sum(queue.num_preempted for queue in queues)
-        cache = scheduler.kv_cache.stats()
+        kv_cache = scheduler.kv_cache
+        cache = kv_cache.stats()
+        has_store = kv_cache.store.num_blocks > 0
+        swap_slots_used = cache.swap_blocks_used + cache.store_swap_blocks_used
         return ServingMetrics(
             uptime=uptime,
             requests_pending=sum(map(len, queues)) - preempted,
@@ -67,7 +70,14 @@ class EngineMetrics:
             batch_utilisation=cache.rows_used / cache.rows,
             cache_utilisation=cache.utilisation,
             slots=slots(scheduler, now),
-            two_tier=scheduler.kv_cache.two_tier(),
+            step_seconds=scheduler.step_seconds.copy(),
+            blocks=kv_cache.pool.num_by_state(),
+            evictions=kv_cache.pool.evictions.copy(),
+            swap_slots_used=swap_slots_used,
+            swap_slots_free=scheduler.info.swap_blocks + scheduler.info.store_swap_blocks - swap_slots_used,
+            two_tier=kv_cache.two_tier(),
+            store_blocks=kv_cache.store.num_by_state() if has_store else None,
+            store_evictions=kv_cache.store.evictions.copy() if has_store else None,
         )
 
 

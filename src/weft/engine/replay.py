@@ -38,7 +38,7 @@ from weft.scheduling.sequence import Sequence
 LOG_VERSION = 6
 _MAX_START_BYTES = 1 << 20
 _MAX_LINE_BYTES = 1 << 30
-"""Limits for the first line and for the others: a file that is no log may have no lines."""
+"""Limits for the length of the first line and of the others: a file that is no log may be a single endless line."""
 
 Event = dict[str, Any]
 """One line of the log."""
@@ -70,6 +70,7 @@ class _ReplayClock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.was_read = False
         self._readings: Iterator[float] = iter(())
 
     def begin(self, readings: Iterable[float]) -> None:
@@ -78,7 +79,7 @@ class _ReplayClock:
 
     def __call__(self) -> float:
         try:
-            self.now = next(self._readings)
+            self.now, self.was_read = next(self._readings), True
         except StopIteration:
             raise ReplayDifference("the clock is read more often than in the recorded run") from None
         return self.now
@@ -197,13 +198,18 @@ class LogReplay:
         return self._clock.now
 
     @property
+    def has_time(self) -> bool:
+        """Whether an event had a clock reading. Before the first one, `now` is 0."""
+        return self._clock.was_read
+
+    @property
     def progress(self) -> float:
         """The part of the file that was read, from 0 to 1."""
         return min(1.0, self._bytes_read / self._size) if self._size else 0.0
 
     def events(self) -> Iterator[Event]:
-        """Replays the log, and yields each event after it. The caller takes the outputs of the scheduler, which would
-        take up memory. Raises ReplayDifference, with the line number, if a plan differs from the recorded one."""
+        """Replays the log, and yields each event after it was replayed. The caller must take the outputs of the
+        scheduler, or they fill the memory. Raises ReplayDifference, with the line number, if a plan differs from the recorded one."""
         with self._file:
             while line := self._file.readline(_MAX_LINE_BYTES):
                 self._lines += 1

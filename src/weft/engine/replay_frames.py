@@ -142,7 +142,7 @@ class ReplayFrames:
         if self._thread.is_alive():
             self._thread.join(_CLOSE_SECONDS)
             if self._thread.is_alive():
-                return  # it waits for the writer of a pipe, and ends with the process
+                return  # the log is a pipe whose writer sends nothing; the thread ends with the process
         self._log.close()
         self._file.close()
 
@@ -167,7 +167,8 @@ class ReplayFrames:
         for event in self._log.events():
             _, results = scheduler.take_outputs()
             self._metrics.record(results, self._log.now)
-            is_shown = event["event"] in _STEP_ENDS or self._log.now - last_at >= _FRAME_SECONDS
+            is_due = self._log.has_time and self._log.now - last_at >= _FRAME_SECONDS
+            is_shown = event["event"] in _STEP_ENDS or is_due
             if is_shown:
                 self._append_frame()
                 last_at = self._log.now

@@ -6,7 +6,6 @@ import dataclasses
 import random
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,10 +14,10 @@ from weft.backends import registry
 from weft.backends.base import Backend, OpenedModel
 from weft.clock import Clock
 from weft.config import PriorityPolicy, SchedulerConfig, ServingEngineConfig
+from weft.engine.delivery import Callback, Delivery
 from weft.engine.engine_metrics import EngineMetrics
 from weft.engine.live import LiveRecorder
 from weft.engine.loop import MAX_FAILED_STEPS, EngineCore
-from weft.engine.output_texts import AnswerTexts
 from weft.engine.replay import RunRecorder
 from weft.engine.request_ids import new_request_id
 from weft.engine.streams import TokenBuffer
@@ -26,13 +25,9 @@ from weft.errors import EngineStoppedError, QueueFullError, id_in_use
 from weft.live import LiveFrame, LiveInfo
 from weft.metrics import SchedulerStats, ServingMetrics
 from weft.request import (
-    Failure,
-    FailureKind,
-    FinishReason,
     GenerationResult,
     InferenceRequest,
     RequestId,
-    RequestState,
     TokenOutput,
 )
 from weft.scheduling.cache.manager import KvCacheManagerStats
@@ -41,8 +36,6 @@ from weft.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
     import asyncio  # for type checks only; functions that need asyncio import it, so that other engines start faster
-
-Callback = Callable[[TokenOutput], object]
 
 
 class ServingEngine:
@@ -76,7 +69,6 @@ class ServingEngine:
         """
         self.config = config or ServingEngineConfig()
         self.tokenizer = None if model is None else model.tokenizer
-        self._after_delivery = after_delivery
         self._backend = backend
         self._clock = clock
         self._seeds = random.Random(seed)
@@ -97,13 +89,16 @@ class ServingEngine:
         self._changed = threading.Condition(self._lock)
         """Notified of new requests, results, and the stop of the engine."""
         self._core = EngineCore(self.scheduler, backend, clock, self._lock, max_failed_steps)
-        self._texts: AnswerTexts | None = None
-        if model is not None and model.text_of is not None:
-            self._texts = AnswerTexts(model.text_of, self.scheduler.finish, self.scheduler.fail_request)
-        self._callbacks: dict[RequestId, Callback] = {}
-        self._results: OrderedDict[RequestId, GenerationResult] = OrderedDict()
-        self._unfinished: set[RequestId] = set()
-        """Requests that were submitted and have no result yet."""
+        self._metrics = EngineMetrics(self.scheduler, clock())
+        self._delivery = Delivery(
+            self.scheduler,
+            self._metrics,
+            model,
+            self._changed,
+            clock,
+            self.config.max_kept_results,
+            after_delivery,
+        )
         self._thread: threading.Thread | None = None
         self._iteration_lock = threading.RLock()
         """Held during an iteration and during shutdown."""
@@ -113,7 +108,6 @@ class ServingEngine:
         self._closed = False
         self._failure: str | None = None
         self._is_waiting = False
-        self._metrics = EngineMetrics(self.scheduler, clock())
         self._live = LiveRecorder(self.scheduler, self._metrics)
 
     @classmethod
@@ -194,7 +188,7 @@ class ServingEngine:
 
         def deliver(output: TokenOutput) -> None:
             if output.is_final and not loop.is_closed():
-                loop.call_soon_threadsafe(_resolve, future, self._results[output.request_id])
+                loop.call_soon_threadsafe(_resolve, future, self._delivery.results[output.request_id])
 
         request_id = self._submit([self._sequence(request)], deliver)[0]
         try:
@@ -253,15 +247,15 @@ class ServingEngine:
         """Whether a submitted request has ended. Its result may be dropped already (`max_kept_results`). True also for
         an id that was never submitted: ids of dropped results are not kept."""
         with self._lock:
-            return request_id not in self._unfinished
+            return not self._delivery.is_unfinished(request_id)
 
     def get_result(self, request_id: RequestId, wait: float | None = None) -> GenerationResult | None:
         """Returns the result, or None if there is none. Waits up to `wait` seconds for a request that has not ended."""
         with self._changed:
             if wait is not None:
                 seconds = min(wait, threading.TIMEOUT_MAX)
-                self._changed.wait_for(lambda: request_id not in self._unfinished, seconds)
-            return self._results.get(request_id)
+                self._changed.wait_for(lambda: not self._delivery.is_unfinished(request_id), seconds)
+            return self._delivery.results.get(request_id)
 
     def _sequence(self, request: InferenceRequest) -> Sequence:
         """Checks a request and prepares its sequence. It is the slow part of `submit`, so it runs without the lock."""
@@ -296,8 +290,7 @@ class ServingEngine:
                     cause = self._failure or "the engine was stopped"
                     raise EngineStoppedError(f"{cause} and accepts no more requests")
                 for request_id in ids:
-                    # A callback of the earlier request may still run and use this id.
-                    if request_id in self._unfinished or request_id in self._callbacks:
+                    if self._delivery.uses(request_id):
                         raise id_in_use(request_id)
                 try:
                     self.scheduler.add(*sequences)
@@ -308,12 +301,7 @@ class ServingEngine:
                     if not block or self._is_in_callback or (left is not None and left <= 0):
                         raise
                     self._changed.wait(left)
-            self._unfinished.update(ids)
-            if self._texts is not None:
-                for sequence in sequences:
-                    self._texts.begin(sequence.request_id, sequence.request.params)
-            if callback is not None:
-                self._callbacks.update(dict.fromkeys(ids, callback))
+            self._delivery.begin(sequences, callback)
             self._changed.notify_all()
         return ids
 
@@ -342,7 +330,7 @@ class ServingEngine:
                     self._core.run_overlapped()
                 else:
                     self._core.run_plain()
-                return self._deliver()
+                return self._delivery.deliver()
             except Exception as error:
                 self._fail_engine(error)
                 raise
@@ -422,7 +410,7 @@ class ServingEngine:
                 with self._lock:
                     for request_id in list(self.scheduler.sequences):
                         self.scheduler.cancel(request_id, "the engine was stopped")
-                self._deliver()
+                self._delivery.deliver()
         except Exception as error:
             self._fail_engine(error)
         finally:
@@ -438,59 +426,7 @@ class ServingEngine:
         self._stopping = True
         with self._lock:
             self.scheduler.abandon(self._failure)
-        self._deliver()
-
-    def _deliver(self) -> list[TokenOutput]:
-        """Delivers outputs and results. Callbacks run without the lock; one that raises fails only its own request."""
-        with self._changed:
-            outputs, results = self.scheduler.take_outputs()
-            if not outputs and not results:
-                return outputs
-            if self._texts is not None:
-                outputs, results = self._texts.fill(outputs, results)
-            self._metrics.record(results, self._clock())
-            for result in results:
-                self._results.pop(result.request_id, None)  # result of an earlier request with this id
-                self._results[result.request_id] = result
-                self._unfinished.discard(result.request_id)
-            callbacks = self._callbacks
-        for output in outputs if callbacks else ():
-            callback = callbacks.get(output.request_id)
-            if callback is None:
-                continue
-            is_last = output.is_final
-            try:
-                callback(output)
-            except Exception as error:
-                is_last = True
-                self._fail_for_callback(output.request_id, f"callback raised {type(error).__name__}: {error}")
-            finally:
-                if is_last:
-                    callbacks.pop(output.request_id, None)
-        if self._after_delivery is not None:
-            self._after_delivery()
-        with self._changed:
-            while len(self._results) > self.config.max_kept_results:
-                self._results.popitem(last=False)
-            self._changed.notify_all()
-        return outputs
-
-    def _fail_for_callback(self, request_id: RequestId, message: str) -> None:
-        with self._lock:
-            failure = Failure(FailureKind.DELIVERY, message)
-            if self.scheduler.fail_request(request_id, failure) or request_id not in self._results:
-                return
-            # The request has ended already: only its stored result can change.
-            result = self._results[request_id]
-            self._metrics.ended[result.state] -= 1
-            self._metrics.ended[RequestState.FAILED] += 1
-            self._results[request_id] = dataclasses.replace(
-                result,
-                state=RequestState.FAILED,
-                finish_reason=FinishReason.ERROR,
-                error=message,
-                failure=failure.kind,
-            )
+        self._delivery.deliver()
 
     # ------------------------------------------------------------------ metrics
 

@@ -151,16 +151,11 @@ def _map(path: Path, layout: _Layout, checksum: Checksum, threads: int) -> dict[
     except FileNotFoundError:
         return None
     except OSError as error:
-        if error.errno not in (
-            errno.EACCES,
-            errno.EIO,
-            errno.EISDIR,
-        ):  # for example out of file descriptors or memory
-            raise
+        if error.errno not in (errno.EACCES, errno.EIO, errno.EISDIR):
+            raise  # for example out of file descriptors or memory
         raise _Unusable(f"it cannot be read ({error.strerror})") from error
-    with suppress(
-        AttributeError, OSError
-    ):  # some systems do not have MADV_HUGEPAGE, or only for memory without a file
+    # Some systems do not have MADV_HUGEPAGE, or only for memory without a file.
+    with suppress(AttributeError, OSError):
         mapped.madvise(mmap.MADV_HUGEPAGE)
     mapped.madvise(mmap.MADV_WILLNEED)
     content = np.frombuffer(mapped, np.uint8)

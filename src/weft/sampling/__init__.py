@@ -1,1 +1,2 @@
-"""Sampling: the definition of the noise, and the reference sampler that every backend must match."""
+"""Sampling: the definition of the noise, the parameters as samplers get them, and the reference sampler that every
+backend must match."""

@@ -17,7 +17,7 @@ class TokenBudget:
         """Negative if the first prompt of a step took more seconds than were left. Then no other prompt is added."""
         self.sequences = sequences
         self.seconds = NO_LIMIT
-        """Predicted seconds that the whole step may take. Below the time target of ADAPTIVE only for idle work."""
+        """Predicted seconds that the whole step may take. Only steps of idle work have less than ADAPTIVE's time target."""
 
     @property
     def for_prefill(self) -> int:

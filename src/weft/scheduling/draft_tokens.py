@@ -2,9 +2,9 @@
 
 A step reads all weights whatever it computes, so a few more rows cost little while few sequences run. Text repeats
 itself: edited code, quotes of the question, lists, loops. The proposer looks for the final tokens of a sequence in its
-own text, and in the prediction of its request if there is one. It proposes the tokens that followed there. The model
-samples after each draft token; the first mismatch discards the rest. Answers are the same token for token, in fewer
-steps.
+own text, in the prediction of its request if there is one, and in finished answers (`AnswerIndex`). It proposes the
+tokens that followed there. The model samples after each draft token; the first mismatch discards the rest. Answers are
+the same token for token, in fewer steps.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from itertools import takewhile
 
 from weft.config import SchedulerConfig
 from weft.plan import BackendInfo, IterationPlan
+from weft.scheduling.answer_index import END, LENGTHS, AnswerIndex, AnswerIndexes
 from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.decode_costs import DecodeCosts
 from weft.scheduling.plan_builder import PlanBuilder
@@ -41,29 +42,54 @@ class DraftProposer:
     """Proposes draft tokens for one sequence. While there is a match, every new token updates the acceptance rate, even
     if no step checked a draft token at its position.
 
-    A match is an index in the sequence's own text or in its prediction. The first match is the beginning of the
-    prediction. After a mismatch both are searched. The longer match is used, and the prediction if both are as long.
+    A match is an index in the sequence's own text, in its prediction, or in a finished answer. The first match is the
+    beginning of the prediction. After a mismatch all are searched. The longest match is used. Of matches of one length,
+    the prediction comes first, then the own text.
+
+    The acceptance rate of finished answers is separate: where they do not help, draft tokens from the own text remain.
     """
 
     __slots__ = (
         "_anchor",
+        "_answers",
         "_bytes",
+        "_cache_salt",
         "_first",
         "_is_predicted",
+        "_learned",
+        "_learned_from",
+        "_learned_length",
+        "_learned_rate",
         "_next",
         "_predicted_bytes",
         "_prediction",
         "_tokens",
-        "acceptance_rate",
         "num_accepted",
         "num_drafted",
         "num_predicted_accepted",
         "num_predicted_rejected",
+        "own_rate",
     )
 
-    def __init__(self, tokens: list[int], prediction: tuple[int, ...] = ()) -> None:
-        """`tokens` is the sequence's own list. The sequence appends to it and then calls `update`."""
+    def __init__(
+        self,
+        tokens: list[int],
+        prediction: tuple[int, ...] = (),
+        answers: AnswerIndexes | None = None,
+        cache_salt: str = "",
+    ) -> None:
+        """`tokens` is the sequence's own list. The sequence appends to it and then calls `update`. `answers` are the
+        finished ones; only those with the same cache salt are searched."""
         self._tokens = tokens
+        # Set at the end: another thread may run this constructor while the scheduler adds an answer.
+        self._answers: AnswerIndexes | None = None
+        self._cache_salt = cache_salt
+        self._learned: Listing[int] | None = None
+        """The text that `_next` is an index of, if it is a finished answer."""
+        self._learned_length = LENGTHS[-1]
+        """The length of the current match in a finished answer, when it was found."""
+        self._learned_rate = 0.0
+        self._learned_from: AnswerIndex | None = None
         # The same tokens as bytes: `rfind` is far faster than a loop over the list.
         self._bytes = bytearray(array("i", tokens).tobytes())
         self._prediction = prediction
@@ -76,12 +102,13 @@ class DraftProposer:
         """Whether `_next` is an index in the prediction."""
         self._next = 0 if prediction else self._find()
         """Index of the token that is proposed next. -1: there is no match."""
-        self.acceptance_rate = PREDICTED_ACCEPTANCE if prediction else INITIAL_ACCEPTANCE
-        """Estimated probability that the next draft token is accepted."""
+        self.own_rate = PREDICTED_ACCEPTANCE if prediction else INITIAL_ACCEPTANCE
+        """The acceptance rate of matches in the own text and in the prediction."""
         self.num_drafted = self.num_accepted = 0
         """Draft tokens that steps have checked."""
         self.num_predicted_accepted = self.num_predicted_rejected = 0
         """Of these, the ones from the prediction."""
+        self._answers = answers
 
     def sibling(self, tokens: list[int]) -> DraftProposer:
         """A copy for another sequence with equal `tokens`."""
@@ -93,18 +120,28 @@ class DraftProposer:
     def has_match(self) -> bool:
         return self._next >= 0
 
+    @property
+    def acceptance_rate(self) -> float:
+        """Estimated probability that the next draft token is accepted."""
+        return self.own_rate if self._learned is None else self._learned_rate
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether the current match is in a finished answer."""
+        return self._learned is not None
+
     def update(self) -> None:
         """Reads the tokens that the sequence has appended since the last call."""
         tokens, source = self._tokens, self._next
-        text: Listing[int] = self._prediction if self._is_predicted else tokens
+        text: Listing[int] = self._source()
         known = len(self._bytes) // _TOKEN_BYTES
         new = tokens[known:]
         self._bytes += array("i", new).tobytes()
         for token in new:
             if source >= 0:
                 is_right = text[source] == token
-                self.acceptance_rate += LEARNING_RATE * (is_right - self.acceptance_rate)
-                if is_right and source + 1 < len(text):
+                self._learn(is_right)
+                if is_right and source + 1 < len(text) and text[source + 1] != END:
                     source += 1
                 else:
                     self._end_match(source)
@@ -117,6 +154,9 @@ class DraftProposer:
             return ()
         if self._is_predicted:
             proposed: Listing[int] = self._prediction[self._next : self._next + count]
+        elif self._learned is not None:
+            found = self._learned[self._next : self._next + count]
+            proposed = list(takewhile(lambda token: token != END, found))
         else:
             found = self._tokens[self._next : self._next + count]
             # A match that reaches the end of the sequence is a loop: repeat it.
@@ -131,20 +171,40 @@ class DraftProposer:
             self.num_predicted_accepted += num_accepted
             self.num_predicted_rejected += num_drafts - num_accepted
 
+    def _source(self) -> Listing[int]:
+        if self._learned is not None:
+            return self._learned
+        return self._prediction if self._is_predicted else self._tokens
+
+    def _learn(self, is_right: bool) -> None:
+        if self._learned is None:
+            self.own_rate += LEARNING_RATE * (is_right - self.own_rate)
+            return
+        self._learned_rate += LEARNING_RATE * (is_right - self._learned_rate)
+        assert self._learned_from is not None
+        self._learned_from.learn(self._learned_length, is_right)
+
     def _end_match(self, end: int) -> None:
         """A short match may be a coincidence. Only a long one moves the index at which the search in the prediction begins."""
         if self._is_predicted and end - self._first >= MATCH_LENGTHS[-1]:
             self._anchor = end
 
     def _find(self) -> int:
-        """The index after an occurrence of the final tokens, or -1: the last one in the text, or the next one in the
-        prediction."""
+        """The index after a match of the final tokens: after the last match in the text or in finished answers, or after
+        the next match in the prediction. -1: there is no match."""
         length, after_match = self._find_in_text()
-        self._is_predicted = False
+        self._is_predicted, self._learned = False, None
         if self._prediction:
             predicted_length, index = self._find_in_prediction()
             if predicted_length >= length and 0 <= index < len(self._prediction):
-                self._is_predicted, self._first, after_match = True, index, index
+                length, self._is_predicted, self._first, after_match = predicted_length, True, index, index
+        answers = None if self._answers is None else self._answers.of(self._cache_salt)
+        if answers is not None:
+            learned_length, text, index = answers.find(bytes(self._bytes[-LENGTHS[0] * _TOKEN_BYTES :]))
+            if learned_length > length:
+                self._is_predicted, self._learned, after_match = False, text, index
+                self._learned_from, self._learned_length = answers, learned_length
+                self._learned_rate = answers.rates[learned_length]
         return after_match
 
     def _find_in_text(self) -> tuple[int, int]:
@@ -195,6 +255,7 @@ class Speculation:
     def __init__(self, config: SchedulerConfig, info: BackendInfo) -> None:
         self._max_draft_tokens = config.max_draft_tokens if info.fixed_cost_rows else 0
         self.costs = DecodeCosts(info.fixed_cost_rows)
+        self.answers = AnswerIndexes(config.max_learned_bytes if self._max_draft_tokens else 0)
         self._idle_since: float | None = None
         """When the last step ended. None: the next step was planned before that."""
         self._block_size = info.block_size
@@ -207,7 +268,15 @@ class Speculation:
     def attach_proposer(self, sequence: Sequence) -> None:
         """Gives the sequence a proposer, unless it has a grammar: a grammar mask is known for one token at a time."""
         if self._max_draft_tokens and sequence.request.params.grammar is None:
-            sequence.draft_proposer = DraftProposer(sequence.tokens, sequence.request.prediction)
+            request = sequence.request
+            sequence.draft_proposer = DraftProposer(
+                sequence.tokens, request.prediction, self.answers, request.cache_salt
+            )
+
+    def keep(self, sequence: Sequence) -> None:
+        """Keeps the tokens of a completed answer for later sequences with the same cache salt."""
+        request = sequence.request
+        self.answers.add(request.cache_salt, sequence.tokens, len(request.prompt))
 
     def learn(self, plan: IterationPlan, seconds: float | None, now: float, has_next: bool) -> None:
         """Learns from a step that ended `now`. `has_next`: the next step was planned before that."""

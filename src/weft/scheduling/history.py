@@ -13,34 +13,35 @@ _Step = tuple[int, float | None, int, tuple[tuple[int, ...], ...], tuple[int, ..
 """Step, seconds, decodes without draft tokens, draft tokens, tokens of each entry."""
 
 
-class History:
-    """Records only while `now < until`. The caller checks that, so that without a viewer a step costs one comparison."""
+Event = tuple[float, int, str, RequestId, int | FinishReason, int]
+"""The fields of `LiveEvent`. `first` of an end is its reason."""
 
-    __slots__ = ("_events", "_num_events", "_steps", "until")
+
+class History:
+    """Records only while `now < until`. The caller checks that, so that without a viewer a step costs one comparison.
+
+    The loop of the engine only keeps what it has. The thread that takes the entries converts them.
+    """
+
+    __slots__ = ("_num_dropped", "_steps", "events", "until")
 
     def __init__(self) -> None:
         self.until = -math.inf
         """On the clock of the scheduler."""
         self._steps: deque[_Step] = deque(maxlen=MAX_STEPS)
-        self._events: deque[LiveEvent] = deque(maxlen=MAX_EVENTS)
-        self._num_events = 0
-        """Events since they were last taken, also those that `_events` has dropped."""
+        self.events: list[Event] = []
+        """The callers append to it, and call `add_end` for ends. Each request has an end, so that bounds the list."""
+        self._num_dropped = 0
+        """Since events were last taken."""
 
     def add_step(self, plan: IterationPlan, seconds: float | None) -> None:
         """Records a step that ended. Keeps no plan: its row starts may hold long prompts."""
         self._steps.append((plan.step, seconds, plan.num_decodes, plan.drafts, plan.counts))
 
-    def add_event(
-        self, at: float, step: int, kind: str, request_id: RequestId, first: int = 0, second: int = 0
-    ) -> None:
-        self._num_events += 1
-        self._events.append(LiveEvent(at, step, kind, request_id, first, second))
-
     def add_end(self, at: float, step: int, request_id: RequestId, reason: FinishReason) -> None:
-        if reason is FinishReason.ERROR:
-            self.add_event(at, step, "failed", request_id)
-        else:
-            self.add_event(at, step, "finished", request_id, FINISH_REASONS.index(reason))
+        self.events.append((at, step, "end", request_id, reason, 0))
+        if len(self.events) > 2 * MAX_EVENTS:
+            self._drop_events()
 
     def take_steps(self) -> tuple[LiveStep, ...]:
         """The newest steps since the last call."""
@@ -50,11 +51,25 @@ class History:
 
     def take_events(self) -> tuple[tuple[LiveEvent, ...], int]:
         """The newest events since the last call, and how many older ones were dropped."""
-        taken = tuple(self._events)
-        num_dropped = self._num_events - len(taken)
-        self._events.clear()
-        self._num_events = 0
+        self._drop_events()
+        taken, num_dropped = tuple(map(_live_event, self.events)), self._num_dropped
+        self.events.clear()
+        self._num_dropped = 0
         return taken, num_dropped
+
+    def _drop_events(self) -> None:
+        num_too_many = max(0, len(self.events) - MAX_EVENTS)
+        del self.events[:num_too_many]
+        self._num_dropped += num_too_many
+
+
+def _live_event(entry: Event) -> LiveEvent:
+    at, step, kind, request_id, first, second = entry
+    if not isinstance(first, FinishReason):
+        return LiveEvent(at, step, kind, request_id, first, second)
+    if first is FinishReason.ERROR:
+        return LiveEvent(at, step, "failed", request_id)
+    return LiveEvent(at, step, "finished", request_id, FINISH_REASONS.index(first))
 
 
 def _live_step(entry: _Step) -> LiveStep:

@@ -16,11 +16,11 @@ from weft.scheduling.sequence import Sequence
 from weft.scheduling.sequence_table import SequenceTable
 
 _RECENT_SECONDS = 60.0
-"""While an interactive request was there so recently, the next one is expected."""
+"""For this long after an interactive request, another one is expected."""
 _SHORT_DECODES = 3.0
 _SHORTEST_SECONDS = 0.005
-"""A short step takes so many times the time of one decode, or at least so long. The prompt of an interactive request takes
-dozens of decodes, so the wait for a short step adds little to its first token."""
+"""The time limit of a short step: so many times the time of one decode, but at least so many seconds. The prompt of an
+interactive request takes as long as dozens of decodes, so waiting for a short step delays its first token little."""
 
 
 class IdlePlanner:
@@ -58,8 +58,8 @@ class IdlePlanner:
     # ------------------------------------------------------------------ memory
 
     def victims(self) -> Iterator[Sequence]:
-        """Paused sequences to preempt until interactive ones have the memory that this step can take: lowest priority
-        first, then newest. The caller preempts each one before it asks for the next."""
+        """The paused sequences to preempt, so that interactive ones have all memory that they can use in this step. The
+        lowest priority is first, then the newest. The caller preempts each one before it asks for the next."""
         table, kv_cache = self._sequences, self._sequences.kv_cache
         if not table.paused:
             return
@@ -84,7 +84,7 @@ class IdlePlanner:
             allocation = sequence.allocation
             held, stored = (0, 0) if allocation is None else (len(allocation.blocks), allocation.stored)
             if allocation is not None and allocation.is_swapped:
-                total += allocation.size  # the swap-in needs them all
+                total += allocation.size  # a swap-in allocates all blocks again
                 held, stored = allocation.size.full + allocation.size.store, allocation.stored
             total += table.kv_cache.needed(held, stored, sequence.target + 1 + num_drafts)
         return total
@@ -92,8 +92,8 @@ class IdlePlanner:
     # ------------------------------------------------------------------ time
 
     def shorten(self, builder: PlanBuilder, now: float) -> None:
-        """Limits the time of a step with idle work alone, if an interactive request may arrive while it runs: that request
-        waits for its end."""
+        """Limits the time of a step with idle work alone, if an interactive request may arrive while the step runs. The
+        request then waits for the end of the step."""
         is_recent = now - self._sequences.interactive_at < _RECENT_SECONDS
         if is_recent and self._has_short_steps and self._cost_model.is_ready:
             builder.budget.seconds = max(
@@ -128,7 +128,7 @@ class IdlePlanner:
                 break
             if sequence.target - sequence.scheduled > 1:
                 if not num_drafts and room.full > 0:
-                    chosen.append(sequence)  # its chunk gets what the decodes leave
+                    chosen.append(sequence)  # its chunk gets the tokens that the decodes leave
                 continue
             allocation = sequence.allocation
             assert allocation is not None

@@ -7,7 +7,7 @@ from weft.config import SchedulerConfig
 from weft.plan import BackendInfo
 from weft.scheduling.cache.block_pool import BlockCounts
 from weft.scheduling.plan_builder import PlanBuilder
-from weft.scheduling.preemption import choose_victims, is_below, work_lost
+from weft.scheduling.preemption import PreemptionCause, choose_victims, is_below, work_lost
 from weft.scheduling.sequence import Sequence
 from weft.scheduling.sequence_table import SequenceTable
 
@@ -56,7 +56,7 @@ class MemoryPlanner:
             if victims is None:
                 return False
             for victim in victims:
-                self.preempt(builder, victim)
+                self.preempt(builder, victim, PreemptionCause.MEMORY)
             if not kv_cache.extend(allocation, needed, sequence.block_hashes):
                 return False
         builder.note_tables(sequence, first)
@@ -120,7 +120,7 @@ class MemoryPlanner:
         if not has_row and not victims:
             victims = [min(below, key=lambda s: (s.priority, work_lost(s, self._info), -s.order))]
         for victim in victims:
-            self.preempt(builder, victim)
+            self.preempt(builder, victim, PreemptionCause.PRIORITY)
         if kv_cache.free_rows:
             return True
         # The victim's row is still in a step in flight, so this sequence must wait. It is promoted: otherwise the
@@ -140,13 +140,14 @@ class MemoryPlanner:
 
     # ------------------------------------------------------------------ preemption
 
-    def preempt(self, builder: PlanBuilder, sequence: Sequence) -> None:
+    def preempt(self, builder: PlanBuilder, sequence: Sequence, cause: PreemptionCause) -> None:
         builder.drop(sequence)
         self._release_adopted(builder, sequence)
         task = self._sequences.preempt(sequence, builder.step, self._clock())
         if task is not None:
             builder.swap_out.append(task)
         builder.preempted.append(sequence.request_id)
+        builder.preemption_causes.append(cause)
 
     def _release_adopted(self, builder: PlanBuilder, sequence: Sequence) -> None:
         """A preempted sequence may have adopted blocks that another sequence fills in the step of this plan. Releases

@@ -8,6 +8,7 @@ from weft.scheduling.budget import TokenBudget
 from weft.scheduling.cache.allocation import Move
 from weft.scheduling.cache.block_pool import BlockCounts, BlockHash
 from weft.scheduling.cache.manager import KvCacheManager
+from weft.scheduling.preemption import PreemptionCause
 from weft.scheduling.sequence import Sequence
 
 
@@ -20,6 +21,7 @@ class PlanBuilder:
         "draft_tokens",
         "moving",
         "preempted",
+        "preemption_causes",
         "prefills",
         "registered",
         "reserved",
@@ -44,10 +46,12 @@ class PlanBuilder:
         self.registered: list[tuple[int, BlockHash]] = []
         """Blocks that this step fills and that prefix lookups can find from now on."""
         self.reserved: BlockCounts | None = None
-        """While idle work is added beside interactive sequences: the blocks that it leaves for them."""
+        """Blocks that idle work leaves for interactive sequences. Set while idle work is added beside them."""
         self.swap_out: list[SwapTask] = []
         self.swap_in: list[SwapTask] = []
         self.preempted: list[RequestId] = []
+        self.preemption_causes: list[PreemptionCause] = []
+        """The cause of each preemption in `preempted`."""
 
     @property
     def is_empty(self) -> bool:
@@ -76,9 +80,8 @@ class PlanBuilder:
             decodes = [s for s in decodes if s not in drafts]
         sequences = [*decodes, *drafts, *[entry[0] for entry in prefills]] if prefills or drafts else decodes
         row_starts = [_row_start(s) for s in sequences if not s.row_sent]
-        moves = (
-            self._move(kv_cache) if self.moving else ()
-        )  # after the row starts, because they list the blocks as they were before the moves
+        # After the row starts, because they list the blocks as they were before the moves.
+        moves = self._move(kv_cache) if self.moving else ()
         tables = self._sent_tables() if self.tables else ()
         starts = []
         counts = [1] * len(decodes)

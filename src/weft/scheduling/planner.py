@@ -20,6 +20,7 @@ from weft.scheduling.idle_work import IdlePlanner
 from weft.scheduling.memory_planner import MemoryPlanner
 from weft.scheduling.plan_builder import PlanBuilder
 from weft.scheduling.policy import AdmissionPolicy, StepCostModel
+from weft.scheduling.preemption import PreemptionCause
 from weft.scheduling.prompt_order import StepSize
 from weft.scheduling.prompt_planner import PromptPlanner
 from weft.scheduling.sequence import Sequence
@@ -94,7 +95,7 @@ class Planner:
         self._sequences.pause_idle()
         self._sequences.interactive_at = now
         for victim in self._idle.victims():
-            self._memory.preempt(builder, victim)
+            self._memory.preempt(builder, victim, PreemptionCause.INTERACTIVE)
 
     def _fill(self, builder: PlanBuilder) -> None:
         """Adds idle work to a step with interactive sequences."""
@@ -201,7 +202,7 @@ class Planner:
                 builder.drop(sequence)
             else:
                 # preempting sequences of lower rank would not free enough blocks
-                memory.preempt(builder, sequence)
+                memory.preempt(builder, sequence, PreemptionCause.MEMORY)
 
     def should_wait_for_tokens(self) -> bool:
         """Whether the next step should wait for the tokens of the step in flight, so that it can have draft tokens.

@@ -79,7 +79,8 @@ class AdmissionPolicy:
         return _aged(sequence, self._config, target_time) if self.preempts else (target_time, sequence.order)
 
     def promoted_sort_key(self, sequence: Sequence) -> SortKey:
-        """A key before all others. Under policies with priorities, CRITICAL sequences still come first."""
+        """A sort key that is smaller than all others. Under policies with priorities, only CRITICAL sequences have a smaller
+        one."""
         return (0.5,) if self.preempts and sequence.priority != Priority.CRITICAL else (-1.0,)
 
 

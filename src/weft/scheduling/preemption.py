@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from enum import Enum
 
 from weft.config import PreemptionMode
 from weft.plan import BackendInfo
@@ -11,6 +12,14 @@ from weft.scheduling.cache.block_pool import BlockCounts
 from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.sequence import Sequence
 from weft.tiers import stored_blocks
+
+
+class PreemptionCause(Enum):
+    """Why a sequence was preempted: see the totals of `SchedulerStats`."""
+
+    MEMORY = "memory"
+    PRIORITY = "priority"
+    INTERACTIVE = "interactive"
 
 
 def is_below(sequence: Sequence, other: Sequence) -> bool:

@@ -12,6 +12,7 @@ from weft.scheduling.cache.block_pool import BlockCounts
 from weft.scheduling.memory_planner import MemoryPlanner
 from weft.scheduling.plan_builder import PlanBuilder
 from weft.scheduling.policy import AdmissionPolicy, SortKey
+from weft.scheduling.preemption import PreemptionCause
 from weft.scheduling.prompt_order import PromptOrder, StepSize
 from weft.scheduling.sequence import Phase, Sequence
 from weft.scheduling.sequence_table import SequenceTable
@@ -59,7 +60,7 @@ class PromptPlanner:
         while builder.budget.for_prefill:
             may_admit = may_admit and len(skipped) < MAX_SKIPPED
             first = self._first_to_admit(skipped_priority) if may_admit else None
-            # 0: the next prompt in progress goes first.
+            # 0 tokens: the next prompt in progress is planned before `first`.
             max_tokens = self._max_tokens_before(in_progress, first) if first is not None else 0
             if in_progress and not max_tokens:
                 sort_key, sequence = in_progress.pop()
@@ -115,7 +116,7 @@ class PromptPlanner:
         if self._memory.grow(builder, sequence, self._memory.needed(sequence, count)):
             self._add_prefill(builder, sequence, count)
         elif not has_run and not self._memory.may_skip_step(builder, sequence):
-            self._memory.preempt(builder, sequence)
+            self._memory.preempt(builder, sequence, PreemptionCause.MEMORY)
         return None
 
     def _adopt_hits(self, builder: PlanBuilder, sequence: Sequence) -> None:
@@ -250,7 +251,8 @@ class PromptPlanner:
         if now < self._sequences.history.until:
             row = allocation.row
             assert row is not None
-            self._sequences.history.add_event(now, builder.step, "admitted", sequence.request_id, row, start)
+            event = now, builder.step, "admitted", sequence.request_id, row, start
+            self._sequences.history.events.append(event)
         self._sequences.add_running(sequence, builder.step, Phase.PREFILL, now)
         self._add_prefill(builder, sequence, count)
         return True

@@ -14,7 +14,7 @@ from operator import eq
 from weft.clock import Clock
 from weft.config import PriorityPolicy, SchedulerConfig
 from weft.errors import InvalidRequestError, id_in_use
-from weft.metrics import SchedulerStats
+from weft.metrics import SchedulerStats, StepSeconds
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import (
     Failure,
@@ -31,24 +31,16 @@ from weft.scheduling.budget import NO_LIMIT, TokenBudget
 from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.checks import check_request
 from weft.scheduling.deadlines import Deadlines
-from weft.scheduling.history import History
 from weft.scheduling.pending_plan import PendingPlan
 from weft.scheduling.plan_builder import PlanBuilder
 from weft.scheduling.planner import Planner
 from weft.scheduling.policy import AdmissionPolicy, StepCostModel
+from weft.scheduling.preemption import PreemptionCause
 from weft.scheduling.queue import RequestQueue
+from weft.scheduling.reports import Reports
 from weft.scheduling.sequence import Phase, Sequence
 from weft.scheduling.sequence_table import SequenceTable
 from weft.tiers import longest_sequence
-
-_END_STATES: dict[FailureKind | None, tuple[RequestState, FinishReason]] = {
-    None: (RequestState.COMPLETED, FinishReason.STOP),
-    **dict.fromkeys(FailureKind, (RequestState.FAILED, FinishReason.ERROR)),
-    FailureKind.CANCELLED: (RequestState.CANCELLED, FinishReason.CANCELLED),
-    FailureKind.DEADLINE: (RequestState.CANCELLED, FinishReason.CANCELLED),
-}
-"""Failure -> state and finish reason of a request that ends without a new token. The key None stands for a stop string
-in the text."""
 
 
 class ContinuousBatchScheduler:
@@ -58,6 +50,7 @@ class ContinuousBatchScheduler:
         self.config = config
         self.info = info
         self.stats = SchedulerStats()
+        self.step_seconds = StepSeconds()
         self.cost_model = StepCostModel()
         self.max_sequence_length = longest_sequence(info)
         self.token_gaps: dict[float, int] = {}
@@ -65,12 +58,12 @@ class ContinuousBatchScheduler:
         self._clock = clock
         policy = AdmissionPolicy(config)
         self._sequence_table = SequenceTable(config, info, policy)
+        self.history = self._sequence_table.history
         self._planner = Planner(config, info, self._sequence_table, policy, self.cost_model, clock)
         self._in_flight: deque[PendingPlan] = deque()
         self._retries: deque[list[Sequence]] = deque()
         self._deadlines = Deadlines()
-        self._outputs: list[TokenOutput] = []
-        self._results: list[GenerationResult] = []
+        self._reports = Reports(self._sequence_table, self.stats, clock)
         self._unsent_tables: list[tuple[Sequence, int, int]] = []
         """New block-table entries of a planning round that returned no plan. The next plan sends them."""
         self.keeps_logprobs = True
@@ -102,10 +95,6 @@ class ContinuousBatchScheduler:
         return self._sequence_table.paused
 
     @property
-    def history(self) -> History:
-        return self._sequence_table.history
-
-    @property
     def applied_step(self) -> int:
         """The last step whose result was applied. -1: none."""
         return self._sequence_table.applied_step
@@ -126,7 +115,7 @@ class ContinuousBatchScheduler:
 
     @property
     def has_outputs(self) -> bool:
-        return bool(self._outputs or self._results)
+        return self._reports.has_any
 
     @property
     def may_plan_ahead(self) -> bool:
@@ -199,11 +188,11 @@ class ContinuousBatchScheduler:
             queue.push(sequence)
             self.stats.prompt_tokens += sequence.prompt_length
             if is_recorded:
-                self.history.add_event(now, self.applied_step, "queued", sequence.request_id)
+                self.history.events.append((now, self.applied_step, "queued", sequence.request_id, 0, 0))
 
     def cancel(self, request_id: RequestId, reason: str | None = None) -> bool:
         """Ends a request in any state. False: it has ended already, or is unknown."""
-        return self._end_early(self.sequences.get(request_id), Failure(FailureKind.CANCELLED, reason or ""))
+        return self._reports.end(self.sequences.get(request_id), Failure(FailureKind.CANCELLED, reason or ""))
 
     def finish(self, request_id: RequestId, num_tokens: int) -> bool:
         """Ends a request after `num_tokens` generated tokens, because a stop string was found. False: it has ended
@@ -213,58 +202,22 @@ class ContinuousBatchScheduler:
             return False
         del sequence.tokens[sequence.prompt_length + num_tokens :]
         del sequence.logprobs[num_tokens:]
-        return self._end_early(sequence, None)
+        has_ended = self._reports.end(sequence, None)
+        if has_ended and sequence is not None:
+            self._planner.speculation.keep(sequence)
+        return has_ended
 
     def fail_request(self, request_id: RequestId, failure: Failure) -> bool:
         """Ends a request with an error from outside the steps. False: it has ended already."""
-        return self._end_early(self.sequences.get(request_id), failure)
+        return self._reports.end(self.sequences.get(request_id), failure)
 
     def abandon(self, error: str) -> None:
         """Reports every request as failed, and frees nothing: for a scheduler whose state is broken."""
-        for sequence in list(self.sequences.values()):
-            self._report_end(sequence, Failure(FailureKind.ENGINE, error))
-        self.sequences.clear()
+        self._reports.abandon(error)
 
     def take_outputs(self) -> tuple[list[TokenOutput], list[GenerationResult]]:
         """Returns the outputs since the last call, in order, and the results of the requests that ended."""
-        outputs, results = self._outputs, self._results
-        self._outputs, self._results = [], []
-        return outputs, results
-
-    def _end_early(self, sequence: Sequence | None, failure: Failure | None) -> bool:
-        """Ends a request without a new token. `failure` is None if it ends at a stop string. Returns False if the request
-        has ended already: its id may then belong to a new request."""
-        if sequence is None or sequence.finish_reason is not None:
-            return False
-        self._sequence_table.remove(sequence)
-        self._report_end(sequence, failure)
-        return True
-
-    def _complete(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Ends a request whose last token was just reported."""
-        self._sequence_table.remove(sequence)
-        sequence.state, sequence.finish_reason = RequestState.COMPLETED, reason
-        self._report_result(sequence)
-
-    def _report_end(self, sequence: Sequence, failure: Failure | None) -> None:
-        """Reports the end of a request that ends without a new token."""
-        sequence.failure = failure
-        sequence.state, reason = _END_STATES[None if failure is None else failure.kind]
-        sequence.finish_reason, length = reason, len(sequence.tokens)
-        self._outputs.append(TokenOutput(sequence.request_id, None, "", None, True, reason, length))
-        self._report_result(sequence)
-
-    def _report_result(self, sequence: Sequence) -> None:
-        now = self._clock()
-        sequence.enter(Phase.WAITING, now)
-        if sequence.request.session_id is not None:
-            session = (sequence.request.cache_salt, sequence.request.session_id)
-            self._sequence_table.sessions.keep(session, sequence.block_hashes, now)
-        if now < self.history.until:
-            assert sequence.finish_reason is not None
-            self.history.add_end(now, self.applied_step, sequence.request_id, sequence.finish_reason)
-        self.stats.prompt_tokens_cached += sequence.cached_tokens or 0
-        self._results.append(sequence.result())
+        return self._reports.take()
 
     def _expire(self) -> None:
         """Ends requests whose deadline has passed, and sessions that have expired."""
@@ -276,7 +229,7 @@ class ContinuousBatchScheduler:
         for sequence in deadlines.take_expired(now):
             waited = now - sequence.arrival
             message = f"deadline of {sequence.request.deadline:g} s passed after {waited:.3f} s"
-            self._end_early(sequence, Failure(FailureKind.DEADLINE, message))
+            self._reports.end(sequence, Failure(FailureKind.DEADLINE, message))
         deadlines.compact(len(self.sequences))
 
     # ------------------------------------------------------------------ planning
@@ -296,6 +249,13 @@ class ContinuousBatchScheduler:
         if builder.preempted:
             self.stats.preemptions_by_swap += len(builder.swap_out)
             self.stats.preemptions_by_recompute += len(builder.preempted) - len(builder.swap_out)
+            causes = builder.preemption_causes
+            self.stats.preemptions_for_memory += causes.count(PreemptionCause.MEMORY)
+            self.stats.preemptions_for_priority += causes.count(PreemptionCause.PRIORITY)
+            self.stats.preemptions_for_interactive += causes.count(PreemptionCause.INTERACTIVE)
+            self.stats.swap_bytes_out += self.kv_cache.swap_bytes(builder.swap_out)
+        if builder.swap_in:
+            self.stats.swap_bytes_in += self.kv_cache.swap_bytes(builder.swap_in)
         if builder.is_empty and (self._in_flight or not sequence_table.resuming):
             # NOTE: although there is no plan, a sequence may have shared new blocks. The next plan sends them to the
             # backend.
@@ -328,14 +288,15 @@ class ContinuousBatchScheduler:
         assert len(result.tokens) == plan.num_samples, "the result must hold one token per sample"
         self._sequence_table.applied_step = plan.step
         now = self._clock()
-        num_reported = len(self._outputs)
+        outputs = self._reports.outputs
+        num_reported = len(outputs)
         self._take_prompt_logprobs(pending, result)
         for sequence in pending.sequences if result.vectors else ():
             sequence.vector = result.vectors.get(sequence.request_id)
         self._commit_decodes(pending, result, now)
         self._commit_drafts(pending, result, now)
         self._commit_prefills(pending, result, now)
-        self.stats.tokens_generated += len(self._outputs) - num_reported
+        self.stats.tokens_generated += len(outputs) - num_reported
         self._finish_swaps(result)
         self._sequence_table.settle(plan.step)
         self._account(plan, seconds)
@@ -347,7 +308,7 @@ class ContinuousBatchScheduler:
     def _commit_decodes(self, pending: PendingPlan, result: StepResult, now: float) -> None:
         """The hottest loop of the scheduler. It handles the common case inline and calls `_take_token` for the rest."""
         plan, block_size = pending.plan, self.info.block_size
-        decoding, outputs, new = Phase.DECODE, self._outputs, tuple.__new__
+        decoding, outputs, new = Phase.DECODE, self._reports.outputs, tuple.__new__
         logprobs = result.logprobs if result.logprobs is not None else repeat(None)
         last_token_at, num_equal_gaps = now, 0
         entries = zip(pending.sequences, plan.starts, result.tokens, logprobs, strict=False)
@@ -393,6 +354,7 @@ class ContinuousBatchScheduler:
             gap = (now - sequence.last_token_at) / (1 + num_accepted)
             assert sequence.draft_proposer is not None
             sequence.draft_proposer.count_checked(len(drafts), num_accepted)
+            is_learned = sequence.draft_proposer.is_learned
             index = 0
             for index, token in enumerate(tokens[: 1 + num_accepted]):
                 self._commit(sequence, plan.step, start + index + 1)
@@ -405,6 +367,9 @@ class ContinuousBatchScheduler:
                 sequence.update_proposer()
             self.stats.tokens_drafted += len(drafts)
             self.stats.drafts_accepted += index
+            if is_learned:
+                self.stats.learned_drafts += len(drafts)
+                self.stats.learned_drafts_accepted += index
             sampled += 1 + len(drafts)
 
     def _commit_prefills(self, pending: PendingPlan, result: StepResult, now: float) -> None:
@@ -415,7 +380,7 @@ class ContinuousBatchScheduler:
             sequence = pending.sequences[entry]
             if is_recorded and sequence.admitted_step <= plan.step and sequence.finish_reason is None:
                 start, count = plan.starts[entry], plan.counts[entry]
-                self.history.add_event(now, plan.step, "chunk", sequence.request_id, start, count)
+                self.history.events.append((now, plan.step, "chunk", sequence.request_id, start, count))
             self._commit(sequence, plan.step, plan.starts[entry] + plan.counts[entry])
             if plan.samples[entry]:
                 logprob = None if result.logprobs is None else result.logprobs[sampled]
@@ -456,7 +421,7 @@ class ContinuousBatchScheduler:
         else:
             sequence.first_token_at = now
             if now < self.history.until:
-                self.history.add_event(now, self.applied_step, "first_token", sequence.request_id)
+                self.history.events.append((now, self.applied_step, "first_token", sequence.request_id, 0, 0))
             target = sequence.request.ttft_target
             self.stats.ttft_targets_missed += target is not None and now - sequence.arrival > target
         sequence.last_token_at = now
@@ -475,11 +440,12 @@ class ContinuousBatchScheduler:
         elif length >= sequence.limit:
             reason = FinishReason.LENGTH
         value, top = logprob if logprob is not None else (None, ())
-        self._outputs.append(
+        self._reports.outputs.append(
             TokenOutput(sequence.request_id, token, "", value, reason is not None, reason, length, top)
         )
         if reason is not None:
-            self._complete(sequence, reason)
+            self._reports.complete(sequence, reason)
+            self._planner.speculation.keep(sequence)
 
     def _count_gaps(self, gap: float, times: int) -> None:
         if times:
@@ -491,6 +457,11 @@ class ContinuousBatchScheduler:
         num_tokens, first = plan.num_tokens, plan.num_decodes
         self.stats.steps += 1
         self.stats.tokens_computed += num_tokens
+        self.stats.step_sequences += len(plan.rows)
+        if seconds is not None and num_tokens:
+            kinds = self.step_seconds
+            of_prompts = kinds.mixed if plan.first_prefill else kinds.prefill
+            (of_prompts if plan.num_prefills else kinds.decode).record(seconds)
         needs_decodes = self.config.policy is PriorityPolicy.ADAPTIVE
         if seconds is not None and num_tokens and (plan.num_prefills or needs_decodes):
             prompts = zip(plan.starts[first:], plan.counts[first:], strict=True)
@@ -524,14 +495,14 @@ class ContinuousBatchScheduler:
             self._finish_swaps(step_result)
         for sequence in failed.sequences if result.errors else ():
             if (failure := result.errors.get(sequence.request_id)) is not None:
-                self._end_early(sequence, failure)
+                self._reports.end(sequence, failure)
         if any(request_id in result.errors for request_id in failed.plan.request_ids):
             return
         message = result.error or "; ".join(failure.message for failure in result.errors.values())
         alive = [s for s in failed.sequences if s.finish_reason is None]
         if failed.is_retry:
             for sequence in alive:
-                self._end_early(sequence, Failure(FailureKind.STEP, message))
+                self._reports.end(sequence, Failure(FailureKind.STEP, message))
         else:
             half = (len(alive) + 1) // 2
             self._retries.extend(part for part in (alive[:half], alive[half:]) if part)

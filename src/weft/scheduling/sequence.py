@@ -12,6 +12,7 @@ from weft.request import (
     FinishReason,
     GenerationResult,
     InferenceRequest,
+    PreemptedTime,
     Priority,
     RequestState,
     TokenLogprobs,
@@ -80,6 +81,7 @@ class Sequence:
         "phase",
         "phase_since",
         "phase_times",
+        "preempted_times",
         "preemptions",
         "priority",
         "prompt_length",
@@ -148,6 +150,8 @@ class Sequence:
         self.cached_tokens: int | None = None
         """Tokens of the prefix hit at its first admission. None: not admitted yet."""
         self.preemptions = 0
+        self.preempted_times: tuple[PreemptedTime, ...] = ()
+        """The end of the last one is not set while the sequence is preempted."""
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}
         """Logprobs by position: a prompt that is recomputed writes the same values again."""
@@ -166,7 +170,7 @@ class Sequence:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it has one position left to schedule, behind its prompt."""
+        """Whether exactly one position is left to schedule, and it comes after the prompt."""
         return self.target - self.scheduled == 1 and self.scheduled >= self.prompt_length
 
     @property
@@ -207,6 +211,17 @@ class Sequence:
         self.phase_times[self.phase] += now - self.phase_since
         self.phase, self.phase_since = phase, now
 
+    def enter_preemption(self, by_swap: bool, now: float) -> None:
+        began = now - self.arrival
+        self.preempted_times += (PreemptedTime(began, began, by_swap),)
+        self.preemptions += 1
+        self.enter(Phase.WAITING, now)
+
+    def end_preemption(self, now: float) -> None:
+        """Sets the end of the last preemption."""
+        *earlier, last = self.preempted_times
+        self.preempted_times = (*earlier, last._replace(ended=now - self.arrival))
+
     def result(self) -> GenerationResult:
         assert self.finish_reason is not None
         waiting, prefill, decode = self.phase_times
@@ -227,6 +242,7 @@ class Sequence:
             prompt_token_count=self.prompt_length,
             cached_token_count=self.cached_tokens or 0,
             preemptions=self.preemptions,
+            preempted_times=self.preempted_times,
             logprobs=tuple(self.logprobs) if self.request.params.logprobs is not None else None,
             prompt_logprobs=self._all_prompt_logprobs(),
             metadata=self.request.metadata,

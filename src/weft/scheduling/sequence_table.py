@@ -126,6 +126,8 @@ class SequenceTable:
         sequence.state = RequestState.RUNNING
         sequence.admitted_step = step
         sequence.row_sent = False
+        if sequence.preemptions:
+            sequence.end_preemption(now)
         sequence.enter(phase, now)
         self.running.append(sequence)
 
@@ -163,11 +165,10 @@ class SequenceTable:
             self.kv_cache.free_row(row)
         self.prefixes.extend_block_hashes(sequence)
         sequence.state = RequestState.PREEMPTED
-        sequence.preemptions += 1
-        sequence.enter(Phase.WAITING, now)
+        sequence.enter_preemption(task is not None, now)
         if now < self.history.until:
             by_swap = int(task is not None)
-            self.history.add_event(now, step, "preempted", sequence.request_id, by_swap)
+            self.history.events.append((now, step, "preempted", sequence.request_id, by_swap, 0))
         self.queue_of(sequence).push(sequence)
         return task
 
@@ -232,7 +233,7 @@ class SequenceTable:
             is_prompt = sequence.target - sequence.scheduled > 1
             self.add_running(sequence, step, Phase.PREFILL if is_prompt else Phase.DECODE, now)
             if now < self.history.until:
-                self.history.add_event(now, step, "swapped_in", sequence.request_id, int(failed))
+                self.history.events.append((now, step, "swapped_in", sequence.request_id, int(failed), 0))
             if not failed:
                 self.prefixes.register(sequence, 0, sequence.computed)
         elif failed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,9 +46,12 @@ from weft.server.http.byte_budget import RequestBytes
 from weft.server.http.guard import Guard
 from weft.server.http.scope import ANSWER, BODY, KEY
 from weft.server.internal import INTERNAL, InternalReply, InternalRequest, send_internal
+from weft.server.live.feed import LiveFeed
+from weft.server.live.held import requests_of_server
 from weft.server.logs import ServerLog, current_record
 from weft.server.loop_lag import watch_lag
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
+from weft.server.otlp import OtlpExporter
 from weft.server.settings import ServerSettings
 from weft.server.state.files import FileStore
 from weft.server.state.store import Store
@@ -57,6 +60,7 @@ from weft.server.stream.events import Disconnected, EventStream, unless_disconne
 from weft.server.stream.loop_turns import LoopTurns
 from weft.server.stream.whole_answer import WholeAnswer, min_response_bytes
 from weft.server.tasks import Tasks
+from weft.server.traces import Traces
 from weft.text.model_text import ModelText
 
 _HEADERS_SECONDS = 0.25
@@ -91,7 +95,9 @@ class ServerApp:
         engine: EngineClient,
         log: ServerLog,
         formats: Formats = FORMATS,
+        exporter: OtlpExporter | None = None,
     ) -> None:
+        """`exporter` gets the traces of requests; None: there are none."""
         self.settings = settings
         self.formats = formats
         self.text = text
@@ -105,22 +111,29 @@ class ServerApp:
         self._log = log
         self._name = settings.names[0]
         self._metrics = ServerMetrics(self._name, is_two_tier=settings.engine.cache.is_two_tier)
+        self._traces: Traces | None = None
+        if exporter is not None:
+            self._traces = Traces(self._name, formats, exporter.put)
+            self._metrics.count_lost_traces = lambda: exporter.num_lost
         self.created = int(time.time())
         self._loop_turns = LoopTurns()
-        self._active_requests = ActiveRequests(settings, engine, self._metrics, time.monotonic)
+        self.active_requests = ActiveRequests(settings, engine, self._metrics, time.monotonic)
         folder = Path(settings.state_path).expanduser() if settings.state_path else home_directory() / "state"
         self.store = Store(folder, log.event)
         self.tasks = Tasks(settings.max_requests, len(settings.api_keys))
         self.files = FileStore(self.store, settings.max_stored_bytes)
+        self.live = LiveFeed(
+            self._name, engine, lambda: requests_of_server(self.active_requests, time.monotonic())
+        )
         self._batches = BatchRunner(self, self._metrics, log.event, lambda: self.is_draining)
 
     async def wait_until_idle(self, seconds: float) -> bool:
         """Returns whether all requests of clients ended within `seconds`. Lines of batches run again after a restart."""
-        return await self._active_requests.wait_until_idle(seconds)
+        return await self.active_requests.wait_until_idle(seconds)
 
     async def watch_loop(self) -> None:
         """Measures the lag of the event loop until it is cancelled."""
-        await watch_lag(self._metrics.loop_lag.observe, lambda: len(self._active_requests) > 0)
+        await watch_lag(self._metrics.loop_lag.record, lambda: len(self.active_requests) > 0)
 
     async def run_batches(self) -> None:
         """Runs batches until it is cancelled."""
@@ -129,12 +142,18 @@ class ServerApp:
     def wake_batches(self) -> None:
         self._batches.wake()
 
+    async def text_of(self, tokens: Sequence[int]) -> str:
+        return await self._preparer.text(list(tokens), _ITSELF)
+
     async def close(self) -> None:
         """Ends the tasks and the worker processes, and closes the store."""
+        await self.live.close()
         await self.tasks.close()
         await self._bodies.close()
         await self._preparer.close()
         await self.store.close()
+        if self._traces is not None:
+            self._traces.close()
 
     def asgi(self) -> ASGIApp:
         post, get = ["POST"], ["GET"]
@@ -153,8 +172,6 @@ class ServerApp:
             Route("/ready", self._ready, methods=get),
             Route("/metrics", self._show_metrics, methods=get),
             Route("/version", self._version, methods=get),
-            Route("/admin/requests", self._list_requests, methods=get),
-            Route("/admin/requests/{id}", self._cancel_request, methods=["DELETE"]),
             Route("/openapi.json", self._openapi, methods=get),
             Route("/docs", self._docs, methods=get),
         ]
@@ -183,7 +200,11 @@ class ServerApp:
         # A redirect has no body, and most clients do not repeat a POST after one. A 404 says what is wrong.
         app.router.redirect_slashes = False
         self._asgi = AccessLog(
-            Guard(app, self.settings, self.formats), self._log, self.engine.new_id, self._metrics.failed
+            Guard(app, self.settings, self.formats),
+            self._log,
+            self.engine.new_id,
+            self._metrics.failed,
+            self._traces,
         )
         return self._asgi
 
@@ -200,15 +221,16 @@ class ServerApp:
         is_idle_work = internal is not None and internal.is_idle_work
         self._check_open()
         if not is_idle_work:
-            self._active_requests.check_capacity(key)
+            self.active_requests.check_capacity(key)
         body = await read_body(request)
         size = len(body)
         answer_bytes: RequestBytes = request.scope[ANSWER]
         choices = Choices(self.engine, self.text.tokenizer, answer_bytes)
         record = current_record()
-        active = self._active_requests.begin(
+        active = self.active_requests.begin(
             key, choices, record.id, record.given_id, is_idle_work=is_idle_work
         )
+        record.active = active
         outcome: Outcome = ApiError.internal_error()  # for an unexpected exception; else it is replaced below
         is_owned_by_response = False
         try:
@@ -217,13 +239,14 @@ class ServerApp:
             api_request, unknown = await unless_disconnected(
                 request.receive, self._bodies.read(answer_format.request_type, body, client_id)
             )
+            record.model = api_request.model
             unknown = [*unknown, *answer_format.ignored(api_request)]
             with renamed_fields(answer_format.field_names(api_request)):
                 if (content := answer_format.answer_at_once(api_request, self._name)) is not None:
                     self.check_model(api_request.model)
                     outcome = []
                     return json_response(content, headers=warning_header(unknown))
-                self._active_requests.set_deadline(active, api_request.deadline)
+                self.active_requests.set_deadline(active, api_request.deadline)
                 caller = Caller(self, key, active.id, request.scope[BODY], INTERNAL in request.scope)
                 beginning = self._begin(
                     answer_format, api_request, size, active, answer_bytes, caller, client_id
@@ -242,7 +265,7 @@ class ServerApp:
                     stream = EventStream(
                         choices,
                         prepared.writer,
-                        self._metrics,
+                        self._metrics.token_times(prepared.requests[0].priority),
                         loop_turns=self._loop_turns,
                         began=active.began,
                         silence_seconds=self.settings.silence_seconds,
@@ -269,7 +292,7 @@ class ServerApp:
         finally:
             if not is_owned_by_response:
                 choices.cancel()
-                self._active_requests.end(active, outcome)
+                self.active_requests.end(active, outcome)
             outcome = None  # an error has a traceback that refers to this frame: a reference cycle
 
     async def _begin(
@@ -302,7 +325,7 @@ class ServerApp:
             at_once = await prepared.writer.start(caller)
             if at_once is not None:
                 return prepared, at_once
-            await self._active_requests.submit(
+            await self.active_requests.submit(
                 active, prepared.requests, prepared.answer_form, is_streamed=prepared.is_streamed
             )
         if prepared.is_streamed:
@@ -315,7 +338,7 @@ class ServerApp:
 
     def _end(self, outcome: Outcome, prepared: Prepared, active: ActiveRequest) -> None:
         """Ends an active request. Records its outcome in the metrics and in its log record."""
-        self._active_requests.end(active, outcome)
+        self.active_requests.end(active, outcome)
         record = current_record()
         record.is_client_gone = outcome is None
         if isinstance(outcome, ApiError):
@@ -327,7 +350,7 @@ class ServerApp:
             self._metrics.answered(outcome, len(prepared.requests), seconds)
             first = outcome[0].time_to_first_token
             if not prepared.is_streamed and not active.is_idle_work and first is not None:
-                self._metrics.first_token(first)
+                self._metrics.token_times(prepared.requests[0].priority).first_token(first)
 
     def _check_open(self) -> None:
         """Raises a 503 while the engine is not ready or the server drains."""
@@ -345,7 +368,7 @@ class ServerApp:
         """Seconds after which a client that is refused now should retry."""
         if self.engine.state is not EngineState.READY:
             return self.engine.seconds_until_ready
-        seconds = self._active_requests.seconds_until_free
+        seconds = self.active_requests.seconds_until_free
         # A server that drains has usually been replaced by another one after the drain time.
         return max(seconds, self.settings.drain_seconds) if self.is_draining else seconds
 
@@ -362,7 +385,7 @@ class ServerApp:
 
     async def _tokenize(self, request: Request) -> Response:
         async def work(api_request: TokenizeRequest, size: int, active: ActiveRequest) -> dict[str, Any]:
-            self._active_requests.reserve(active, size // _BYTES_PER_TOKEN or 1)
+            self.active_requests.reserve(active, size // _BYTES_PER_TOKEN or 1)
             tokens = await self._preparer.tokens(api_request, size, _client_id(request))
             active.text_tokens = len(tokens)
             return {"count": len(tokens), "max_model_len": self.engine.max_sequence_length, "tokens": tokens}
@@ -371,7 +394,7 @@ class ServerApp:
 
     async def _detokenize(self, request: Request) -> Response:
         async def work(api_request: DetokenizeRequest, size: int, active: ActiveRequest) -> dict[str, Any]:
-            self._active_requests.reserve(active, len(api_request.tokens))
+            self.active_requests.reserve(active, len(api_request.tokens))
             return {"prompt": await self._preparer.text(api_request.tokens, _client_id(request))}
 
         return await self._without_engine(request, DetokenizeRequest, work)
@@ -381,7 +404,7 @@ class ServerApp:
         assert counting is not None
 
         async def work(api_request: Any, size: int, active: ActiveRequest) -> Any:
-            self._active_requests.reserve(active, size // _BYTES_PER_TOKEN or 1)
+            self.active_requests.reserve(active, size // _BYTES_PER_TOKEN or 1)
             with renamed_fields(answer_format.field_names(api_request)):
                 caller = Caller(self, active.key, active.id, request.scope[BODY])
                 api_request = await answer_format.load(api_request, caller)
@@ -397,11 +420,11 @@ class ServerApp:
         """Handles a request that needs only text work. It is an active request, and uses the token limit of its key."""
         key: ApiKey | None = request.scope[KEY]
         self._check_not_draining()
-        self._active_requests.check_capacity(key)
+        self.active_requests.check_capacity(key)
         body = await read_body(request)
         choices = Choices(self.engine, self.text.tokenizer)
         record = current_record()
-        active = self._active_requests.begin(key, choices, record.id, record.given_id)
+        active = self.active_requests.begin(key, choices, record.id, record.given_id)
         try:
             await self._loop_turns.wait()
             with renamed_fields({}):
@@ -411,17 +434,17 @@ class ServerApp:
                 self.check_model(api_request.model)
                 content = await unless_disconnected(request.receive, work(api_request, len(body), active))
                 choices.check()  # raises if an operator cancelled the request
-            self._active_requests.end(active, [])
+            self.active_requests.end(active, [])
             return json_response(content, headers=active.headers)
         except ApiError as error:
-            self._active_requests.end(active, error)
+            self.active_requests.end(active, error)
             error.headers |= active.headers
             raise
         except Disconnected:
-            self._active_requests.end(active, None)
+            self.active_requests.end(active, None)
             raise
         finally:
-            self._active_requests.end(
+            self.active_requests.end(
                 active, ApiError.internal_error()
             )  # no effect if the request ended above
 
@@ -440,7 +463,7 @@ class ServerApp:
         if not self.engine.is_responding:
             message = "the engine does not respond; send requests to another server"
             raise ApiError(503, message, code="engine_not_responding")
-        self._active_requests.check_capacity(request.scope[KEY])
+        self.active_requests.check_capacity(request.scope[KEY])
         return json_response({"status": "ready"})
 
     async def _show_metrics(self, request: Request) -> Response:
@@ -449,16 +472,6 @@ class ServerApp:
 
     async def _version(self, request: Request) -> Response:
         return json_response({"version": __version__})
-
-    async def _list_requests(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": self._active_requests.described()})
-
-    async def _cancel_request(self, request: Request) -> Response:
-        name = request.path_params["id"]
-        if not self._active_requests.cancel(name):
-            message = f"there is no active request {name!r:.80}; GET /admin/requests lists the active ones"
-            raise ApiError(404, message, code="request_not_found")
-        return json_response({"id": name, "object": "request", "cancelled": True})
 
     @cached_property
     def _document(self) -> bytes:

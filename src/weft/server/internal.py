@@ -44,7 +44,7 @@ async def send_internal(app: ASGIApp, path: str, body: bytes, request: InternalR
     sent: list[Message] = []
 
     async def receive() -> Message:
-        # A new future each time: a caller of `receive` that is cancelled cancels what it waits for.
+        # A new future for each call: a caller that is cancelled also cancels the future that it awaits.
         return parts.pop() if parts else await asyncio.get_running_loop().create_future()
 
     async def send(message: Message) -> None:

@@ -24,6 +24,7 @@ from weft.server.app import ServerApp
 from weft.server.http.listener import FLUSH_SECONDS, Listener
 from weft.server.http.scope import OLLAMA_PORT
 from weft.server.logs import LibraryHandler, ServerLog
+from weft.server.otlp import OtlpExporter, open_exporter
 from weft.server.settings import ServerSettings
 from weft.text.model_text import ModelText, open_model_text
 
@@ -132,18 +133,22 @@ class _ServerRun:
             loop.add_signal_handler(number, self._on_signal, number)
         starting: asyncio.Future[None] | None = None
         text: ModelText | None = None
+        exporter: OtlpExporter | None = None
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
             # First, so that a port in use is reported before the model is loaded.
             await self._bind()
             starting = asyncio.ensure_future(self._engine.start())
             await asyncio.sleep(0)  # starts the engine process, in parallel with the work below
+            exporter = open_exporter(self._settings.otlp_endpoint, self._log.event)
             text, generation_defaults = self._open_text()
             await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
                 return
             starting.result()
-            app = ServerApp(self._settings, text, generation_defaults, self._engine, self._log)
+            app = ServerApp(
+                self._settings, text, generation_defaults, self._engine, self._log, exporter=exporter
+            )
             tasks = [asyncio.create_task(app.watch_loop())]
             try:
                 await self._listen(app, tasks)
@@ -161,6 +166,8 @@ class _ServerRun:
             await self._engine.stop()
             if text is not None:
                 text.close()
+            if exporter is not None:
+                exporter.close()
 
     def _open_text(self) -> tuple[ModelText, Mapping[str, Any]]:
         """Opens the tokenizer and the generation defaults of the model. The checkpoint has megabytes of vocabulary and
@@ -205,6 +212,7 @@ class _ServerRun:
             self._log.event("cancelling", "Some requests did not end in time; they are cancelled.", "warning")
             await self._engine.stop()
             await app.wait_until_idle(FLUSH_SECONDS)
+        await app.live.close()  # its streams have no end of their own
         await self._listener.close()
         self._log.event("stopped", "Stopped.")
 

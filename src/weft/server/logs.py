@@ -16,12 +16,15 @@ from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
 from weft.request import GenerationResult, RequestId
 from weft.server.settings import LogFormat
+
+if TYPE_CHECKING:
+    from weft.server.admission.active_requests import ActiveRequest
 
 _MAX_LINES = 8192
 _FLUSH_SECONDS = 2.0
@@ -47,6 +50,10 @@ class Record:
     is_client_gone: bool = False
     results: Sequence[GenerationResult] = ()
     num_choices_per_prompt: int = 1
+    model: str | None = None
+    """The name in the request."""
+    active: ActiveRequest | None = None
+    """For its trace."""
 
     @property
     def request_id(self) -> str:

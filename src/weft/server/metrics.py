@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
@@ -14,8 +15,8 @@ from prometheus_client.registry import Collector
 
 from weft.engine.ipc.client import EngineClient
 from weft.errors import WeftError
-from weft.metrics import ENGINE_SERIES
-from weft.request import GenerationResult
+from weft.metrics import ENGINE_SERIES, STEP_SECONDS, Buckets, EngineSeries
+from weft.request import GenerationResult, Priority
 from weft.server.admission.keys import ApiKey
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -38,30 +39,45 @@ _TOKEN_SECONDS = (
     2.5,
     5.0,
 )
+_FIRST_TOKEN_SECONDS = (*_TOKEN_SECONDS, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
 _LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
 _REQUEST_SECONDS = (0.005, 0.02, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 
 
-class _FastHistogram(Collector):
-    """A histogram that is fast enough to record a value for every event of every stream. The Histogram of
-    prometheus_client would take a fifth of the time of an event."""
+class _Histograms(Collector):
+    """The series of one histogram, by labels. It is fast enough to record a value for every event of every stream. The
+    Histogram of prometheus_client would take a fifth of the time of an event."""
 
-    def __init__(self, name: str, help: str, labels: Mapping[str, str], bounds: Sequence[float]) -> None:
+    def __init__(self, name: str, help: str, labels: Sequence[str]) -> None:
         self._name, self._help, self._labels = name, help, labels
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self._series: dict[tuple[str, ...], Buckets] = {}
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def add(self, values: tuple[str, ...], bounds: tuple[float, ...]) -> Buckets:
+        """A new series with these values of the labels."""
+        buckets = self._series[values] = Buckets.of(bounds)
+        return buckets
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        cumulative = list(itertools.accumulate(self._counts))
-        names = [*map(str, self._bounds), "+Inf"]
-        family = HistogramMetricFamily(self._name, self._help, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), list(zip(names, cumulative, strict=True)), self._sum)
+        family = HistogramMetricFamily(self._name, self._help, labels=self._labels)
+        for values, buckets in self._series.items():
+            names = [*map(str, buckets.bounds), "+Inf"]
+            cumulative = itertools.accumulate(buckets.counts)
+            family.add_metric(values, list(zip(names, cumulative, strict=True)), buckets.total)
         yield family
+
+
+class TokenTimes(NamedTuple):
+    """The times of tokens of one priority."""
+
+    first_tokens: Buckets
+    gaps: Buckets
+
+    def first_token(self, seconds: float) -> None:
+        self.first_tokens.record(seconds)
+
+    def delivery(self, seconds: float, num_tokens: int) -> None:
+        """Records an event with `num_tokens` tokens, `seconds` after the previous event of its stream."""
+        self.gaps.record(seconds / num_tokens)
 
 
 class ServerMetrics:
@@ -70,7 +86,7 @@ class ServerMetrics:
     def __init__(self, model: str, *, is_two_tier: bool = False) -> None:
         """`is_two_tier`: also export the metrics of a two-tier KV cache."""
         self._registry = registry = CollectorRegistry(auto_describe=True)
-        labels = {"model_name": model}
+        self._labels = labels = {"model_name": model}
 
         def gauge(name: str, help: str) -> Gauge:
             return Gauge(f"weft:{name}", help, labels, registry=registry).labels(**labels)
@@ -78,25 +94,28 @@ class ServerMetrics:
         def counter(name: str, help: str) -> Counter:
             return Counter(f"weft:{name}", help, labels, registry=registry).labels(**labels)
 
-        def mirrored(name: str, help: str) -> _MirroredCounter:
-            return _MirroredCounter(counter(name, help))
-
         def histogram(name: str, help: str, buckets: Sequence[float] = _REQUEST_SECONDS) -> Histogram:
             return Histogram(f"weft:{name}", help, labels, registry=registry, buckets=buckets).labels(
                 **labels
             )
 
+        families: dict[str, Any] = {}
         self._of_engine = [
-            (one, (gauge if one.kind == "gauge" else mirrored)(one.name, one.help))
-            for one in ENGINE_SERIES
-            if is_two_tier or not one.is_two_tier
+            (one, self._shown(one, families)) for one in ENGINE_SERIES if is_two_tier or not one.is_two_tier
         ]
         self._waiting = gauge(
             "num_requests_waiting", "Answers that wait to be admitted, preempted and held ones included."
         )
         self._engine_up = gauge("engine_up", "1 while the engine process is ready and responds, else 0.")
-        self._restarts = mirrored("engine_restarts", "Restarts of the engine process.")
-        self._stalls = mirrored("engine_stalls", "Restarts of the engine process because it was stuck.")
+        self._restarts = _MirroredCounter(counter("engine_restarts", "Restarts of the engine process."))
+        self._stalls = _MirroredCounter(
+            counter("engine_stalls", "Restarts of the engine process because it was stuck.")
+        )
+        self._lost_traces = _MirroredCounter(
+            counter("traces_lost", "Traces that the collector did not accept, or not fast enough.")
+        )
+        self.count_lost_traces: Callable[[], int] = lambda: 0
+        gauge("start_time_seconds", "When the server started, in seconds since 1970.").set(time.time())
         self.open_requests = gauge("http_requests_open", "HTTP requests that are not yet ended.")
         self._held = gauge("num_requests_held", "Answers held back in the server for fairness between keys.")
         self.count_held: Callable[[], int] = lambda: 0
@@ -105,28 +124,34 @@ class ServerMetrics:
             "prefix_cache_hits", "Prompt tokens of completed requests that were prefix hits."
         )
         self._generated_tokens = counter("generation_tokens", "Generated tokens.")
-        self._first_token = histogram(
-            "time_to_first_token_seconds",
-            "Seconds from the complete request to its first token.",
-            _TOKEN_SECONDS,
-        )
         self._per_token = histogram(
             "time_per_output_token_seconds", "Mean seconds between two tokens of an answer.", _TOKEN_SECONDS
         )
-        self._between = _FastHistogram(
-            "weft:inter_token_latency_seconds",
-            "Seconds since the previous event of the stream, per token of this event.",
-            labels,
-            _TOKEN_SECONDS,
+        first_tokens = _Histograms(
+            "weft:time_to_first_token_seconds",
+            "Seconds from the complete request to its first token, by priority.",
+            [*labels, "priority"],
         )
-        registry.register(self._between)
-        self.loop_lag = _FastHistogram(
+        gaps = _Histograms(
+            "weft:inter_token_latency_seconds",
+            "Seconds since the previous event of the stream, per token of this event, by priority.",
+            [*labels, "priority"],
+        )
+        self._token_times = {
+            priority: TokenTimes(
+                first_tokens.add((model, priority.name.lower()), _FIRST_TOKEN_SECONDS),
+                gaps.add((model, priority.name.lower()), _TOKEN_SECONDS),
+            )
+            for priority in Priority
+        }
+        lag = _Histograms(
             "weft:event_loop_lag_seconds",
             "Lag of the server's event loop in seconds, without the run delay of its thread.",
-            labels,
-            _LAG_SECONDS,
+            list(labels),
         )
-        registry.register(self.loop_lag)
+        self.loop_lag = lag.add((model,), _LAG_SECONDS)
+        for histograms in (first_tokens, gaps, lag):
+            registry.register(histograms)
         self._latency = histogram(
             "e2e_request_latency_seconds", "Seconds from the complete request to its last token."
         )
@@ -157,14 +182,28 @@ class ServerMetrics:
         )
         self._used: dict[str, tuple[int, int]] = {}
         """Requests and tokens by key name. Only configured keys get an entry, so a client cannot add entries."""
-        self._labels = labels
 
-    def first_token(self, seconds: float) -> None:
-        self._first_token.observe(seconds)
+    def _shown(
+        self, series: EngineSeries, families: dict[str, Any]
+    ) -> Gauge | _MirroredCounter | _MirroredBuckets:
+        """What shows a series of the engine. `families`: by name, as far as they exist."""
+        name, registry = f"weft:{series.name}", self._registry
+        labels = self._labels | dict(series.labels)
+        if name not in families:
+            if series.kind == "histogram":
+                families[name] = _Histograms(name, series.help, list(labels))
+                registry.register(families[name])
+            else:
+                kind = Gauge if series.kind == "gauge" else Counter
+                families[name] = kind(name, series.help, list(labels), registry=registry)
+        family = families[name]
+        if series.kind == "histogram":
+            return _MirroredBuckets(family.add(tuple(labels.values()), STEP_SECONDS))
+        shown = family.labels(**labels)
+        return shown if series.kind == "gauge" else _MirroredCounter(shown)
 
-    def delivery(self, seconds: float, num_tokens: int) -> None:
-        """Records an event with `num_tokens` tokens, `seconds` after the previous event of its stream."""
-        self._between.observe(seconds / num_tokens)
+    def token_times(self, priority: Priority) -> TokenTimes:
+        return self._token_times[priority]
 
     def answered(self, results: Sequence[GenerationResult], prompts: int, seconds: float | None) -> None:
         """Records a completed request; `prompts` is its number of prompts. `seconds` is None for idle work: it can be
@@ -206,6 +245,7 @@ class ServerMetrics:
         """The exposition for `key`. Only a key with admin = true sees the usage of other keys."""
         self._restarts.set(engine.restarts)
         self._stalls.set(engine.stalls)
+        self._lost_traces.set(self.count_lost_traces())
         num_held = self.count_held()
         self._held.set(num_held)
         try:
@@ -214,7 +254,7 @@ class ServerMetrics:
             self._engine_up.set(0)
             self._waiting.set(num_held)
             for series, shown in self._of_engine:
-                if series.kind == "gauge":
+                if isinstance(shown, Gauge):
                     shown.set(series.without_engine)
         else:
             self._engine_up.set(1)
@@ -256,3 +296,19 @@ class _MirroredCounter:
     def set(self, total: float) -> None:
         self._counter.inc(total - self._seen if total >= self._seen else total)
         self._seen = total
+
+
+class _MirroredBuckets:
+    """The same for a histogram of the engine process."""
+
+    def __init__(self, buckets: Buckets) -> None:
+        self._buckets = buckets
+        self._seen = Buckets.of(buckets.bounds)
+
+    def set(self, buckets: Buckets) -> None:
+        is_new = sum(buckets.counts) < sum(self._seen.counts)
+        seen = Buckets.of(buckets.bounds) if is_new else self._seen
+        ours = self._buckets
+        ours.counts = [a + b - c for a, b, c in zip(ours.counts, buckets.counts, seen.counts, strict=True)]
+        ours.total += buckets.total - seen.total
+        self._seen = buckets

@@ -14,12 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from weft.live import BLOCK_STATES, FINISH_REASONS, LiveInfo
-from weft.metrics import Histogram
-from weft.request import Priority
+from weft.live import LiveInfo
 from weft.server.errors import ApiError, json_response, refusal
 from weft.server.http.guard import Guard
 from weft.server.http.listener import Listener
+from weft.server.live.info import REPLICA, live_info
 from weft.server.page.routes import page_routes
 from weft.server.settings import ServerSettings
 
@@ -65,15 +64,15 @@ async def _serve(
 
 
 def _app(frames: Frames, name: str) -> Starlette:
-    head = msgspec.json.encode({"model": name, "replica": 0, "engine": "ready", "keys": {}, "held": []})[:-1]
+    head = msgspec.json.encode(
+        {"model": name, "replica": REPLICA, "engine": "ready", "keys": {}, "held": [], "num_held": 0}
+    )[:-1]
 
     async def info(request: Request) -> Response:
         return json_response(_info(frames, name))
 
     async def some_frames(request: Request) -> Response:
-        # Read first: the replay may add frames meanwhile, and the range must not be refused for a number that is old.
-        num_frames = frames.num_frames
-        start = _parameter(request, "start", 0, num_frames - 1)
+        start = _parameter(request, "start", 0, frames.num_frames - 1)
         count = _parameter(request, "count", 1, MAX_FRAMES)
         found = [head + b"," + frame[1:] for frame in frames.read(start, count)]
         return Response(b"[" + b",".join(found) + b"]", media_type="application/json")
@@ -86,19 +85,10 @@ def _app(frames: Frames, name: str) -> Starlette:
 
 
 def _info(frames: Frames, name: str) -> dict[str, object]:
-    is_complete = (
-        frames.is_complete
-    )  # read before the number of frames, so that a complete replay has its last number
+    # Read before the number of frames: if the replay is complete, that number is the final one.
+    is_complete = frames.is_complete
     return {
-        "mode": "replay",
-        "model": name,
-        "replica": 0,
-        "show_prompts": False,
-        "reasons": [reason.value for reason in FINISH_REASONS],
-        "block_states": BLOCK_STATES,
-        "priorities": [priority.name.lower() for priority in Priority],
-        "buckets": [Histogram.FIRST, Histogram.GROWTH],
-        **msgspec.to_builtins(frames.info),
+        **live_info("replay", name, frames.info),
         "path": frames.path,
         "num_frames": frames.num_frames,
         "is_complete": is_complete,
@@ -109,7 +99,7 @@ def _info(frames: Frames, name: str) -> dict[str, object]:
 
 def _parameter(request: Request, name: str, least: int, most: int) -> int:
     text = request.query_params.get(name, "")
-    # Longer numbers are too large, and slow to read.
+    # A number of more digits is out of range anyway, and int() is slow for very long ones.
     if not (text.isascii() and text.isdecimal() and len(text) <= 18 and least <= int(text) <= most):
         allowed = f"{least} to {most}" if least <= most else "none: there are no frames yet"
         raise refusal(f"{name} is {text!r:.40}; allowed: {allowed}", name)

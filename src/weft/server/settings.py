@@ -100,10 +100,14 @@ class ServerSettings:
     """Path of a Jinja template that replaces the template of the model."""
     tool_format: str | None = None
     """How the model writes tool calls, one of `weft.text.model_text.TOOL_FORMATS`. None: detected from its template."""
+    show_prompts: bool = False
+    """The live view shows the prompt of a request to those who may see the view."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may call the server from a browser; "*" for all."""
     log_format: LogFormat = "auto"
     """"auto": text if standard error is a terminal, else JSON."""
+    otlp_endpoint: str | None = None
+    """URL of a collector of OpenTelemetry, such as http://127.0.0.1:4318. It gets a trace of each request. Not set: that of OTEL_EXPORTER_OTLP_ENDPOINT; none: no traces. Needs the extra `otel`."""
     backend_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the backend, for developers of backends."""
     engine: ServingEngineConfig = field(default_factory=_engine_config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Listing
 
-from weft.backends.noop import generate_alone, score_alone
+from weft.backends.noop_model import generate_alone, score_alone
 from weft.config import PriorityPolicy
 from weft.plan import IterationPlan
 from weft.request import (
@@ -17,6 +17,7 @@ from weft.request import (
     TokenLogprobs,
     TokenOutput,
 )
+from weft.scheduling.answer_index import LENGTHS
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 from weft.simulation.require import require
@@ -38,6 +39,9 @@ class PlanChecker:
         """Requests that were running or being swapped in after the previous plan."""
         self._salts: dict[int, str] = {}
         """Block -> the cache salt of the request that filled it."""
+        self._unfinished: dict[RequestId, Sequence] = {}
+        self._answers: dict[str, list[Sequence]] = {}
+        """Completed sequences, by cache salt. Only where the scheduler keeps answers for draft tokens."""
         self.preemptions = 0
 
     def reset_rotation(self) -> None:
@@ -46,6 +50,8 @@ class PlanChecker:
 
     def check(self, plan: IterationPlan) -> None:
         self._check_budgets(plan)
+        if self._scheduler.config.max_learned_bytes and self._scheduler.info.fixed_cost_rows:
+            self._note_answers()
         if plan.drafts:
             self._check_drafts(plan)
         if self._scheduler.is_retrying:
@@ -99,9 +105,26 @@ class PlanChecker:
             )
             require(sequence.request.params.grammar is None, f"{name} has draft tokens and a grammar")
             require(
-                _continues_a_match(sequence, task.drafts),
-                f"{name} has draft tokens that follow neither its own text nor its prediction",
+                _continues_a_match(sequence, task.drafts) or self._continues_an_answer(sequence, task.drafts),
+                f"{name} has draft tokens that follow neither its own text, nor its prediction, nor an answer with its salt",
             )
+
+    def _note_answers(self) -> None:
+        for sequence in list(self._unfinished.values()):
+            if sequence.finish_reason is not None:
+                del self._unfinished[sequence.request_id]
+                if sequence.state is RequestState.COMPLETED:
+                    self._answers.setdefault(sequence.request.cache_salt, []).append(sequence)
+        self._unfinished |= self._scheduler.sequences
+
+    def _continues_an_answer(self, sequence: Sequence, drafts: Listing[int]) -> bool:
+        """Whether the shortest match, and then the draft tokens, occur in a completed sequence with the same salt."""
+        text = [*sequence.tokens[-LENGTHS[-1] :], *drafts]
+        return any(
+            answer.tokens[index : index + len(text)] == text
+            for answer in self._answers.get(sequence.request.cache_salt, ())
+            for index in range(len(answer.tokens) - len(text) + 1)
+        )
 
     def _check_rotation(self, plan: IterationPlan) -> None:
         """At most 2 x ceil(running / sequences per step) steps are between two tokens of a running sequence."""
@@ -240,8 +263,8 @@ def _full_table(sequence: Sequence) -> list[int]:
 
 
 def _continues_a_match(sequence: Sequence, drafts: Listing[int]) -> bool:
-    """Whether the last two tokens, and then the draft tokens, occur in the text that the draft tokens repeat, or in the
-    prediction. The answer may also have begun like the prediction."""
+    """Whether the last two tokens and the draft tokens follow each other somewhere in the sequence's text or in its
+    prediction. In the prediction, the draft tokens may also follow a beginning that equals the whole answer so far."""
     tokens, prediction, count = sequence.tokens, sequence.request.prediction, len(drafts)
     for index in range(len(prediction) - count + 1):
         follows = index >= 2 and list(prediction[index - 2 : index]) == tokens[-2:]

@@ -4,8 +4,8 @@ A model writes the input of a custom tool as a string of JSON: a line break is `
 character by character, so it is enough to rewrite the strings and regular expressions of the grammar. A character class
 becomes a choice between a class of safe characters and some escapes.
 
-Terminals become rules: the lexer looks only one byte ahead, and the backslash does not say which escape follows. With
-one terminal for each escape it need not look further.
+Terminals become rules, with one terminal for each escape. A terminal with several escapes would fail: all of them begin
+with a backslash, and the lexer looks only one byte ahead.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _literal(text: str, *, is_any_case: bool = False) -> str:
 
 
 def _expression(pattern: str) -> str:
-    """The expression of a rule for the escaped texts that match a regular expression."""
+    """A Lark expression for all texts that match a regular expression, with their characters escaped."""
     try:
         tree = parser.parse(pattern)
         return f"({_sequence(tree, tree.state.flags)})"

@@ -114,7 +114,7 @@ def _one_call_at_a_time(messages: Sequence[Any]) -> list[Any]:
             call_id = _text_id(call.get("id"))
             unanswered[call_id] -= 1
             own = answers.get(call_id, deque())
-            # Calls with the same id get one result each, and the last of them the rest.
+            # If several calls have the same id, each gets one result, and the last one also gets those that are left.
             split += [own.popleft() for _ in range(min(1, len(own)) if unanswered[call_id] else len(own))]
         split += [one for group in answers.values() for one in group]
     return split

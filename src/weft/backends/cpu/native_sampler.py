@@ -9,8 +9,9 @@ import numpy as np
 from weft._kernels import Pool, Sampler
 from weft.backends.grammar import NO_MASKS, Masks
 from weft.backends.step_arrays import Rows, SampledEntries
-from weft.request import SamplingParams, TokenLogprobs, sampler_words
+from weft.request import SamplingParams, TokenLogprobs
 from weft.sampling.reference import FORBIDDEN, NOT_A_NUMBER, OVERFLOW, Sampled
+from weft.sampling.words import sampler_words
 
 _REASONS = {
     1: NOT_A_NUMBER,

@@ -122,7 +122,8 @@ class StepThread:
             outcome = run()
         except BaseException as error:
             outcome = error
-        self.report()  # has no effect, unless `run` ended before it computed anything
+        # `run` has called `report` already, unless it failed before the step computed.
+        self.report()
         self._running = None
         self._unreported = step, outcome
         if self._steps.empty() or not self._end.alive:  # after `close`, the next item may be the end marker

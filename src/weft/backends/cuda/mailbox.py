@@ -25,7 +25,7 @@ _ALIGNED = 4
 
 
 class MailboxStep(Protocol):
-    """The handle of a step, as its mailbox slot sees it."""
+    """What a mailbox slot uses of the handle of its step."""
 
     def collect(self) -> None:
         """Waits for the step and reads its result from the slot."""

@@ -186,9 +186,8 @@ class CudaBackend:
                 self._swaps.block_stream(self._stream, plan.after_swaps)
                 self._launch(plan, slot, step)
             except Exception as error:
-                with suppress(
-                    RuntimeError
-                ):  # after a GPU error this raises too, and so does every later step
+                # After a GPU error this raises too, and so does every later step.
+                with suppress(RuntimeError):
                     self._mailbox.restore()
                 step.fail(f"{type(error).__name__}: {error}")
                 return step

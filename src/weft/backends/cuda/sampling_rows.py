@@ -12,8 +12,9 @@ from weft.ops.triton import sampling as kernels
 from weft.ops.triton.device import Device, Event
 from weft.ops.triton.sampling_scores import start_rows_kernel
 from weft.plan import RowStart
-from weft.request import MAX_LOGIT_BIAS, Failure, FailureKind, SamplingParams, sampler_flags, sampler_words
+from weft.request import MAX_LOGIT_BIAS, Failure, FailureKind, SamplingParams
 from weft.sampling.noise import as_seed
+from weft.sampling.words import sampler_flags, sampler_words
 
 # How many end tokens (stop tokens and the model's own) a row can hold. The kernels need them for min_tokens only.
 MAX_ENDS = 1024

@@ -20,6 +20,7 @@ from weft.engine.ipc.process_watch import WatchedProcess
 from weft.engine.ipc.remote_answer import RemoteAnswer
 from weft.engine.request_ids import new_request_id
 from weft.errors import EngineStoppedError, WeftError
+from weft.live import LiveInfo
 from weft.metrics import ServingMetrics
 from weft.plan import BackendInfo
 from weft.request import InferenceRequest, RequestId
@@ -63,6 +64,7 @@ class EngineClient:
         self.state = EngineState.STOPPED
         self.info: BackendInfo | None = None
         self.max_sequence_length = 0
+        self.live_info: LiveInfo | None = None
         self.restarts = self.stalls = 0
         self.on_progress: Callable[[], object] = lambda: None
         """Called when an answer gets its first token, when an answer ends, and when the engine becomes ready."""
@@ -77,7 +79,8 @@ class EngineClient:
         self._answers: dict[int, RemoteAnswer] = {}
         """Unfinished answers, by handle."""
         self._numbers = itertools.count()
-        self._metrics: dict[int, asyncio.Future[ServingMetrics]] = {}
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        """By the number of the message that asks."""
         self._connection: Connection | None = None
         self._running: WatchedProcess | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -157,17 +160,29 @@ class EngineClient:
 
     async def metrics(self) -> ServingMetrics:
         """The current metrics of the engine."""
+        try:
+            metrics: ServingMetrics = await asyncio.wait_for(self._ask(wire.GetMetrics), _METRICS_SECONDS)
+        except TimeoutError:
+            raise EngineStoppedError("the engine does not answer") from None
+        return metrics
+
+    async def live_frame(self) -> tuple[bytes, float]:
+        """A `weft.live.LiveFrame` as JSON, and the CPU seconds that it took. Waits without limit for a silent engine,
+        so that no step and no event is lost. Raises when the engine's process ends."""
+        live: wire.Live = await self._ask(wire.GetLive)
+        return live.frame, live.seconds
+
+    async def _ask(self, question: Callable[[int], wire.Message]) -> Any:
+        """Sends a message with a number, and returns the reply."""
         if not self.is_responding:
             raise EngineStoppedError("the engine is not ready; try again in a moment")
         number = next(self._numbers)
-        future = self._metrics[number] = asyncio.get_running_loop().create_future()
-        self._send(wire.GetMetrics(number))
+        future = self._replies[number] = asyncio.get_running_loop().create_future()
+        self._send(question(number))
         try:
-            return await asyncio.wait_for(future, _METRICS_SECONDS)
-        except TimeoutError:
-            raise EngineStoppedError("the engine does not answer") from None
+            return await future
         finally:
-            self._metrics.pop(number, None)
+            self._replies.pop(number, None)
 
     @property
     def is_responding(self) -> bool:
@@ -186,8 +201,8 @@ class EngineClient:
 
     @property
     def seconds_until_ready(self) -> float:
-        """Estimated from the duration of the last start. 0 if there was no start yet, or if this one already takes
-        longer."""
+        """An estimate: the duration of the last start minus that of this one so far. 0 if there was no start before, or if
+        this one already takes longer."""
         if self._launch_seconds is None:
             return 0.0
         return max(0.0, self._launched_at + self._launch_seconds - asyncio.get_running_loop().time())
@@ -311,11 +326,12 @@ class EngineClient:
                 self._answers.pop(handle).fail(_refusal(message))
             self.on_progress()
         elif isinstance(message, wire.Metrics):
-            future = self._metrics.get(message.number)
-            if future is not None and not future.done():
-                future.set_result(message.metrics)
+            self._reply(message.number, message.metrics)
+        elif isinstance(message, wire.Live):
+            self._reply(message.number, message)
         elif isinstance(message, wire.Ready):
             self.info, self.max_sequence_length = message.info, message.max_sequence_length
+            self.live_info = message.live
             self.state = EngineState.READY
             self.on_progress()
         elif isinstance(message, wire.Warned):
@@ -325,6 +341,11 @@ class EngineClient:
             self._failure.exit_code = message.exit_code
             if self.state is EngineState.READY and self._connection is not None:
                 self._connection.abort()  # Failed is the last message; do not wait for the end of the process
+
+    def _reply(self, number: int, content: object) -> None:
+        future = self._replies.get(number)
+        if future is not None and not future.done():
+            future.set_result(content)
 
     def _take_step(self, step: wire.StepReport) -> None:
         answers = self._answers
@@ -347,7 +368,7 @@ class EngineClient:
         self._answers.clear()
         for answer in answers:
             answer.fail(error)
-        for future in self._metrics.values():
+        for future in self._replies.values():
             if not future.done():
                 future.set_exception(error)
         self.on_progress()

@@ -3,7 +3,7 @@
 The process and the client share a socket pair. The process ends when the client closes its end.
 
     main thread       runs the loop of the engine; sends step reports through the outbox
-    reader            reads messages, submits requests
+    reader            reads messages, submits requests, makes the frames of the live page
     writer            sends what the socket did not accept at once (`Outbox`)
     compilers         submit requests with a grammar: compiling may take long and must not delay other requests
     heartbeat         reports twice a second whether the loop and the reader make progress
@@ -99,7 +99,8 @@ class EngineProcess:
             return self._fail(f"{type(error).__name__}: {error}", 1)
         self._progress = lambda: self._engine.progress
         scheduler = self._engine.scheduler
-        self._outbox.send(wire.Ready(scheduler.info, scheduler.max_sequence_length))
+        ready = wire.Ready(scheduler.info, scheduler.max_sequence_length, self._engine.live_info())
+        self._outbox.send(ready)
         gc.freeze()  # objects that exist now stay alive, so the garbage collector need not scan them
         gc.enable()
         self._reader = threading.Thread(target=self._read, name="weft-reader", daemon=True)
@@ -154,8 +155,16 @@ class EngineProcess:
                 self._end_answer(message)
         elif isinstance(message, wire.GetMetrics):
             self._outbox.send(wire.Metrics(message.number, self._engine.metrics()))
+        elif isinstance(message, wire.GetLive):
+            self._send_frame(message.number)
         elif isinstance(message, wire.Stop):
             self._engine.stop()
+
+    def _send_frame(self, number: int) -> None:
+        """Makes a frame of the live page. The loop waits only while the snapshot is taken."""
+        began = time.thread_time()
+        frame = msgspec.json.encode(self._engine.live_frame())
+        self._outbox.send(wire.Live(number, frame, time.thread_time() - began))
 
     def _end_answer(self, message: wire.Cancel | wire.Finish) -> None:
         """Ends an answer: now, or once it is submitted. Does nothing if it has ended."""

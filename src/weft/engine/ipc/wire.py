@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from weft.config import ServingEngineConfig
+from weft.live import LiveInfo
 from weft.metrics import ServingMetrics
 from weft.plan import BackendInfo
 from weft.request import (
@@ -105,11 +106,17 @@ class GetMetrics(Message):
     number: int
 
 
+class GetLive(Message):
+    """Asks for a frame of the live page. The engine records steps and events while frames are asked for."""
+
+    number: int
+
+
 class Stop(Message):
     pass
 
 
-ToEngine = Start | Submit | Cancel | Finish | GetMetrics | Stop
+ToEngine = Start | Submit | Cancel | Finish | GetMetrics | GetLive | Stop
 
 
 # --- from the engine ----------------------------------------------------------------------------------------------
@@ -128,6 +135,7 @@ class Heartbeat(Message):
 class Ready(Message):
     info: BackendInfo
     max_sequence_length: int
+    live: LiveInfo
 
 
 class Failed(Message):
@@ -218,7 +226,15 @@ class Metrics(Message):
     metrics: ServingMetrics
 
 
-FromEngine = Heartbeat | Ready | Failed | Warned | Refused | StepReport | PromptLogprobs | Metrics
+class Live(Message):
+    number: int
+    frame: bytes
+    """A `weft.live.LiveFrame` as JSON. The client passes it on as it is."""
+    seconds: float
+    """CPU time that the engine's process used for the frame."""
+
+
+FromEngine = Heartbeat | Ready | Failed | Warned | Refused | StepReport | PromptLogprobs | Metrics | Live
 
 encode = msgspec.msgpack.Encoder().encode
 to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -115,8 +115,8 @@ class Attention:
         self.joined_rows = power_of_two(group)
         rows = max(_LEAST_ROWS, self.joined_rows)
         self.decode_tiles = Tiles(rows, 64, 2, 3) if self.width <= 128 else Tiles(rows, 32, 4, 3)
-        # For the store, query rows are the columns of a product, which needs only eight. The invariant mode uses as
-        # many rows as prefill does.
+        # For the store, query rows are the columns of a product. A product needs at least 16 rows, but only 8 columns.
+        # The invariant mode uses as many rows as prefill does.
         self.store_rows = rows if invariant else max(8, self.joined_rows)
         self.fixed_split = 0
         if invariant:

@@ -281,8 +281,8 @@ def _tile_at(
     BLOCK_SIZE: tl.constexpr,
     TAIL_BLOCKS: tl.constexpr,
 ):
-    """The index, in the whole context, of the tile that contains unit `work` of a request (from 0). If `work` is all its
-    work: the index after the last tile."""
+    """The tile that contains unit `work` of a request, as an index in the whole context. Units and tiles count from 0. For
+    the unit after the last one: the index after the last tile."""
     if BITS > 0:
         stored = _stored_tiles(context, WINDOW, TILE, BLOCK_SIZE, TAIL_BLOCKS)
         work = tl.where(work < stored, work, stored + (work - stored) // (16 // BITS))

@@ -1,7 +1,7 @@
 """Fuses the operations of a recorded forward pass, and assigns memory to their buffers.
 
-A gate is fused into the product before it, a norm into the product after it, an add into the product or norm that
-computes its operand, and RoPE into attention.
+A gate is fused into the product before it, and a norm into the product after it. An add is fused into the product or
+norm that computes its operand. RoPE is fused into attention.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ import triton.language as tl
 
 from weft.ops.triton.device import let_next_begin, wait_for_previous
 from weft.ops.triton.sampling_noise import gumbel_double, noise_bits, noise_key, noise_steps, race_single
-from weft.request import PARAMETERS, flags_of
+from weft.request import PARAMETERS
+from weft.sampling.words import flags_of
 
 _PLACES = {name: place for place, name in enumerate(PARAMETERS)}
 _NUM_DOUBLES = 1 + len(PARAMETERS)

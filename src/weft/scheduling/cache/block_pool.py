@@ -8,6 +8,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from weft.metrics import BlockStates, Evictions
+
 BlockHash = bytes
 """SHA-256 over the previous block's hash and this block's tokens. Equal hashes mean equal tokens from position 0 on."""
 
@@ -93,6 +95,7 @@ class BlockPool:
         # The free list is a stack: the block freed last is reused first, so that untouched memory stays untouched.
         self._free = list(range(end - 1, first_block - 1, -1))
         self._newly_free: list[int] = []
+        self.evictions = Evictions()
 
     @property
     def available(self) -> int:
@@ -136,6 +139,10 @@ class BlockPool:
                 states.append("i" if block in idle else "c")
         return "".join(states)
 
+    def num_by_state(self) -> BlockStates:
+        cached, hot, idle = map(len, (self._evictable, self._evictable_hot, self._evictable_idle))
+        return BlockStates(len(self._free), self.num_referenced, cached, hot, idle)
+
     def allocate(self, count: int) -> list[int] | None:
         """Allocates `count` blocks: free ones, then evictable ones, hot ones last. An untouched block may come after
         the evictable ones (see the class). None: there are not enough blocks."""
@@ -155,6 +162,7 @@ class BlockPool:
             else:
                 evictable = self._evictable_idle or self._evictable or self._evictable_hot
                 block, _ = evictable.popitem(last=False)
+                self._count_eviction(evictable)
                 self._drop_hash(block)
             self._references[block] = 1
             taken.append(block)
@@ -298,6 +306,14 @@ class BlockPool:
         assert self._reused <= set(referenced) | hashed.keys(), "a block without content counts as reused"
         assert free.isdisjoint(hashed), "a free block is cached"
         assert evictable <= hashed.keys(), "an evictable block is not cached"
+
+    def _count_eviction(self, origin: OrderedDict[int, None]) -> None:
+        if origin is self._evictable:
+            self.evictions.cached += 1
+        elif origin is self._evictable_hot:
+            self.evictions.hot += 1
+        else:
+            self.evictions.idle += 1
 
     def _eviction_order(self, block: int) -> OrderedDict[int, None]:
         if self._hashes[block] in self._hot_counts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from weft.metrics import TwoTierKvCache
@@ -361,6 +361,15 @@ class KvCacheManager:
     def num_swap_slots(self) -> int:
         return self._swaps.slots.full
 
+    def swap_bytes(self, tasks: Iterable[SwapTask]) -> int:
+        """The bytes that these swaps copy."""
+        num_bytes = 0
+        for task in tasks:
+            stored = self.num_stored(task.blocks)
+            num_bytes += stored * self.bytes_per_store_block
+            num_bytes += (len(task.blocks) - stored) * self.bytes_per_block
+        return num_bytes
+
     def take_dependencies(self) -> tuple[int, ...]:
         """Returns the swaps that the step being planned must wait for: it writes to blocks that they copy."""
         return self._swaps.take_dependencies()
@@ -471,8 +480,8 @@ class KvCacheManager:
         return True
 
     def _drop_moves(self, allocation: KvCacheAllocation, first: int = 0) -> None:
-        """Releases the blocks that are held because a move is in flight. Of the moves to the store, only those of table
-        entries from `first` on."""
+        """Releases the blocks that moves of this allocation hold: all `arriving` store blocks, and the full blocks in
+        `leaving` of the table entries from `first` on."""
         if allocation.arriving:
             self.store.release(allocation.arriving)
             allocation.arriving = []

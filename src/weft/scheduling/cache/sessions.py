@@ -84,8 +84,8 @@ class Sessions:
         return (self._store or self._pool).num_blocks
 
     def _by_pool(self, hashes: Sequence[BlockHash]) -> list[tuple[BlockPool, Sequence[BlockHash]]]:
-        """Which hashes are hot in which pool. The next request reads its tail from full blocks, the rest from the
-        store."""
+        """The hashes that are hot in each pool. With a store these are all hashes, and only the tail is also hot among the
+        full blocks: the next request reads its tail from there."""
         if self._store is None:
             return [(self._pool, hashes)]
         return [(self._store, hashes), (self._pool, hashes[-self._tail_blocks - 1 :])]

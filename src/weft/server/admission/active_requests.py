@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -70,6 +70,8 @@ class ActiveRequest:
         self.idle_answers = IdleAnswers()
         self.requests: Sequence[InferenceRequest] = ()
         """Set when the request is prepared."""
+        self.queued_at: float | None = None
+        """When it was prepared, and its answers began to wait for the engine."""
         self.text_tokens = 0
         """Tokens of a /tokenize or /detokenize request."""
         self.reserved = 0
@@ -156,6 +158,10 @@ class ActiveRequests:
     def __len__(self) -> int:
         return len(self._open)
 
+    def __iter__(self) -> Iterator[ActiveRequest]:
+        """The oldest one first."""
+        return iter(self._open)
+
     @property
     def seconds_until_free(self) -> float:
         """Predicted seconds until a request of a client has ended."""
@@ -229,6 +235,7 @@ class ActiveRequests:
         are released. `form` is the syntax of its answers; None: plain text."""
         active.choices.check()
         active.requests = requests
+        active.queued_at = self._clock()
         if active.limits is not None:
             answer_tokens = sum(
                 request.params.n * self._max_tokens(request, _DEFAULT_ANSWER_TOKENS) for request in requests
@@ -300,6 +307,15 @@ class ActiveRequests:
     def described(self) -> list[dict[str, Any]]:
         now = self._clock()
         return [active.described(now) for active in self._open]
+
+    def prompt_of(self, name: str) -> Sequence[int] | None:
+        """The tokens of a prompt. `name` is the id of a request, of one of its prompts, or of an answer. None: there is
+        no such request, or its prompt is still being tokenised."""
+        for active in self._open:
+            for request in active.requests:
+                if name in (active.id, request.request_id) or name.startswith(f"{request.request_id}-"):
+                    return request.prompt
+        return None
 
     def cancel(self, request_id: str) -> bool:
         """Cancels a request for an operator. Returns False if there is none with this id."""

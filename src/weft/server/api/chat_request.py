@@ -9,7 +9,7 @@ import msgspec
 
 from weft.request import MAX_LOGPROBS, MAX_TOKENS
 from weft.server.api.field_docs import Field
-from weft.server.api.schema import MAX_ENTRIES, GenerationRequest
+from weft.server.api.schema import MAX_ENTRIES, GenerationRequest, check_entries
 from weft.server.errors import refusal
 from weft.text.conversation import EFFORTS
 
@@ -96,9 +96,7 @@ def predicted_text(prediction: dict[str, Any] | None) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [None]
-    if len(parts) > MAX_ENTRIES["content"]:
-        message = f"prediction.content has {len(parts)} entries; allowed: at most {MAX_ENTRIES['content']}"
-        raise refusal(message, "prediction")
+    check_entries("prediction.content", parts, "content", "prediction")
     found = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     texts = [text for text in found if isinstance(text, str)]
     if len(texts) < len(parts):

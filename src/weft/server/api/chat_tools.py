@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.server.api.custom_tools import custom_tool, listed_tools
+from weft.server.api.schema import check_entries
 from weft.server.api.tool_use import FunctionTool, ToolChoice, ToolUse, chosen_tools
 from weft.server.errors import refusal
 
@@ -53,6 +54,7 @@ def _allowed_tools(
         (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, Mapping) else (None, None)
     )
     listed = tools if isinstance(tools, list) and tools else [None]
+    check_entries("tool_choice.allowed_tools.tools", listed, "allowed_tools", "tool_choice")
     names = [_named(tool) if isinstance(tool, Mapping) else None for tool in listed]
     if mode not in ("auto", "required") or None in names:
         raise refusal(

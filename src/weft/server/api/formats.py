@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from starlette.routing import Route
 
-from weft.server.api import batches, files, models, ollama_models, responses, responses_routes
+from weft.server.api import admin, batches, files, models, ollama_models, responses, responses_routes
 from weft.server.api.answer_format import AnswerFormat, Operation
 from weft.server.api.chat import ChatFormat
 from weft.server.api.completion import CompletionFormat
@@ -16,13 +16,14 @@ from weft.server.api.ollama_chat import OllamaChatFormat
 from weft.server.api.ollama_generate import OllamaGenerateFormat
 from weft.server.api.services import Services
 from weft.server.errors import ApiError
+from weft.server.live import routes as live
 from weft.server.page import routes as page
 
 Formats = Mapping[str, AnswerFormat[Any]]
 """By path."""
 
 ANTHROPIC_VERSION = b"anthropic-version"
-"""Clients of the Anthropic API send this header on every route, also on those of all APIs."""
+"""Clients of the Anthropic API send this header on every route, also on routes that several APIs share."""
 
 ErrorWriter = Callable[[ApiError], tuple[int, Any]]
 
@@ -48,7 +49,10 @@ class OtherRoutes(Protocol):
     def routes(self, services: Services) -> Sequence[Route]: ...
 
 
-OTHER_ROUTES: Sequence[OtherRoutes] = (models, responses_routes, files, batches, ollama_models, page)
+OTHER_ROUTES: Sequence[OtherRoutes] = (
+    *(models, responses_routes, files, batches, ollama_models),
+    *(page, live, admin),
+)
 
 
 def error_writer(formats: Formats, path: str, headers: Mapping[bytes, bytes]) -> ErrorWriter | None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from weft.server.api.schema import MAX_ENTRIES
+from weft.server.api.schema import check_entries
 from weft.server.errors import refusal
 from weft.text.conversation import Item, Message, Thought, ToolCall, ToolResult
 
@@ -42,7 +42,7 @@ def items_of_messages(
 
 
 class _Reader:
-    """Owns the items read so far. Adjacent messages of one role become one message: some templates refuse others."""
+    """Owns the items read so far. Adjacent messages of one role become one message: some templates refuse two in a row."""
 
     def __init__(self) -> None:
         self._items: list[Item] = []
@@ -164,10 +164,7 @@ def _blocks(content: Any, where: str) -> Iterator[tuple[Any, str]]:
         return
     if not isinstance(content, list):
         raise refusal(f"{where} is not a string or a list of blocks; send one of them", "messages")
-    if len(content) > MAX_ENTRIES["content"]:
-        raise refusal(
-            f"{where} has {len(content)} entries; allowed: at most {MAX_ENTRIES['content']}", "messages"
-        )
+    check_entries(where, content, "content", "messages")
     yield from ((block, f"{where}[{index}]") for index, block in enumerate(content))
 
 

@@ -27,8 +27,8 @@ FAMILY = "/api"
 TAG = "Ollama"
 EVENT_NOTE = "Each line is one object of this type. The last one has `done: true`, or is an error."
 
-# The defaults of Ollama. The files of a model may have others. Its repeat_penalty is not one of them: it counts the last
-# 64 tokens, and weft counts the whole prompt.
+# The defaults of Ollama. The files of a model may have others. repeat_penalty is left out, because it means something
+# else there: Ollama applies it to the last 64 tokens, weft to the whole prompt.
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 # Option -> name in `SamplingParams`.
 _SAMPLING = {

@@ -223,7 +223,8 @@ class _OpenCalls:
         self._ids: dict[int, str | None] = {}
         """By position in the conversation."""
         self._positions: dict[str | None, deque[int]] = {None: deque()}
-        """By tool, and None for all, in order. A position that is not in `_ids` any more is skipped."""
+        """Tool -> positions of its calls, in order; None -> those of all calls. `take` skips those that are not in `_ids` any
+        more."""
         self._count = 0
 
     def add(self, call: ToolCall) -> None:

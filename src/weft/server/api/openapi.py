@@ -109,12 +109,6 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         media_type="text/html",
         is_open=True,
     ),
-    ("get", "/admin/requests"): Operation(
-        "List active requests", "Needs an admin key.", "Administration", dict, errors=(403,)
-    ),
-    ("delete", "/admin/requests/{id}"): Operation(
-        "Cancel a request", "Needs an admin key.", "Administration", dict, errors=(403, 404)
-    ),
 }
 
 _STATUSES = {
@@ -200,8 +194,8 @@ def _described(method: str, path: str, operation: Operation, needs_key: bool) ->
 
 
 def _responses(operation: Operation) -> dict[str, Any]:
-    if operation.media_type == "application/octet-stream":
-        good: dict[str, Any] = {operation.media_type: {}}  # any bytes
+    if operation.media_type in ("application/octet-stream", "text/event-stream"):
+        good: dict[str, Any] = {operation.media_type: {}}  # any bytes, or events without an end
     elif operation.answer is None:
         good = {operation.media_type: {"schema": {"type": "string"}}}
     elif operation.answer is dict:

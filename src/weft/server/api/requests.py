@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.request import MAX_LOGIT_BIAS, PARAMETERS, InferenceRequest, Priority, RequestId, SamplingParams
+from weft.request import PARAMETERS, InferenceRequest, Priority, RequestId, SamplingParams
 from weft.server.admission.keys import ApiKey
 from weft.server.api.answer_format import ParsedRequest
 from weft.server.api.schema import GenerationRequest
@@ -26,12 +26,6 @@ def sampling_params(
     values = ((name, getattr(api_request, name)) for name in _SAMPLING)
     given = {name: value for name, value in values if value is not None}
     if api_request.logit_bias is not None:
-        # checked before `int(...)` of each entry, which takes longer
-        if len(api_request.logit_bias) > MAX_LOGIT_BIAS:
-            message = (
-                f"logit_bias has {len(api_request.logit_bias)} entries; allowed: at most {MAX_LOGIT_BIAS}"
-            )
-            raise refusal(message, "logit_bias")
         given["logit_bias"] = {_token_id(token): bias for token, bias in api_request.logit_bias.items()}
     return SamplingParams(**{"max_tokens": default_max_tokens, **generation_defaults, **given, **more})
 

@@ -1,8 +1,8 @@
 """The input items of the Responses API: checks them, converts them to items of a conversation, and lists them.
 
 An item exists in three forms: as the client sent it (many variants), as it is listed and stored (`listed_item`, one
-form for each type, with an id), and as an item of a conversation (`conversation_items`). The second and the third are
-each made from the first or the second; nothing is made from the third.
+form for each type, with an id), and as an item of a conversation (`conversation_items`). Both functions accept the first
+two forms. The third form is never converted back.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.server.api.custom_tools import custom_tool, listed_tools
+from weft.server.api.schema import check_entries
 from weft.server.api.tool_use import FunctionTool, ToolChoice
 from weft.server.errors import refusal
 
@@ -92,6 +93,7 @@ def tool_choice(choice: Any) -> ToolChoice:
             "tool_choice of the type allowed_tools has no mode (auto or required) or no list of tools; send both",
             "tool_choice",
         )
+    check_entries("tool_choice.tools", tools, "allowed_tools", "tool_choice")
     named = [tool for tool in tools if _type(tool) in ("function", "custom")]
     names = (_chosen_name(tool, f"tool_choice.tools[{index}]") for index, tool in enumerate(named))
     return ToolChoice(mode, None, frozenset(names))

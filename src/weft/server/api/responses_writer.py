@@ -256,5 +256,5 @@ def _body(api_request: ResponsesRequest) -> bytes:
 
 
 def _request_fields(kind: type[msgspec.Struct]) -> Sequence[str]:
-    """The fields of the body: those of the type without the ones that `load` added."""
+    """The fields that a client may send: all of the type except those that `load` adds."""
     return [name for name in kind.__struct_fields__ if name not in ("earlier", "stored_bytes")]

@@ -6,6 +6,7 @@ Types and lengths are checked here; `SamplingParams` and `InferenceRequest` chec
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -33,6 +34,7 @@ MAX_ENTRIES = {
     "modalities": 64,
     "system": 1024,
     "tools": 128,
+    "allowed_tools": 1024,
     "documents": 1024,
     "chat_template_kwargs": 64,
     "metadata": MAX_METADATA,
@@ -193,21 +195,26 @@ def _check_lengths(api_request: msgspec.Struct) -> None:
     for name in api_request.__struct_fields__:
         value = getattr(api_request, name)
         if isinstance(value, list | dict):
-            _check_length(name, len(value), MAX_ENTRIES.get(name), "entries")
+            _check_length(name, len(value), MAX_ENTRIES.get(name), "entries", name)
         elif isinstance(value, str):
-            _check_length(name, len(value), MAX_CHARACTERS.get(name), "characters")
+            _check_length(name, len(value), MAX_CHARACTERS.get(name), "characters", name)
     for name in ("messages", "input", "tools"):
         items = getattr(api_request, name, None)
         for index, item in enumerate(items if isinstance(items, list) else ()):
             for field, value in item.items() if isinstance(item, dict) else ():
                 if isinstance(value, list):
-                    _check_length(f"{name}[{index}].{field}", len(value), MAX_ENTRIES.get(field), "entries")
+                    check_entries(f"{name}[{index}].{field}", value, field)
 
 
-def _check_length(name: str, length: int, most: int | None, what: str) -> None:
+def check_entries(where: str, value: Sequence[Any], field: str, param: str | None = None) -> None:
+    """Raises ApiError if a list inside a field is longer than `MAX_ENTRIES` allows for `field`. `param`: the field that
+    the error names."""
+    _check_length(where, len(value), MAX_ENTRIES.get(field), "entries", param or where)
+
+
+def _check_length(where: str, length: int, most: int | None, what: str, param: str) -> None:
     if most is not None and length > most:
-        message = f"{name} has {length} {what}; allowed: at most {most}"
-        raise refusal(message, name)
+        raise refusal(f"{where} has {length} {what}; allowed: at most {most}", param)
 
 
 def _parse(body: bytes) -> Any:

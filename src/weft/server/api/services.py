@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +18,9 @@ from weft.server.tasks import Tasks
 from weft.text.model_text import ModelText
 
 if TYPE_CHECKING:
+    from weft.server.admission.active_requests import ActiveRequests
     from weft.server.api.answer_format import AnswerFormat
+    from weft.server.live.feed import LiveFeed
 
 
 class Services(Protocol):
@@ -51,6 +53,14 @@ class Services(Protocol):
 
     def check_model(self, name: str | None) -> None:
         """Raises a 404 if requests may not use this name of a model."""
+        ...
+
+    @property
+    def active_requests(self) -> ActiveRequests: ...
+    @property
+    def live(self) -> LiveFeed: ...
+    async def text_of(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, with control tokens."""
         ...
 
     def wake_batches(self) -> None:

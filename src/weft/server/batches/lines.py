@@ -146,8 +146,9 @@ def _wrong(index: int, custom_id: str | None, code: str, message: str, param: st
 
 
 class CustomIds:
-    """The ids of a file that were seen, as hashes of 64 bits in an open hash table: 16 to 32 bytes for each. Python
-    seeds its hash at random; among a million ids, two different ones have the same with a probability of 3e-8."""
+    """The ids that were seen in a file, as 64-bit hashes in an open hash table: 16 to 32 bytes for each id. Python seeds
+    its hash at random, so a client cannot choose ids with equal hashes. Among a million ids, the probability that two
+    have the same hash is 3e-8."""
 
     def __init__(self, max_ids: int) -> None:
         size = 1 << (2 * max_ids).bit_length()

@@ -32,7 +32,7 @@ _MAX_ERRORS = 100
 """A batch object lists at most this many wrong lines. The error file has all of them."""
 _SMALLEST_LINE = 40
 _RETRY_SECONDS = 2.0
-"""If results could not be saved, the delay before the next attempt."""
+"""Delay before another attempt to save results, after an attempt has failed."""
 _SPACE_SECONDS = 5.0
 """Time between two checks of the disk space that is left for results."""
 
@@ -152,7 +152,8 @@ class BatchRun:
                 await self._wait_for_room(None)
                 saving.cancel()
         finally:
-            if self._unsaved:  # the run was cancelled; lines with a result must not run again
+            # The run was cancelled. What has arrived is saved, so that these lines do not run again.
+            if self._unsaved:
                 with suppress(StoreError):
                     await self._save(self._unsaved)
         return await self._change(("in_progress",), "finalizing")
@@ -167,7 +168,7 @@ class BatchRun:
                 for line in piece:
                     if line.index not in done and isinstance(line, Line):
                         yield line
-        except FileNotFoundError:  # it was removed by hand; the batch must still end
+        except FileNotFoundError:  # the file was removed by hand; the batch must still end
             message = "the input file is gone; lines without a result did not run"
             errors = [*batch.details.errors, LineError("unreadable_file", message)]
             await self._change(("in_progress",), "in_progress", errors=errors)

@@ -24,7 +24,7 @@ _SWEEP_SECONDS = 600.0
 _KEPT_SECONDS = 30 * 86400.0
 """The row of a batch that has ended is deleted this long after the batch was made. Its files are kept."""
 _RETRY_SECONDS = 2.0
-"""If a batch stopped because of a full disk or an error in the code, the delay before it continues."""
+"""Delay before a batch continues that was stopped by a full disk or by an error in the code."""
 _MAX_BYTES = 32 << 20
 """Limit for the bytes of all lines in flight."""
 
@@ -129,7 +129,8 @@ class BatchRunner:
             ).run()
         except Exception as raised:
             error: BaseException = raised
-            while isinstance(error, BaseExceptionGroup):  # of the task group of the lines
+            # The task group of the lines raises its errors as a group.
+            while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             if isinstance(error, StoreError):
                 self._log("batch_waits", f"{batch.id} waits: {error}", "warning", batch=batch.id)

@@ -28,8 +28,8 @@ class LineSender:
     async def send(self, endpoint: str, body: bytes, key: ApiKey | None) -> InternalReply:
         """Returns the first response that is neither 429 nor 503.
 
-        If the engine crashes, any line in flight may be the cause. After its first crash, a line is sent together with
-        others again: the cause is often something else. After its second crash, it is sent alone. After `_MAX_CRASHES`
+        If the engine crashes, any line in flight may be the cause. A line that has seen one crash is sent together with
+        others again: the cause is often something else. A line that has seen two is sent alone. After `_MAX_CRASHES`
         crashes, the 503 is its result.
         """
         request = InternalRequest(key, is_idle_work=True)
@@ -41,7 +41,7 @@ class LineSender:
             if reply.status not in (429, 503):
                 return reply
             is_dead = self._services.engine.state is not EngineState.READY
-            # A server that drains stops the engine itself.
+            # While the server drains, it stops the engine itself. That is no crash.
             if reply.status == 503 and is_dead and not self._is_draining():
                 crashes += 1
                 if crashes == _MAX_CRASHES:

@@ -14,6 +14,7 @@ from weft.server.api.formats import ANTHROPIC_VERSION
 from weft.server.errors import ApiError
 from weft.server.internal import INTERNAL, InternalRequest
 from weft.server.logs import QUIET_PATHS, Record, ServerLog, record_of_task
+from weft.server.traces import Traces
 
 _LONGEST_PATH = 200
 
@@ -28,13 +29,15 @@ class AccessLog:
         log: ServerLog,
         new_id: Callable[[], RequestId],
         on_error: Callable[[int], object] = lambda status: None,
+        traces: Traces | None = None,
     ) -> None:
         """`new_id` makes the ids of requests. `on_error` is called with the status of each request that ended with an
-        error status."""
+        error status. `traces` gets each request that ended."""
         self._app = app
         self._new_id = new_id
         self._log = log
         self._on_error = on_error
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,9 +68,12 @@ class AccessLog:
             record_of_task.reset(token)
             key = scope.get("weft.key")  # set by the guard
             record.key_name = None if key is None else key.name
+            active, record.active = record.active, None  # the log may keep the record for long
             self._log.request(record)
             if record.status >= 400 and not record.is_client_gone and record.path not in QUIET_PATHS:
                 self._on_error(record.status)
+            if self._traces is not None:
+                self._traces.end(record, active, scope)
 
     def _log_exception(self, error: Exception, record: Record) -> None:
         """Logs the frames of the exception. Its message is not logged, because it may quote the request."""

@@ -73,9 +73,8 @@ class BodyReader:
             result = self._decoder.decode(content)
             if isinstance(result, _ParsedBody):
                 return msgspec.msgpack.decode(result.fields, type=kind), result.unknown
-        except (
-            RecursionError
-        ):  # the call stack is deeper here than in the worker process, which could parse the body
+        except RecursionError:
+            # The worker process could parse the body, but here the call stack is deeper.
             message = "the body is nested too deeply; use fewer levels"
             raise ApiError(400, message, code="invalid_json") from None
         raise refusal(result.message, result.param, result.code)
@@ -87,9 +86,8 @@ class BodyReader:
 def _parse(job: bytes) -> bytes:
     name, _, body = job.partition(b"\n")
     module, _, kind_name = name.decode().partition(" ")
-    kind: type[msgspec.Struct] = getattr(
-        import_module(module), kind_name
-    )  # the server sends these names; a client cannot choose them
+    # The server sends these names; a client cannot choose them.
+    kind: type[msgspec.Struct] = getattr(import_module(module), kind_name)
     try:
         api_request, unknown = schema.read(kind, body)
         # A cheap upper bound of the count first: each value follows a comma, or is the first of its list or object.

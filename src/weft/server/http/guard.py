@@ -23,7 +23,7 @@ _OPEN_PATHS = frozenset({"/", "/health", "/docs", "/openapi.json"})
 that is not in the manual."""
 _OPEN_FOLDER = "/page/"
 """The files of the page, which need no key either."""
-_ADMIN_PATHS = "/admin"
+_ADMIN, _LIVE = "/admin", "/live"
 
 
 class Guard:
@@ -46,6 +46,8 @@ class Guard:
         self._origins = frozenset(settings.allowed_origins)
         self._is_loopback = is_loopback(settings.host)
         self._own_name = settings.host.lower()
+        self._is_private = self._is_loopback and not settings.api_keys
+        """Only this machine can reach the server, and all of its users may use it: they need no admin key."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -76,8 +78,8 @@ class Guard:
         scope[KEY] = None
         if not _is_open(scope["path"]) and scope["method"] != "OPTIONS":
             key = self._keys.find(_authorization(headers))
-            if scope["path"] == _ADMIN_PATHS or scope["path"].startswith(_ADMIN_PATHS + "/"):
-                self._check_admin(key)
+            if _is_within(scope["path"], _ADMIN):
+                self._check_admin(key, headers)
             elif key is None and self._keys.keys:
                 raise ApiError(
                     401,
@@ -85,6 +87,8 @@ class Guard:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
+            elif _is_within(scope["path"], _LIVE):
+                self._check_admin(key, headers)
             scope[KEY] = key
         self._check_encoding(headers.get(b"content-encoding", b"identity"))
         length = headers.get(b"content-length", b"0")
@@ -113,7 +117,7 @@ class Guard:
         if origin is None or not self._is_loopback or "*" in self._origins:
             return
         name = origin.decode("latin-1")
-        if name in self._origins or (host is not None and urlsplit(name).netloc == host.decode("latin-1")):
+        if name in self._origins or _is_of(origin, host):
             return
         raise ApiError(
             403,
@@ -128,13 +132,19 @@ class Guard:
         is_allowed = bool(origin) and (origin in self._origins or "*" in self._origins)
         return {"access-control-allow-origin": origin, "vary": "Origin"} if is_allowed else {}
 
-    def _check_admin(self, key: ApiKey | None) -> None:
+    def _check_admin(self, key: ApiKey | None, headers: dict[bytes, bytes]) -> None:
         if key is not None and key.admin:
+            return
+        # Pages of `allowed_origins` may use the model, but not see or end what others do.
+        if self._is_private and _is_of(headers.get(b"origin"), headers.get(b"host")):
             return
         if self._has_admin:
             message = "this route needs an admin key; send it as 'Authorization: Bearer KEY'"
         else:
-            message = "admin routes are off; add a key with admin = true to the file of --api-key-file to turn them on"
+            message = (
+                "admin routes and live data are off; add a key with admin = true to the file of --api-key-file to turn "
+                "them on"
+            )
         raise ApiError(403, message, code="admin_key_required")
 
     def _check_encoding(self, encoding: bytes) -> None:
@@ -168,7 +178,7 @@ class Guard:
                 raise self._too_large(scope, "more")
             try:
                 if is_upload:
-                    pass  # it is written to disk in pieces, so it needs no memory budget
+                    pass  # an upload is written to disk in pieces, so it needs no memory budget
                 elif announced == 0 or (is_first and size):
                     body.add(announced or num_bytes)
             except ApiError:
@@ -193,6 +203,17 @@ class Guard:
 
 def _is_open(path: str) -> bool:
     return path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER)
+
+
+def _is_of(origin: bytes | None, host: bytes | None) -> bool:
+    """Whether a page of this server makes the request, or no page."""
+    if origin is None:
+        return True
+    return host is not None and urlsplit(origin.decode("latin-1")).netloc == host.decode("latin-1")
+
+
+def _is_within(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder + "/")
 
 
 def _is_upload(scope: Scope) -> bool:

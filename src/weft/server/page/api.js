@@ -31,8 +31,8 @@ export class Api {
   }
 
   /** Sends a request. Asks for a key when the server wants one. Throws an ApiError for every other error.
-   *  `isQuiet`: throw the error for a missing key too. */
-  async request(path, { method = "GET", body, signal, isQuiet = false } = {}) {
+   *  `isQuiet`: throw the error for a missing key too. `onSend()` is called each time that the request is sent. */
+  async request(path, { method = "GET", body, signal, isQuiet = false, onSend = null } = {}) {
     for (;;) {
       const headers = {};
       const key = this.key;
@@ -41,6 +41,7 @@ export class Api {
       let response;
       try {
         const content = body === undefined ? undefined : JSON.stringify(body);
+        onSend?.();
         response = await fetch(path, { method, headers, signal, body: content });
       } catch (error) {
         if (error.name === "AbortError") throw error;
@@ -112,7 +113,7 @@ export async function* eventsOf(response) {
   }
 }
 
-/** Null for a comment. */
+/** One event of a stream. Null if it has no data, like a comment. */
 function parseEvent(block) {
   let name = "message";
   const data = [];

@@ -13,6 +13,18 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
+/** A text field that grows with its text. Browsers without `field-sizing` get its height from here. */
+export function growing(attributes) {
+  const area = make("textarea", { ...attributes, class: "growing" });
+  if (!CSS.supports("field-sizing", "content")) {
+    area.addEventListener("input", () => {
+      area.style.height = "auto";
+      area.style.height = `${area.scrollHeight + 2}px`;
+    });
+  }
+  return area;
+}
+
 const SVG = "http://www.w3.org/2000/svg";
 
 /** Outlines of the icons, in a square of 24. */

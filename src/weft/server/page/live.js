@@ -64,7 +64,7 @@ class LiveView {
     }
     this._rate = make("span", { class: "hint rate", title: "Frames a second, and what drawing one costs" });
     return make("div", { class: "live-bar" }, this._isReplay ? null : [this._state, this._pause],
-      make("span", { class: "model" }, String(this._info.model ?? "")), tiles, make("span", { class: "grow" }), this._rate);
+      make("span", { class: "model", title: String(this._info.model ?? "") }, String(this._info.model ?? "")), tiles, make("span", { class: "grow" }), this._rate);
   }
 
   _showState(name, text) {
@@ -81,7 +81,7 @@ class LiveView {
     const tile = (name, text) => setText(this._tiles.get(name), text);
     tile("step", whole(frame.step));
     tile("running", whole(frame.num_running));
-    tile("waiting", whole(frame.num_waiting + frame.held.length));
+    tile("waiting", whole(frame.num_waiting + frame.num_held));
     tile("tokens", seconds ? brief(Math.round(recent.reduce((sum, bin) => sum + bin.tokens, 0) / seconds)) : "–");
     tile("time", steps ? duration(recent.reduce((sum, bin) => sum + bin.stepSeconds, 0) / steps) : "–");
     tile("hits", prompt ? `${Math.round(100 * bins.reduce((sum, bin) => sum + bin.cached, 0) / prompt)}%` : "–");

@@ -278,7 +278,7 @@ export class BatchView {
   }
 }
 
-/** The rows to draw: those of the engine with content, then requests that lost theirs. */
+/** The rows to draw: rows of the engine with content, then requests that have no row any more. */
 function rowsOf(history, columns) {
   const { band, frame } = history;
   const inRow = new Map(), rest = [];

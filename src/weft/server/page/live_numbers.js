@@ -22,6 +22,7 @@ export function readFrame(frame) {
     steps: frame.steps.map((values) => named(STEP_FIELDS, values)),
     events: frame.events.map((values) => named(EVENT_FIELDS, values)),
     held: (frame.held || []).map((values) => named(HELD_FIELDS, values)),
+    num_held: frame.num_held ?? 0,
     keys: frame.keys || {},
   };
 }
@@ -114,8 +115,10 @@ export function roundAbove(value) {
   return 10 * power;
 }
 
-/** The end of a request id is random and long; its first letters tell it from the others on the screen. */
+/** The end of a request id is random and long; its first letters tell it from the others on the screen. With the number
+ *  of an answer, fewer letters are shown: the whole has room in the column of names. */
 export function shortId(id) {
   const [, base, child] = /^(.*?)((?:-\d{1,4}){0,2})$/.exec(id);
-  return (base.length > 8 ? base.slice(0, 8) : base) + child;
+  const room = child ? Math.max(3, 9 - child.length) : 8;
+  return (base.length > room ? base.slice(0, room) : base) + child;
 }

@@ -69,8 +69,8 @@ export class QueueView {
         number++;
       }
     }
-    const total = frame.num_waiting + frame.held.length;
-    setText(this._head, `${whole(frame.num_waiting)} in the engine · ${whole(frame.held.length)} held by the server`);
+    const total = frame.num_waiting + frame.num_held;
+    setText(this._head, `${whole(frame.num_waiting)} in the engine · ${whole(frame.num_held)} held by the server`);
     this._table.hidden = !rows.length;
     this._empty.hidden = rows.length > 0;
     this._more.hidden = total <= number;

@@ -119,7 +119,7 @@ export class ReplayControls {
     this._showPosition();
   }
 
-  /** Shows the frame `index`; frames that were wanted meanwhile and are no more are left out. */
+  /** Shows the frame `index`. Skips other frames that were requested and are not shown yet. */
   seek(index) {
     this._wanted = Math.max(0, Math.min(index, this._last));
     this._showPosition();

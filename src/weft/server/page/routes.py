@@ -60,7 +60,7 @@ def routes(services: Services) -> Sequence[Route]:
 
 
 def page_routes() -> Sequence[Route]:
-    """They need nothing of the server."""
+    """These routes need nothing of the server."""
     return [
         Route("/", _root, methods=["GET"]),
         Route("/page/{name}", _file, methods=["GET"], include_in_schema=False),

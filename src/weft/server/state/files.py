@@ -46,7 +46,8 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 class NewFile:
     """A file that is being written. It is locked until `close`, so that no server removes it as a leftover. Its methods
-    block: call them in a thread. The thread of a cancelled task goes on, so the methods take a mutex."""
+    block: call them in a thread. If a task is cancelled, its call goes on in the thread, so a mutex keeps the next call
+    from running at the same time."""
 
     def __init__(self, folder: Path, file_id: str) -> None:
         self.id = file_id
@@ -138,7 +139,7 @@ class FileStore:
         try:
             return await asyncio.shield(creating)
         except asyncio.CancelledError:
-            # The transaction goes on. Without an owner, its file would stay open and locked until the server ends.
+            # The transaction goes on and may still create the file. Nothing would close the file before the server ends.
             await asyncio.wait([creating])
             if creating.exception() is None:
                 await asyncio.to_thread(creating.result().discard)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -62,6 +63,8 @@ class Choice:
         """Set when the answer has ended. It has no tokens and no text: the pieces have them."""
         self.num_reasoning_tokens = 0
         self.has_calls = False
+        self.calls_began = self.calls_ended = 0.0
+        """When its first tool call began, and when the last one was complete."""
         self._answer = answer
         self.effort_per_token = effort_per_token
         self._text = text
@@ -145,19 +148,34 @@ class Choice:
             self._text.cut()
         if is_final or self._text.is_cut:
             deltas += reader.finish()
-        self.has_calls = self.has_calls or any(isinstance(delta, ToolCallStart) for delta in deltas)
+        if not self.has_calls and any(isinstance(delta, ToolCallStart) for delta in deltas):
+            self.has_calls = True
+            self.calls_began = time.monotonic()
         return deltas
 
+    @property
+    def engine_result(self) -> GenerationResult | None:
+        """The result of the engine, with the time in the server before it. Failed and cancelled answers have one too.
+        None: not known yet."""
+        result, waited = self._answer.result, self._waited
+        if result is None or not waited:
+            return result
+        first = result.time_to_first_token
+        return dataclasses.replace(
+            result,
+            waiting_time=result.waiting_time + waited,
+            time_to_first_token=None if first is None else first + waited,
+            preempted_times=tuple(
+                one._replace(began=one.began + waited, ended=one.ended + waited)
+                for one in result.preempted_times
+            ),
+        )
+
     def _end(self) -> GenerationResult:
-        result = self._answer.result
+        result = self.engine_result
         assert result is not None, "the final output comes with the result"
-        if self._waited:
-            first = result.time_to_first_token
-            result = dataclasses.replace(
-                result,
-                waiting_time=result.waiting_time + self._waited,
-                time_to_first_token=None if first is None else first + self._waited,
-            )
+        if self.has_calls:
+            self.calls_ended = time.monotonic()
         if not self._text.is_cut and result.state is not RequestState.COMPLETED:
             message = result.error or f"the request was {result.state.value}"
             if result.failure is FailureKind.DEADLINE:
@@ -253,9 +271,8 @@ class Choices:
                 self._choices.append(
                     Choice(len(self._choices), answer, text, reader, effort_per_token=effort, waited=waited)
                 )
-                if (
-                    answer.is_readable
-                ):  # outputs that arrived before the answer was in the list: `take` did not see them
+                # Outputs may have arrived before the answer was in the list. Then `take` has not seen them.
+                if answer.is_readable:
                     self._arrived.set()
         self._is_submitted = is_last
 
@@ -285,6 +302,10 @@ class Choices:
     @property
     def is_over(self) -> bool:
         return self._is_submitted and all(choice.result is not None for choice in self._choices)
+
+    def __iter__(self) -> Iterator[Choice]:
+        """The answers that were submitted."""
+        return iter(self._choices)
 
     @property
     def results(self) -> list[GenerationResult]:

@@ -15,7 +15,7 @@ from weft.request import GenerationResult
 from weft.server.api.answer_format import AnswerWriter
 from weft.server.errors import ApiError, as_api_error
 from weft.server.http.protocol import WRITER, BodyWriter
-from weft.server.metrics import ServerMetrics
+from weft.server.metrics import TokenTimes
 from weft.server.stream.choices import Choices, Piece
 from weft.server.stream.loop_turns import LoopTurns
 
@@ -65,7 +65,7 @@ class EventStream(Response):
         self,
         choices: Choices,
         writer: AnswerWriter,
-        metrics: ServerMetrics,
+        times: TokenTimes,
         *,
         loop_turns: LoopTurns,
         began: float,
@@ -80,7 +80,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._choices = choices
         self._answer_writer = writer
-        self._metrics = metrics
+        self._times = times
         self._loop_turns = loop_turns
         self._finish = finish
         self._on_end = on_end
@@ -209,9 +209,9 @@ class EventStream(Response):
     def _measure(self, pieces: list[Piece], now: float) -> None:
         num_tokens = len(pieces[0].tokens) if len(pieces) == 1 else sum(len(piece.tokens) for piece in pieces)
         if num_tokens and not self._has_events:
-            self._metrics.first_token(now - self._last)
+            self._times.first_token(now - self._last)
         elif num_tokens:
-            self._metrics.delivery(now - self._last, num_tokens)
+            self._times.delivery(now - self._last, num_tokens)
         self._last = now
         self._has_events = True
 

@@ -1,0 +1,132 @@
+"""Finished answers, indexed by their n-grams: a source of draft tokens for later answers.
+
+Each cache salt has an index of its own. So the speed of a request shows nothing of requests with other salts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from zlib import crc32
+
+LENGTHS = (12, 4)
+"""How many tokens must be equal for a match, longest first."""
+PROMPT_TOKENS = 12
+"""How many tokens at the end of the prompt are kept with an answer. With them the beginning of an answer is found."""
+BYTES_PER_TOKEN = 224
+"""Memory of an indexed token: the token, its position, and an entry with a key for each length. Measured."""
+BYTES_PER_INDEX = 4096
+"""Memory of an index without tokens, rounded up."""
+INITIAL_RATE = 0.5
+LEARNING_RATE = 0.05
+END = -1
+"""Ends a text. No token is equal to it."""
+
+_TOKEN_BYTES = array("i").itemsize
+
+
+class _Generation:
+    """Texts one after another, and where each n-gram occurred last."""
+
+    __slots__ = ("places", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = array("i")
+        self.places: dict[int, int] = {}
+        """The index after an n-gram, by the hash of the n-gram. Two n-grams may have one hash: compare the tokens."""
+
+    def add(self, text: Sequence[int], num_prompt_tokens: int) -> None:
+        tokens, places, first = self.tokens, self.places, len(self.tokens)
+        tokens.extend(text)
+        tokens.append(END)
+        content = tokens[first:].tobytes()
+        for length in LENGTHS:
+            size = length * _TOKEN_BYTES
+            for index in range(max(length, num_prompt_tokens), len(text)):
+                end = index * _TOKEN_BYTES
+                places[crc32(content[end - size : end], length)] = first + index
+
+    def find(self, last: bytes, length: int) -> int:
+        """The index after the last occurrence of these tokens, or -1."""
+        index = self.places.get(crc32(last, length), -1)
+        return index if index >= 0 and self.tokens[index - length : index].tobytes() == last else -1
+
+
+class AnswerIndex:
+    """The answers of one cache salt: those of two generations. A full index drops the older one."""
+
+    __slots__ = ("_older", "_younger", "rates")
+
+    def __init__(self) -> None:
+        self._younger, self._older = _Generation(), _Generation()
+        self.rates = dict.fromkeys(LENGTHS, INITIAL_RATE)
+        """How often the next token of a match was right, by the length that was found."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._younger.tokens) + len(self._older.tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        return BYTES_PER_INDEX + self.num_tokens * BYTES_PER_TOKEN
+
+    def add(self, text: Sequence[int], num_prompt_tokens: int) -> None:
+        self._younger.add(text, num_prompt_tokens)
+
+    def find(self, last: bytes) -> tuple[int, array[int], int]:
+        """Looks for the end of `last`, the bytes of tokens. Returns the length of the match, the text that has it, and
+        the index after it in that text. Length 0: there is none."""
+        for length in LENGTHS:
+            size = length * _TOKEN_BYTES
+            if len(last) < size:
+                continue
+            for generation in (self._younger, self._older):
+                index = generation.find(last[-size:], length)
+                if index >= 0 and generation.tokens[index] != END:
+                    return length, generation.tokens, index
+        return 0, self._younger.tokens, -1
+
+    def learn(self, length: int, is_right: bool) -> None:
+        self.rates[length] += LEARNING_RATE * (is_right - self.rates[length])
+
+    def age(self) -> None:
+        """Drops the older generation."""
+        self._younger, self._older = _Generation(), self._younger
+
+
+class AnswerIndexes:
+    """Owns the indexes of all cache salts, and keeps them within a number of bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._indexes: dict[str, AnswerIndex] = {}
+        self.num_texts = 0
+        """Texts that were added since the start."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(index.num_bytes for index in self._indexes.values())
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(index.num_tokens for index in self._indexes.values())
+
+    def of(self, cache_salt: str) -> AnswerIndex | None:
+        return self._indexes.get(cache_salt)
+
+    def add(self, cache_salt: str, tokens: Sequence[int], num_prompt_tokens: int) -> None:
+        """Adds the answer of a sequence that has these tokens."""
+        first = max(0, num_prompt_tokens - PROMPT_TOKENS)
+        text = tokens[first:]
+        if len(text) - (num_prompt_tokens - first) < LENGTHS[-1] or self._max_bytes < BYTES_PER_INDEX:
+            return
+        text = text[: (self._max_bytes - BYTES_PER_INDEX) // (2 * BYTES_PER_TOKEN)]
+        index = self._indexes.setdefault(cache_salt, AnswerIndex())
+        index.add(text, num_prompt_tokens - first)
+        self.num_texts += 1
+        while self.num_bytes > self._max_bytes:
+            # The largest index pays, so a salt with many answers does not push out the others.
+            salt, largest = max(self._indexes.items(), key=lambda item: item[1].num_tokens)
+            largest.age()
+            if not largest.num_tokens:
+                del self._indexes[salt]

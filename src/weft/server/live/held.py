@@ -1,0 +1,59 @@
+"""What only the server knows of the requests in a frame: their keys, and the requests that are not in the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from weft.live import MAX_REQUESTS
+from weft.request import Priority, RequestId
+
+if TYPE_CHECKING:
+    from weft.server.admission.active_requests import ActiveRequest
+
+
+class HeldRequest(NamedTuple):
+    """A request with answers that are not in the engine."""
+
+    request_id: RequestId
+    key: str | None
+    state: str
+    """preparing: its prompt is being tokenised. held: `FairGate` holds it back."""
+    priority: int
+    age: float
+    """Seconds since its body arrived."""
+    num_answers: int
+    """Answers that are held back. 0 while it is being prepared."""
+
+
+class RequestsOfServer(NamedTuple):
+    """The part of a frame that describes the active requests of the server."""
+
+    keys: dict[RequestId, str]
+    """Names of API keys. At most `MAX_REQUESTS`, those of the oldest requests."""
+    held: list[HeldRequest]
+    """At most `MAX_REQUESTS`, the oldest ones."""
+    num_held: int
+    """All of them."""
+    num_open: int
+
+
+def requests_of_server(active_requests: Iterable[ActiveRequest], now: float) -> RequestsOfServer:
+    keys: dict[RequestId, str] = {}
+    held: list[HeldRequest] = []
+    num_held = num_open = 0
+    for one in active_requests:
+        num_open += 1
+        key = None if one.key is None else one.key.name
+        num_waiting = 0 if one.ticket is None else one.ticket.num_waiting
+        if one.requests and key is not None and len(keys) < MAX_REQUESTS:
+            keys[one.id] = key
+        if one.requests and not num_waiting:
+            continue
+        num_held += 1
+        if len(held) < MAX_REQUESTS:
+            state = "held" if one.requests else "preparing"
+            priority = one.requests[0].priority if one.requests else Priority.NORMAL
+            age = round(now - one.began, 3)
+            held.append(HeldRequest(one.id, key, state, int(priority), age, num_waiting))
+    return RequestsOfServer(keys, held, num_held, num_open)

@@ -1,0 +1,301 @@
+"""The live view in a browser, on the frames of a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from accessibility import checked
+from browser_pages import ADMIN, HEIGHTS, THEMES, WIDTHS, OpenPage
+from playwright.sync_api import Locator, Page, expect
+from server_process import MESSAGES, SLOW, Server, running_server, wait_for
+
+LONG = {"max_tokens": 6000, "ignore_eos": True}
+NUM_ROWS = 256
+
+
+class Answer:
+    """A streamed answer of the server."""
+
+    def __init__(self, server: Server, **fields: Any) -> None:
+        self.id = ""
+        self.has_ended = threading.Event()
+        self._client = httpx.Client(base_url=server.url, headers=server.client.headers, timeout=120)
+        self._fields = {"messages": MESSAGES, "stream": True, **LONG, **fields}
+        self._has_begun = threading.Event()
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        assert self._has_begun.wait(60)
+
+    def _read(self) -> None:
+        try:
+            with self._client.stream("POST", "/v1/chat/completions", json=self._fields) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        self.id = json.loads(line[6:]).get("id", "").removeprefix("chatcmpl-") or self.id
+                        self._has_begun.set()
+                    if self._is_closing.is_set():
+                        return
+        finally:
+            self._has_begun.set()
+            self.has_ended.set()
+
+    def close(self) -> None:
+        self._is_closing.set()
+        self._thread.join(60)
+        self._client.close()
+
+
+@contextmanager
+def answers(server: Server, number: int = 1, **fields: Any) -> Iterator[list[Answer]]:
+    running = [Answer(server, **fields) for _ in range(number)]
+    try:
+        yield running
+    finally:
+        for answer in running:
+            answer.close()
+
+
+def live(page: Page) -> Page:
+    expect(page.locator(".chip")).to_have_text("Live")
+    return page
+
+
+def row(page: Page, name: str) -> Locator:
+    return page.locator(f".batch-row[data-id='{name}']")
+
+
+def test_a_request_appears_runs_and_ends(open_page: OpenPage, noop_server: Server) -> None:
+    page = live(open_page(noop_server, "/#live"))
+    with answers(noop_server) as [answer]:
+        expect(row(page, answer.id)).to_have_attribute("data-state", "decoding")
+        row(page, answer.id).click()
+        panel = page.get_by_role("complementary")
+        expect(panel).to_contain_text(answer.id)
+        expect(panel).to_contain_text("first token")
+    expect(panel).to_contain_text("finished: cancelled")
+    expect(panel.get_by_role("button", name="Cancel this request")).to_be_hidden()
+    expect(page.locator(".ended li").first).to_contain_text(answer.id[:8])
+    expect(row(page, answer.id)).to_have_attribute("data-state", "ended")
+    noop_server.chat(max_tokens=3, ignore_eos=True)
+    expect(page.locator(".ended li").first).to_contain_text("length")
+
+
+def test_the_button_cancels_a_request_with_an_admin_key(open_page: OpenPage, keyed_server: Server) -> None:
+    page = open_page(keyed_server, "/#live", expected=["401"])
+    page.get_by_role("dialog", name="API key").get_by_label("Key").fill(ADMIN)
+    page.keyboard.press("Enter")
+    live(page)
+    with answers(keyed_server) as [answer]:
+        row(page, answer.id).click()
+        panel = page.get_by_role("complementary")
+        expect(panel.locator(".facts")).to_contain_text(ADMIN)  # the name of the key
+        expect(panel.get_by_role("button", name="Show its text")).to_be_hidden()
+        panel.get_by_role("button", name="Cancel this request").click()
+        expect(panel).to_contain_text("finished: cancelled")
+        assert answer.has_ended.wait(60)
+
+
+def test_everything_is_reached_with_the_keyboard(open_page: OpenPage, noop_server: Server) -> None:
+    page = live(open_page(noop_server, "/#live"))
+    with answers(noop_server, 2) as running:
+        rows = page.get_by_role("listbox", name="Rows of the batch")
+        for answer in running:
+            expect(row(page, answer.id)).to_have_attribute("data-state", "decoding")
+        page.get_by_role("tab", name="Live").focus()
+        reached = []
+        for _ in range(12):
+            page.keyboard.press("Tab")
+            reached.append(
+                page.evaluate("document.activeElement.ariaLabel ?? document.activeElement.textContent")
+            )
+        for name in ("Pause", "Rows of the batch", "Requests that wait"):
+            assert name in reached
+        assert (
+            sum(name.startswith(("Step time:", "Tokens per second:", "Prefix hits:")) for name in reached)
+            == 3
+        )
+        rows.focus()
+        page.keyboard.press("ArrowDown")
+        chosen = page.get_by_role("option", selected=True)
+        expect(chosen).to_have_attribute("aria-posinset", "2")
+        name = chosen.get_attribute("data-id")
+        page.keyboard.press("Enter")
+        panel = page.get_by_role("complementary")
+        expect(panel.get_by_role("heading", level=2)).to_be_focused()
+        expect(panel).to_contain_text(str(name))
+        page.keyboard.press("Escape")
+        expect(panel).to_be_hidden()
+        expect(rows).to_be_focused()
+        chart = page.get_by_role("img", name="Tokens per second")
+        chart.focus()
+        page.keyboard.press("Home")
+        expect(chart).to_have_attribute("aria-label", re.compile("ago: generated"))
+
+
+def test_a_pause_ends_the_stream_and_a_lost_server_is_asked_again(
+    open_page: OpenPage, noop_server: Server
+) -> None:
+    page = live(open_page(noop_server, "/#live", expected=["503"]))
+    page.get_by_role("button", name="Pause").click()
+    expect(page.locator(".chip")).to_have_text("Paused")
+    step = page.locator(".tiles dd").first.text_content()
+    noop_server.chat()
+    assert page.locator(".tiles dd").first.text_content() == step
+    refusal = {"status": 503, "json": {"error": {"message": "The server is away."}}}
+    page.route("**/live", lambda route: route.fulfill(**refusal))
+    page.get_by_role("button", name="Continue").click()
+    expect(page.locator(".live-notice")).to_contain_text("The server is away. Next attempt in 1 s.")
+    page.unroute("**/live")
+    live(page)
+    expect(page.locator(".tiles dd").first).not_to_have_text(str(step))
+
+
+def test_a_hidden_view_reads_no_frames(open_page: OpenPage, noop_server: Server) -> None:
+    page = live(open_page(noop_server, "/#live"))
+    with page.expect_event("requestfailed", lambda request: request.url.endswith("/live")):
+        page.get_by_role("tab", name="Chat").click()
+    with page.expect_request("**/live"):
+        page.get_by_role("tab", name="Live").click()
+    live(page)
+    hide = "(state) => { Object.defineProperty(document, 'visibilityState', { value: state, configurable: true }); document.dispatchEvent(new Event('visibilitychange')); }"
+    with page.expect_event("requestfailed", lambda request: request.url.endswith("/live")):
+        page.evaluate(hide, "hidden")
+    with page.expect_request("**/live"):
+        page.evaluate(hide, "visible")
+
+
+@pytest.mark.long
+def test_a_silent_engine_is_shown_as_one(open_page: OpenPage, noop_server: Server) -> None:
+    page = live(open_page(noop_server, "/#live"))
+    os.kill(noop_server.engine_pid(), signal.SIGSTOP)
+    try:
+        expect(page.locator(".chip")).to_have_text("Engine is silent")
+        expect(page.locator(".live-notice")).to_contain_text("does not answer")
+    finally:
+        os.kill(noop_server.engine_pid(), signal.SIGCONT)
+    live(page)
+
+
+@pytest.mark.long
+def test_the_text_of_a_request_is_shown_if_the_server_allows_it(
+    open_page: OpenPage, default_model_path: Path
+) -> None:
+    with running_server(default_model_path, backend_options=SLOW, show_prompts=True) as server:
+        page = live(open_page(server, "/#live"))
+        with answers(server) as [answer]:
+            row(page, answer.id).click()
+            page.get_by_role("button", name="Show its text").click()
+            expect(page.locator(".texts")).to_contain_text(MESSAGES[0]["content"])
+        page.close()
+
+
+def test_a_busy_view_fits_its_window_and_axe_finds_no_serious_fault(
+    open_page: OpenPage, noop_server: Server
+) -> None:
+    page = live(open_page(noop_server, "/#live"))
+    with answers(noop_server, 3) as running:
+        for is_open, width, theme in product((False, True), WIDTHS, THEMES):
+            page.set_viewport_size({"width": width, "height": HEIGHTS[width]})
+            page.emulate_media(color_scheme=theme)
+            expect(row(page, running[0].id)).to_have_attribute("data-state", "decoding")
+            if is_open and not page.get_by_role("complementary").is_visible():
+                row(page, running[0].id).click()
+            content, window = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+            assert content <= window == width
+            _, found = checked(page)
+            assert not found, "\n".join([f"{width} pixels, {theme}, panel {is_open}:", *found])
+
+
+def test_the_answers_of_a_request_have_different_names_that_fit_their_column(
+    open_page: OpenPage, noop_server: Server
+) -> None:
+    page = live(open_page(noop_server, "/#live", width=360))
+    with answers(noop_server, n=12) as [answer]:
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": HEIGHTS[width]})
+            expect(row(page, f"{answer.id}-11")).to_be_visible()
+            names = page.locator(".batch-row:not([hidden]) .name")
+            found = names.evaluate_all(
+                "nodes => nodes.map((node) => [node.textContent, node.scrollWidth <= node.clientWidth])"
+            )
+            assert len({name for name, _ in found}) == len(found) >= 12
+            assert all(fits for _, fits in found), found
+
+
+class Meter:
+    """What the browser counts of a page."""
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._session = page.context.new_cdp_session(page)
+        self._session.send("Performance.enable")
+
+    def read(self) -> dict[str, float]:
+        self._session.send("HeapProfiler.collectGarbage")
+        found = {one["name"]: one["value"] for one in self._session.send("Performance.getMetrics")["metrics"]}
+        return {**found, "frames": self.frames()}
+
+    def frames(self) -> float:
+        return float(self._page.locator(".live").get_attribute("data-frames") or 0)
+
+
+def test_256_running_requests_keep_nodes_listeners_and_frames_bounded(
+    open_page: OpenPage, default_model_path: Path, figures: dict[str, str]
+) -> None:
+    options = {**SLOW, "seconds_per_step": 0.05}
+    with running_server(default_model_path, backend_options=options) as server:
+        page = live(open_page(server, "/#live"))
+        prompts = [f"Number {number}" for number in range(64)]
+        fields = {"prompt": prompts, "stream": True, "max_tokens": 4000, "ignore_eos": True}
+        closing = threading.Event()
+
+        def read() -> None:
+            with (
+                httpx.Client(base_url=server.url, timeout=120) as client,
+                client.stream("POST", "/v1/completions", json=fields) as response,
+            ):
+                for _ in response.iter_bytes():
+                    if closing.is_set():
+                        return
+
+        threads = [threading.Thread(target=read) for _ in range(NUM_ROWS // len(prompts))]
+        try:
+            for thread in threads:
+                thread.start()
+            expect(page.locator(".batch .figure")).to_contain_text(
+                f"{NUM_ROWS} of {NUM_ROWS} rows in use", timeout=60_000
+            )
+            meter = Meter(page)
+            wait_for(lambda: meter.frames() > 20)
+            before = meter.read()
+            wait_for(lambda: meter.frames() >= before["frames"] + 40)
+            after = meter.read()
+            elements = page.evaluate("document.querySelectorAll('*').length")
+            page.close()
+        finally:
+            closing.set()
+            for thread in threads:
+                thread.join(60)
+    assert elements < 1000, "rows out of view must not be elements"
+    assert after["Nodes"] < before["Nodes"] * 1.2
+    assert after["JSEventListeners"] <= before["JSEventListeners"] + 20
+    frames, seconds = after["frames"] - before["frames"], after["Timestamp"] - before["Timestamp"]
+    assert frames <= 10 * (seconds + 4), "at most ten frames a second"
+    each, all_tasks = (
+        1000 * (after[name] - before[name]) / frames for name in ("ScriptDuration", "TaskDuration")
+    )
+    figures["live view of 256 requests"] = (
+        f"{elements} elements, {each:.1f} ms of scripts and {all_tasks:.1f} ms in all a frame, {frames / seconds:.1f} frames a second"
+    )
