@@ -140,7 +140,8 @@ async def _measure(
             client = Client(f"http://127.0.0.1:{port}")
             first = await _first_tokens(engine, client, prompt)
             throughputs = [await _throughput(client, *streams, prompt) for streams in _STREAMS]
-            by_api = await _seconds_by_api(client)
+            costs = await costs_by_api(client, _API_ROUNDS, *_API_STREAMS)
+            by_api = {api: [spent for spent, _ in found] for api, found in costs.items()}
             client.close()
             return first, throughputs, by_api
     finally:
@@ -189,10 +190,11 @@ async def _throughput(client: Client, streams: int, tokens: int, prompt: list[in
     return Throughput(streams, tokens, streams * tokens / seconds, spent)
 
 
-async def _seconds_by_api(client: Client) -> dict[Api, list[float]]:
-    """CPU seconds of the server for each streamed token, with each API in turn. Processor time is compared, not tokens
-    per second: it depends less on what else the machine does."""
-    streams, tokens = _API_STREAMS
+async def costs_by_api(
+    client: Client, rounds: int, streams: int, tokens: int
+) -> dict[Api, list[tuple[float, float]]]:
+    """CPU seconds of the server, and seconds, for each streamed token: a pair for each round. The APIs take turns, in
+    another order in each round, so that other load on the machine affects all of them."""
     item = Item(_TEXT, tokens)
     bodies = {
         api: (dialect.path, dialect.body(item, lambda _: _TEXT))
@@ -200,23 +202,24 @@ async def _seconds_by_api(client: Client) -> dict[Api, list[float]]:
         if api != "completions"
         for dialect in (Dialect("soaked", api, takes_ids=False, takes_exact_length=False),)
     }
-    seconds: dict[Api, list[float]] = {api: [] for api in bodies}
+    costs: dict[Api, list[tuple[float, float]]] = {api: [] for api in bodies}
     await client.open_idle(streams)
     snapshot = take_snapshot()
     server = find_server(client.host, client.port, snapshot.processes) if snapshot is not None else ()
-    for number in range(_API_ROUNDS + 1):
-        for api, (path, body) in bodies.items():
+    for number in range(rounds + 1):
+        for api in sorted(bodies, key=lambda api: (APIS.index(api) + number) % len(APIS)):
+            path, body = bodies[api]
             message = client.message("POST", path, body)
-            before = sum(map(_cpu_seconds, server))
+            before, began = sum(map(_cpu_seconds, server)), time.perf_counter()
             answers = await asyncio.gather(*(client.send(message, 120.0) for _ in range(streams)))
-            spent = sum(map(_cpu_seconds, server)) - before
+            seconds, spent = time.perf_counter() - began, sum(map(_cpu_seconds, server)) - before
             failed = [answer.failure for answer, _ in answers if answer.failure]
             if failed:
                 raise WeftError(f"{path}: {len(failed)} of {streams} streams failed, one with {failed[0]}")
             if number:  # the first round warms up
                 count = sum(answer.completion_tokens or 0 for answer, _ in answers)
-                seconds[api].append(spent / count)
-    return seconds
+                costs[api].append((spent / count, seconds / count))
+    return costs
 
 
 def _cpu_seconds(pid: int) -> float:
