@@ -372,3 +372,31 @@ def test_an_engine_that_dies_ends_every_stream_with_the_error_of_its_api(default
             assert reply.status in (500, 503) and api.error(reply.body)
 
     run(default_model_path, work, seconds_per_step=0.005)
+
+
+SIGNS_OF_LIFE = {
+    "/v1/chat/completions": (b'"role":"assistant"', b'"delta":{"content":""}', 0),
+    "/v1/responses": (b"event: response.created", b"event: response.in_progress", 1),
+    "/v1/messages": (b"event: message_start", b"event: ping", 1),
+    "/api/chat": (b'"role":"assistant"', b'"done":false', 1),
+}
+"""What a stream begins with, the event that clients count as a sign of life (some do not count comments), and how many
+of these every stream has."""
+
+
+def test_while_a_prompt_is_computed_every_stream_begins_and_repeats_an_event_that_clients_count(
+    default_model_path: Path,
+) -> None:
+    async def ask(server: InProcess, api: Api) -> None:
+        first, sign, usual = SIGNS_OF_LIFE[api.path]
+        body = json.dumps(api.body(asks("plain"), max_tokens=1, stream=True)).encode()
+        sent = (await server.send(api.path, body)).body
+        assert api.streamed(sent).completion_tokens == 1
+        # One may be that of the token.
+        assert first in sent[:500] and sent.count(sign) >= usual + 2, sent
+
+    async def work(server: InProcess) -> None:
+        await asyncio.gather(*(ask(server, api) for api in APIS))
+
+    # The first step takes several times the longest silence.
+    run(default_model_path, work, seconds_per_step=3.5, silence_seconds=1.0)
