@@ -1,8 +1,7 @@
 """`python -m benchmarks apis`: what a stream of each API costs beside one of chat completions, on the same server.
 
 Every round measures all APIs, in turn. It gives one ratio for each; the table shows their geometric mean with its 95%
-interval. The noop backend takes as long for a step as a small model. Without this pause its tokens would share events,
-and their number would depend on the load of the machine.
+interval.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import asyncio
 from statistics import median
 
 from benchmarks.revisions import Ratios
-from weft.bench.overhead import SLOWER_THAN_CHAT, costs_by_api
+from weft.bench.overhead import NOOP_STEP_SECONDS, SLOWER_THAN_CHAT, costs_by_api
 from weft.bench.report import machine, print_json, print_line, print_table
 from weft.bench.serve_api import Api
 from weft.bench.serve_client import Client
@@ -20,7 +19,6 @@ from weft.loading.checkpoint import open_checkpoint
 from weft.loading.pull import pull
 from weft.text.model_text import open_tokenizer
 
-_NOOP_STEP_SECONDS = 0.005
 _FIGURES = ("server CPU time for a token", "time for a token")
 
 Costs = dict[Api, list[tuple[float, float]]]
@@ -53,7 +51,7 @@ def main(*, backend: str, rounds: int, streams: int, tokens: int, json: bool) ->
 async def _measure(backend: str, rounds: int, streams: int, tokens: int) -> Costs:
     path = str(pull("default"))
     vocabulary_size = open_tokenizer(open_checkpoint(path)).vocabulary_size
-    options = {"seconds_per_step": _NOOP_STEP_SECONDS} if backend == "noop" else {}
+    options = {"seconds_per_step": NOOP_STEP_SECONDS} if backend == "noop" else {}
     async with running_server(backend, path, vocabulary_size, **options) as port:
         client = Client(f"http://127.0.0.1:{port}")
         costs = await costs_by_api(client, rounds, streams, tokens)

@@ -32,7 +32,9 @@ def by_tool(agent: str, tool: str, arguments: dict[str, Any]) -> list[dict[str, 
     return [slow, rule(f"{agent}, read it", text, call)]
 
 
-def by_answer_tool(agent: str, tool: str, arguments: dict[str, Any], answer_tool: str) -> list[dict[str, Any]]:
+def by_answer_tool(
+    agent: str, tool: str, arguments: dict[str, Any], answer_tool: str
+) -> list[dict[str, Any]]:
     """Rules for "AGENT, describe the person", for an agent whose structured answers are calls of a tool. `arguments`
     has the name of the agent: the result of the call follows it."""
     answer = {"contains": ["<tool_response>", PERSON, agent], "calls": [[answer_tool, PERSON_OBJECT]]}

@@ -121,6 +121,13 @@ def codex_default(place: Place, url: str, key: str) -> Start:
     return codex(place, url, key, is_light=False)
 
 
+def codex_oss(place: Place, url: str, key: str) -> Start:
+    """With the provider for local servers, which asks like a client of Ollama first and sends no key."""
+    command: list[object] = [CODEX, "exec", "--oss", "--local-provider", "ollama", "-m", MODEL]
+    command += ["--skip-git-repo-check", "-s", "danger-full-access"]
+    return command, {"CODEX_OSS_BASE_URL": f"{url}/v1"}
+
+
 def opencode_with(package: str, *more: str) -> Callable[[Place, str, str], Start]:
     def prepare(place: Place, url: str, key: str) -> Start:
         model = {"name": MODEL, "limit": {"context": CONTEXT, "output": 4096}}
@@ -183,7 +190,13 @@ AGENTS = (
     Agent("Codex", RESPONSES, codex, codex_talk, resume=RESUME),
     Agent("Codex with its default prompt", RESPONSES, codex_default, resume=RESUME),
     Agent("opencode", CHAT, opencode_with(COMPATIBLE), opencode_talk(COMPATIBLE), resume=CONTINUE),
-    Agent("opencode with @ai-sdk/openai", RESPONSES, opencode_with(OPENAI), opencode_talk(OPENAI), resume=CONTINUE),
+    Agent(
+        "opencode with @ai-sdk/openai",
+        RESPONSES,
+        opencode_with(OPENAI),
+        opencode_talk(OPENAI),
+        resume=CONTINUE,
+    ),
     Agent(
         "opencode with @ai-sdk/anthropic",
         MESSAGES,
@@ -193,5 +206,6 @@ AGENTS = (
     ),
     Agent("qwen-code", CHAT, qwen_code, qwen_code_talk, resume=CONTINUE),
 )
+LOCAL = Agent("Codex with --oss", RESPONSES, codex_oss)
 EDITOR = Agent("aider", CHAT, aider, task="change it")
 """It calls no tools: it edits a file by an answer."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from agent_script import FILE, FINAL, PERSON_OBJECT, WORD
-from command_line_agents import AGENTS, EDITOR, Agent, aider, claude_code, codex, qwen_code
+from command_line_agents import AGENTS, EDITOR, LOCAL, Agent, aider, claude_code, codex, qwen_code
 from scripted_server import ScriptedServer, wait_for
 
 from conftest import LIMITED, Place, Run, end_of, interrupt
@@ -38,6 +38,17 @@ def test_a_whole_loop_is_streamed(served: ScriptedServer, place: Place, agent: A
     assert first["status"] == second["status"] == 200 and first["stream"] and second["stream"]
     assert not [entry for entry in served.requests(since) if entry["status"] >= 400]
     assert second["cached_tokens"] >= 0.95 * first["prompt_tokens"], (first, second)
+
+
+def test_codex_finds_the_model_of_a_local_server_without_keys(
+    without_keys: ScriptedServer, place: Place
+) -> None:
+    command, environment = LOCAL.prepare(place, without_keys.url, "")
+    run = place.run([*command, LOCAL.prompt], environment)
+    assert run.code == 0 and FINAL in run.out, str(run)
+    entries = wait_for(lambda: without_keys.requests(at_least=4))
+    assert {entry["route"] for entry in entries} >= {"/api/version", "/api/tags", LOCAL.route}, entries
+    assert all(entry["status"] == 200 for entry in entries), entries
 
 
 @named([agent for agent in AGENTS if agent.resume])
@@ -140,7 +151,9 @@ def test_claude_code_gets_a_structured_answer_after_a_call(served: ScriptedServe
     command, environment = claude_code(place, served.url, "agent-key")
     command += ["--output-format", "json", "--json-schema", json.dumps(PERSON_SCHEMA)]
     run = place.run([*command, "Claude Code, describe the person"], environment)
-    assert run.code == 0 and json.loads(run.out.splitlines()[-1])["structured_output"] == PERSON_OBJECT, str(run)
+    assert run.code == 0 and json.loads(run.out.splitlines()[-1])["structured_output"] == PERSON_OBJECT, str(
+        run
+    )
 
 
 def test_qwen_code_gets_a_structured_answer_after_a_call(served: ScriptedServer, place: Place) -> None:

@@ -10,6 +10,7 @@ import json as json_module
 import os
 import time
 from dataclasses import dataclass
+from operator import truediv
 from typing import Any
 
 from weft.bench.report import Check, machine, print_checks, print_json, print_line, print_table, quantile
@@ -31,8 +32,11 @@ TOKENS_PER_SECOND = 20_000
 _NUM_FIRST_TOKENS = 300
 _TEXT = "Once upon a time there was a careful engineer who liked short sentences and plain words very much."
 _STREAMS = ((128, 200), (500, 200))
-_API_STREAMS = (32, 400)
+API_STREAMS = (8, 128)
 _API_ROUNDS = 10
+NOOP_STEP_SECONDS = 0.005
+"""Duration of a step of the noop backend while APIs are compared: that of a small model. Without it tokens share events,
+and how many do depends on the load of the machine."""
 SLOWER_THAN_CHAT = 0.05
 
 
@@ -66,16 +70,16 @@ def main(json: bool) -> None:
             "streamed tokens per second", f"{best:,.0f}", f"{TOKENS_PER_SECOND:,}", best >= TOKENS_PER_SECOND
         )
     )
-    chat_median = quantile(by_api["chat"], 0.5)
     checks += [
         Check(
             f"streams of /{api}: server CPU seconds, over those of chat",
-            f"{quantile(seconds, 0.5) / chat_median - 1:+.1%}",
+            f"{ratio - 1:+.1%}",
             f"{SLOWER_THAN_CHAT:+.0%}",
-            quantile(seconds, 0.5) < (1 + SLOWER_THAN_CHAT) * chat_median,
+            ratio < 1 + SLOWER_THAN_CHAT,
         )
         for api, seconds in by_api.items()
         if api != "chat"
+        for ratio in (quantile(map(truediv, seconds, by_api["chat"]), 0.5),)
     ]
     figures = {"engine alone": direct, **first}
     if json:
@@ -116,7 +120,7 @@ def main(json: bool) -> None:
             for result in throughputs
         ],
     )
-    streams, tokens = _API_STREAMS
+    streams, tokens = API_STREAMS
     print_table(
         f"Server CPU milliseconds for 1,000 tokens, {streams} streams of {tokens}, {_API_ROUNDS} rounds in turn",
         ("API", "median", "least", "largest"),
@@ -140,10 +144,13 @@ async def _measure(
             client = Client(f"http://127.0.0.1:{port}")
             first = await _first_tokens(engine, client, prompt)
             throughputs = [await _throughput(client, *streams, prompt) for streams in _STREAMS]
-            costs = await costs_by_api(client, _API_ROUNDS, *_API_STREAMS)
-            by_api = {api: [spent for spent, _ in found] for api, found in costs.items()}
             client.close()
-            return first, throughputs, by_api
+        async with running_server("noop", path, vocabulary_size, seconds_per_step=NOOP_STEP_SECONDS) as port:
+            client = Client(f"http://127.0.0.1:{port}")
+            costs = await costs_by_api(client, _API_ROUNDS, *API_STREAMS)
+            client.close()
+        by_api = {api: [spent for spent, _ in found] for api, found in costs.items()}
+        return first, throughputs, by_api
     finally:
         await engine.stop()
 

@@ -7,6 +7,7 @@ answer). Each client is imported by its own function: they share no environment 
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 
 import pydantic
 
+faulthandler.dump_traceback_later(150, exit=True)  # says where a client hangs
 CLIENT, TASK, URL, KEY, PROMPT = sys.argv[1:]
 MODEL = "default"
 MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
