@@ -37,7 +37,7 @@ def main(*, backend: str, rounds: int, streams: int, tokens: int, json: bool) ->
             before, after = (f"{1e6 * median(one[index] for one in found):.1f}" for found in (chat, pairs))
             rows.append((f"{figure}, {api}", before, after, f"{mean:+.1%} [{low:+.1%}, {high:+.1%}]"))
     if json:
-        print_json({"chat": chat, **costs, "rows": rows, "machine": machine()})
+        print_json({"chat": chat, "others": costs, "rows": rows, "machine": machine()})
         return is_met
     print_line(machine())
     print_table(
