@@ -141,6 +141,23 @@ def test_the_text_of_a_call_that_is_no_json_is_kept_in_the_order_of_the_model(
         assert (streamed.calls, words(streamed.text)) == (broken, text.replace(words(BROKEN), ""))
 
 
+ONE_CALL: dict[str, dict[str, Any]] = {
+    "openai": {"parallel_tool_calls": False},
+    "anthropic": {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+}
+
+
+@pytest.mark.parametrize("api", [api for api in APIS if api.family in ONE_CALL], ids=str)
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_parallel_calls_an_answer_ends_after_its_first_call(
+    scripted: Running, api: Api, stream: bool
+) -> None:
+    body = {**api.body(asks("parallel"), TOOLS, max_tokens=200, stream=stream), **ONE_CALL[api.family]}
+    reply = scripted.loop.run_until_complete(scripted.server.send(api.path, json.dumps(body).encode()))
+    answer = (api.streamed if stream else api.whole)(reply.body)
+    assert (answer.calls, answer.stop) == ([("read", {"path": "a"})], "calls")
+
+
 def words(text: str) -> str:
     """The text without white space, which a parser drops around calls."""
     return "".join(text.split())
@@ -178,6 +195,12 @@ def test_an_answer_is_cut_at_the_token_limit_and_before_a_stop_string(scripted: 
         assert (cut.stop, cut.completion_tokens) == ("length", 3)
         stopped = ask(api, asks("plain"), stop=["seven hills\nand", "Oslo"])
         assert (stopped.text.rstrip(), stopped.stop) == ("Rome is a city. It has", "stop")
+
+
+@EVERY
+def test_a_token_limit_beyond_the_context_is_lowered(scripted: Running, api: Api) -> None:
+    for ask in (scripted.ask, scripted.stream):
+        assert ask(api, asks("plain"), max_tokens=1_000_000).text == RULES["plain"]["text"]
 
 
 CONVERSATIONS: dict[str, tuple[list[Turn], Sequence[Tool]]] = {
