@@ -67,6 +67,8 @@ SCRIPT: dict[str, Any] = {
         *by_tool("Codex", "exec_command", {"cmd": READ}),
         *by_tool("opencode", "bash", {"command": READ, "description": "Reads the file"}),
         *by_tool("qwen-code", *QWEN_READS),
+        # What qwen-code says if a stream with some text broke off.
+        rule("The connection dropped mid-response", calls=[QWEN_READS]),
         *by_tool("SDK", "read_file", {"path": FILE}),
         rule("aider, change it slowly", EDIT, seconds_per_token=0.2),
         rule("aider, change it", EDIT),
