@@ -66,6 +66,25 @@ def idle_work(
     )
 
 
+@app.command("apis")
+def apis(
+    backend: Annotated[str, typer.Option(metavar="NAME", help="noop or cpu.")] = "noop",
+    rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Rounds; the order changes.")] = 30,
+    streams: Annotated[int, typer.Option(min=1, metavar="N", help="Streams at once.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens of an answer.")] = 128,
+    json: AsJson = False,
+) -> None:
+    """Compare streams of each API with those of chat completions.
+
+    Processor time of the server and time for a token, with 95% intervals. Exit code 1: an API may take more than 5%
+    more processor time.
+    """
+    from benchmarks.apis import main as run
+
+    if not run(backend=backend, rounds=rounds, streams=streams, tokens=tokens, json=json):
+        raise typer.Exit(1)
+
+
 @app.command("batching")
 def batching(
     device: Annotated[

@@ -29,6 +29,8 @@ class Agent:
     prepare_talk: Callable[[Place, str, str], Start] | None = None
     """The same, without tools that run commands or write files: a small model may call anything."""
     task: str = "read it"
+    resume: tuple[str, ...] = ()
+    """What follows the command to continue its last conversation."""
 
     @property
     def prompt(self) -> str:
@@ -42,6 +44,8 @@ def claude_code(place: Place, url: str, key: str, *, is_light: bool = True) -> S
         "ANTHROPIC_MODEL": MODEL,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(CONTEXT),
+        # It keeps room for a whole answer, and would replace a conversation that is continued by a summary.
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "4096",
     }
     return [CLAUDE, *(["--bare"] if is_light else []), "--allowedTools", "Bash", "-p"], environment
 
@@ -117,6 +121,13 @@ def codex_default(place: Place, url: str, key: str) -> Start:
     return codex(place, url, key, is_light=False)
 
 
+def codex_oss(place: Place, url: str, key: str) -> Start:
+    """With the provider for local servers, which asks like a client of Ollama first and sends no key."""
+    command: list[object] = [CODEX, "exec", "--oss", "--local-provider", "ollama", "-m", MODEL]
+    command += ["--skip-git-repo-check", "-s", "danger-full-access"]
+    return command, {"CODEX_OSS_BASE_URL": f"{url}/v1"}
+
+
 def opencode_with(package: str, *more: str) -> Callable[[Place, str, str], Start]:
     def prepare(place: Place, url: str, key: str) -> Start:
         model = {"name": MODEL, "limit": {"context": CONTEXT, "output": 4096}}
@@ -140,6 +151,10 @@ def opencode_with(package: str, *more: str) -> Callable[[Place, str, str], Start
         return [OPENCODE, "run", "--title", "test", *more], {}
 
     return prepare
+
+
+def opencode_talk(package: str) -> Callable[[Place, str, str], Start]:
+    return opencode_with(package, "--agent", "talk")
 
 
 def qwen_code(place: Place, url: str, key: str) -> Start:
@@ -167,16 +182,30 @@ def aider(place: Place, url: str, key: str) -> Start:
 
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
-COMPATIBLE = "@ai-sdk/openai-compatible"
+COMPATIBLE, OPENAI, ANTHROPIC = "@ai-sdk/openai-compatible", "@ai-sdk/openai", "@ai-sdk/anthropic"
+CONTINUE, RESUME = ("--continue",), ("resume", "--last")
 AGENTS = (
-    Agent("Claude Code", MESSAGES, claude_code, claude_code_talk),
-    Agent("Claude Code with its default prompt", MESSAGES, claude_code_default),
-    Agent("Codex", RESPONSES, codex, codex_talk),
-    Agent("Codex with its default prompt", RESPONSES, codex_default),
-    Agent("opencode", CHAT, opencode_with(COMPATIBLE), opencode_with(COMPATIBLE, "--agent", "talk")),
-    Agent("opencode with @ai-sdk/openai", RESPONSES, opencode_with("@ai-sdk/openai")),
-    Agent("opencode with @ai-sdk/anthropic", MESSAGES, opencode_with("@ai-sdk/anthropic")),
-    Agent("qwen-code", CHAT, qwen_code, qwen_code_talk),
+    Agent("Claude Code", MESSAGES, claude_code, claude_code_talk, resume=CONTINUE),
+    Agent("Claude Code with its default prompt", MESSAGES, claude_code_default, resume=CONTINUE),
+    Agent("Codex", RESPONSES, codex, codex_talk, resume=RESUME),
+    Agent("Codex with its default prompt", RESPONSES, codex_default, resume=RESUME),
+    Agent("opencode", CHAT, opencode_with(COMPATIBLE), opencode_talk(COMPATIBLE), resume=CONTINUE),
+    Agent(
+        "opencode with @ai-sdk/openai",
+        RESPONSES,
+        opencode_with(OPENAI),
+        opencode_talk(OPENAI),
+        resume=CONTINUE,
+    ),
+    Agent(
+        "opencode with @ai-sdk/anthropic",
+        MESSAGES,
+        opencode_with(ANTHROPIC),
+        opencode_talk(ANTHROPIC),
+        resume=CONTINUE,
+    ),
+    Agent("qwen-code", CHAT, qwen_code, qwen_code_talk, resume=CONTINUE),
 )
+LOCAL = Agent("Codex with --oss", RESPONSES, codex_oss)
 EDITOR = Agent("aider", CHAT, aider, task="change it")
 """It calls no tools: it edits a file by an answer."""

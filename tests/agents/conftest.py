@@ -123,6 +123,16 @@ def served(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session")
+def without_keys(
+    default_model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ScriptedServer]:
+    server = ScriptedServer(tmp_path_factory.mktemp("without_keys"), default_model_path, SCRIPT)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
 def real(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
     """The default model itself."""
     server = ScriptedServer(tmp_path_factory.mktemp("real"), default_model_path, {"rules": []}, backend="cpu")

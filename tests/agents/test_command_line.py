@@ -4,19 +4,17 @@ interrupted, refused for a while, or cut off by a restart."""
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from agent_script import FILE, FINAL, WORD
-from command_line_agents import AGENTS, EDITOR, Agent, aider, codex
+from agent_script import FILE, FINAL, PERSON_OBJECT, WORD
+from command_line_agents import AGENTS, EDITOR, LOCAL, Agent, aider, claude_code, codex, qwen_code
 from scripted_server import ScriptedServer, wait_for
 
 from conftest import LIMITED, Place, Run, end_of, interrupt
 
-PLAIN = [agent for agent in AGENTS if agent.name in ("Claude Code", "Codex", "opencode", "qwen-code")]
-PLAIN.append(EDITOR)
-
-
+PLAIN = [*(agent for agent in AGENTS if "default prompt" not in agent.name), EDITOR]
 QUESTION = "Name the capital of France."
 
 
@@ -40,6 +38,32 @@ def test_a_whole_loop_is_streamed(served: ScriptedServer, place: Place, agent: A
     assert first["status"] == second["status"] == 200 and first["stream"] and second["stream"]
     assert not [entry for entry in served.requests(since) if entry["status"] >= 400]
     assert second["cached_tokens"] >= 0.95 * first["prompt_tokens"], (first, second)
+
+
+def test_codex_finds_the_model_of_a_local_server_without_keys(
+    without_keys: ScriptedServer, place: Place
+) -> None:
+    command, environment = LOCAL.prepare(place, without_keys.url, "")
+    run = place.run([*command, LOCAL.prompt], environment)
+    assert run.code == 0 and FINAL in run.out, str(run)
+    entries = wait_for(lambda: without_keys.requests(at_least=4))
+    assert {entry["route"] for entry in entries} >= {"/api/version", "/api/tags", LOCAL.route}, entries
+    assert all(entry["status"] == 200 for entry in entries), entries
+
+
+@named([agent for agent in AGENTS if agent.resume])
+def test_from_its_second_request_on_an_agent_finds_its_prompt_in_the_cache(
+    served: ScriptedServer, place: Place, agent: Agent
+) -> None:
+    """Also those of a conversation that a second process continues."""
+    since = len(served.requests())
+    command, environment = agent.prepare(place, served.url, "agent-key")
+    for more in ((), agent.resume):
+        run = place.run([*command, *more, agent.prompt], environment)
+        assert run.code == 0 and FINAL in run.out, str(run)
+    entries = wait_for(lambda: served.requests(since, agent.route, at_least=4))
+    pairs = [(before["prompt_tokens"], after["cached_tokens"]) for before, after in pairwise(entries)]
+    assert all(cached >= 0.95 * prompt for prompt, cached in pairs), pairs
 
 
 @named(PLAIN)
@@ -105,18 +129,35 @@ def test_the_default_model_answers_aider(real: ScriptedServer, place: Place) -> 
     assert run.code == 0 and entry["stream"] and entry["completion_tokens"], str(run)
 
 
+PERSON_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+# Not from the default model: it does not call the tool with the answer, and never stops calling the tools of Codex.
+
+
 def test_codex_gets_a_structured_answer_after_a_call(served: ScriptedServer, place: Place) -> None:
-    """Not from the default model: it never stops calling the tools that Codex sends with the schema."""
-    properties = {"name": {"type": "string"}, "age": {"type": "integer"}}
-    schema = {
-        "type": "object",
-        "properties": properties,
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    }
-    place.write("schema.json", json.dumps(schema))
+    place.write("schema.json", json.dumps(PERSON_SCHEMA))
     answer = place.home / "answer.json"
     command, environment = codex(place, served.url, "agent-key")
     command += ["--output-schema", place.home / "schema.json", "--output-last-message", answer]
     run = place.run([*command, "Codex, describe the person"], environment)
-    assert run.code == 0 and json.loads(answer.read_text()) == {"name": "Ada", "age": 36}, str(run)
+    assert run.code == 0 and json.loads(answer.read_text()) == PERSON_OBJECT, str(run)
+
+
+def test_claude_code_gets_a_structured_answer_after_a_call(served: ScriptedServer, place: Place) -> None:
+    command, environment = claude_code(place, served.url, "agent-key")
+    command += ["--output-format", "json", "--json-schema", json.dumps(PERSON_SCHEMA)]
+    run = place.run([*command, "Claude Code, describe the person"], environment)
+    assert run.code == 0 and json.loads(run.out.splitlines()[-1])["structured_output"] == PERSON_OBJECT, str(
+        run
+    )
+
+
+def test_qwen_code_gets_a_structured_answer_after_a_call(served: ScriptedServer, place: Place) -> None:
+    command, environment = qwen_code(place, served.url, "agent-key")
+    command += ["--json-schema", json.dumps(PERSON_SCHEMA)]
+    run = place.run([*command, "qwen-code, describe the person"], environment)
+    assert run.code == 0 and json.loads(run.out.splitlines()[-1]) == PERSON_OBJECT, str(run)

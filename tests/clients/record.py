@@ -35,6 +35,7 @@ ROWS = {
     "Claude_Code_with_its_default_prompt": ("Claude Code", "@anthropic-ai/claude-code-linux-x64"),
     "Codex": ("Codex, short prompt", "@openai/codex-linux-x64"),
     "Codex_with_its_default_prompt": ("Codex", "@openai/codex-linux-x64"),
+    "Codex_with_--oss": ("Codex, `--oss`", "@openai/codex-linux-x64"),
     "opencode": ("opencode", "opencode-linux-x64"),
     "opencode_with_@ai-sdk/openai": ("opencode, `@ai-sdk/openai`", "opencode-linux-x64"),
     "opencode_with_@ai-sdk/anthropic": ("opencode, `@ai-sdk/anthropic`", "opencode-linux-x64"),
@@ -61,6 +62,7 @@ ROWS = {
 }
 COLUMNS = {
     "test_a_whole_loop_is_streamed": "loop",
+    "test_from_its_second_request_on_an_agent_finds_its_prompt_in_the_cache": "cache",
     "test_ctrl_c_ends_the_request_in_the_server": "Ctrl-C",
     "test_a_429_is_tried_again": "429",
     "test_the_loop_goes_on_after_a_restart": "restart",
@@ -71,7 +73,10 @@ COLUMNS = {
 ALIASES = {
     "test_aider_edits_a_file_by_a_streamed_answer": "test_a_whole_loop_is_streamed[aider]",
     "test_the_default_model_answers_aider": "test_the_default_model_streams_an_answer[aider]",
+    "test_codex_finds_the_model_of_a_local_server_without_keys": "test_a_whole_loop_is_streamed[Codex_with_--oss]",
     "test_codex_gets_a_structured_answer_after_a_call": "test_the_default_model_gives_a_structured_answer[Codex]",
+    "test_claude_code_gets_a_structured_answer_after_a_call": "test_the_default_model_gives_a_structured_answer[Claude_Code]",
+    "test_qwen_code_gets_a_structured_answer_after_a_call": "test_the_default_model_gives_a_structured_answer[qwen-code]",
 }
 
 

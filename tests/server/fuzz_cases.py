@@ -183,6 +183,9 @@ CASES: tuple[Case, ...] = (
     *_gets("/v1/batches", "?limit=2", "?after=BATCH&limit=100", "?limit=x"),
     *_gets("/v1/batches/BATCH"),
     Case("/v1/batches/BATCH/cancel", {}),
+    *(Case(path, method="GET") for path in ("/", "/tokenizer_info", "/health", "/ready", "/metrics", "/version")),
+    *(Case(path, method="GET") for path in ("/openapi.json", "/docs", "/admin/requests")),
+    Case("/admin/requests/none", method="DELETE"),
 )  # fmt: skip
 
 FIELDS = tuple({name for one in CASES for name in one.body or ()} | {

@@ -237,7 +237,8 @@ def problem_of(asked: Asked, reply: Reply) -> str | None:
             if content.get("error") and "object" not in content
             else None
         )
-    return None if path.startswith(("/v1/files/", "/api/delete", "/docs", "/metrics")) else f"{media_type!r}"
+    is_other = path == "/" or path.startswith(("/v1/files/", "/api/delete", "/docs", "/metrics"))
+    return None if is_other else f"{media_type!r}"
 
 
 async def prepared(server: InProcess) -> Objects:

@@ -189,26 +189,32 @@ def long_answer() -> dict[str, Any]:
     return {"prompt": "a", "max_tokens": 300, "ignore_eos": True}
 
 
-def test_a_large_upload_does_not_stay_in_memory(batch_server: Server) -> None:
-    def peak() -> int:
-        status = Path(f"/proc/{batch_server.process.pid}/status").read_text()
-        return int(status.partition("VmHWM:")[2].split()[0]) << 10
+def peak(server: Server) -> int:
+    """The most memory that the server process has had, in bytes."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
+
+def test_a_large_upload_does_not_stay_in_memory(batch_server: Server) -> None:
     upload(batch_server, b"a", "user_data")
-    before = peak()
+    before = peak(batch_server)
     content = bytes(64 << 20)
     assert upload(batch_server, content, "user_data").json()["bytes"] == len(content)
-    assert peak() - before < 16 << 20
+    assert peak(batch_server) - before < 16 << 20
 
 
 def test_a_large_batch_file_is_validated_in_bounded_memory(default_model_path: Path, tmp_path: Path) -> None:
     """All lines but one are wrong: validating is what takes time, and the error file has a line for each."""
     wrong = b"".join(
-        b'{"custom_id": "%d", "url": "/v1/nothing", "body": {}}\n' % index for index in range(20_000)
+        b'{"custom_id": "%d", "url": "/v1/nothing", "body": {"user": "%s"}}\n' % (index, b"x" * 1600)
+        for index in range(20_000)
     )
     with running_server(default_model_path, state_path=str(tmp_path)) as server:
+        upload(server, b"a", "user_data")
+        before = peak(server)
         batch_id = submit(server, wrong + lines([line(0)]))
         wait_for(lambda: described(server, batch_id)["status"] in ENDED)
+        assert peak(server) - before < 16 << 20 < len(wrong)
         batch = described(server, batch_id)
         assert batch["request_counts"] == {"total": 20_001, "completed": 1, "failed": 20_000}
         assert len(batch["errors"]["data"]) == 100

@@ -141,6 +141,23 @@ def test_the_text_of_a_call_that_is_no_json_is_kept_in_the_order_of_the_model(
         assert (streamed.calls, words(streamed.text)) == (broken, text.replace(words(BROKEN), ""))
 
 
+ONE_CALL: dict[str, dict[str, Any]] = {
+    "openai": {"parallel_tool_calls": False},
+    "anthropic": {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+}
+
+
+@pytest.mark.parametrize("api", [api for api in APIS if api.family in ONE_CALL], ids=str)
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_parallel_calls_an_answer_ends_after_its_first_call(
+    scripted: Running, api: Api, stream: bool
+) -> None:
+    body = {**api.body(asks("parallel"), TOOLS, max_tokens=200, stream=stream), **ONE_CALL[api.family]}
+    reply = scripted.loop.run_until_complete(scripted.server.send(api.path, json.dumps(body).encode()))
+    answer = (api.streamed if stream else api.whole)(reply.body)
+    assert (answer.calls, answer.stop) == ([("read", {"path": "a"})], "calls")
+
+
 def words(text: str) -> str:
     """The text without white space, which a parser drops around calls."""
     return "".join(text.split())
@@ -178,6 +195,12 @@ def test_an_answer_is_cut_at_the_token_limit_and_before_a_stop_string(scripted: 
         assert (cut.stop, cut.completion_tokens) == ("length", 3)
         stopped = ask(api, asks("plain"), stop=["seven hills\nand", "Oslo"])
         assert (stopped.text.rstrip(), stopped.stop) == ("Rome is a city. It has", "stop")
+
+
+@EVERY
+def test_a_token_limit_beyond_the_context_is_lowered(scripted: Running, api: Api) -> None:
+    for ask in (scripted.ask, scripted.stream):
+        assert ask(api, asks("plain"), max_tokens=1_000_000).text == RULES["plain"]["text"]
 
 
 CONVERSATIONS: dict[str, tuple[list[Turn], Sequence[Tool]]] = {
@@ -372,3 +395,31 @@ def test_an_engine_that_dies_ends_every_stream_with_the_error_of_its_api(default
             assert reply.status in (500, 503) and api.error(reply.body)
 
     run(default_model_path, work, seconds_per_step=0.005)
+
+
+SIGNS_OF_LIFE = {
+    "/v1/chat/completions": (b'"role":"assistant"', b'"delta":{"content":""}', 0),
+    "/v1/responses": (b"event: response.created", b"event: response.in_progress", 1),
+    "/v1/messages": (b"event: message_start", b"event: ping", 1),
+    "/api/chat": (b'"role":"assistant"', b'"done":false', 1),
+}
+"""What a stream begins with, the event that clients count as a sign of life (some do not count comments), and how many
+of these every stream has."""
+
+
+def test_while_a_prompt_is_computed_every_stream_begins_and_repeats_an_event_that_clients_count(
+    default_model_path: Path,
+) -> None:
+    async def ask(server: InProcess, api: Api) -> None:
+        first, sign, usual = SIGNS_OF_LIFE[api.path]
+        body = json.dumps(api.body(asks("plain"), max_tokens=1, stream=True)).encode()
+        sent = (await server.send(api.path, body)).body
+        assert api.streamed(sent).completion_tokens == 1
+        # One may be that of the token.
+        assert first in sent[:500] and sent.count(sign) >= usual + 2, sent
+
+    async def work(server: InProcess) -> None:
+        await asyncio.gather(*(ask(server, api) for api in APIS))
+
+    # The first step takes several times the longest silence.
+    run(default_model_path, work, seconds_per_step=3.5, silence_seconds=1.0)

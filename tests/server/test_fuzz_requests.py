@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fuzz_cases import CASES
 from fuzz_requests import SETTINGS, fuzz, leftovers
 from in_process import in_process
 from server_process import MESSAGES, Server
@@ -24,6 +26,14 @@ def test_no_mutated_request_breaks_the_server_or_leaves_anything_behind(default_
     assert not held
     # Both invalid requests and unusual valid ones occurred.
     assert statuses[400] > 1000 and statuses[200] > 1000
+
+
+def test_every_route_has_a_request_that_the_fuzzer_mutates(server: Server) -> None:
+    paths = server.client.get("/openapi.json").json()["paths"]
+    routes = {(method.upper(), path) for path, operations in paths.items() for method in operations}
+    for method, path in routes:
+        pattern = re.compile(re.sub(r"{\w+}", "[^/]+", path) + r"(\?.*)?")
+        assert any(case.method == method and pattern.fullmatch(case.path) for case in CASES), (method, path)
 
 
 def test_values_that_do_not_fit_a_message_between_processes_are_refused(server: Server) -> None:

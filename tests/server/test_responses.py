@@ -336,6 +336,9 @@ def test_hosted_tools_and_unknown_fields_are_ignored_with_a_warning(
         assert reply.status == 200 and "shape" in warning and "web_search" in warning
         assert checked_response(reply.body)["tools"] == []
         assert await api.count(input="Hello", tools=tools) == await api.count(input="Hello")
+        group = {"type": "namespace", "name": "n", "tools": [{"type": "computer"}]}
+        reply = await api.post(input="Hello", tools=[group])
+        assert reply.status == 200 and "tools.0.computer" in reply.headers[b"warning"].decode()
 
     run(default_model_path, tmp_path, work)
 

@@ -28,7 +28,9 @@ _CPU_BLOCKS = 384
 
 
 @asynccontextmanager
-async def running_server(backend: str, path: str, vocabulary_size: int) -> AsyncIterator[int]:
+async def running_server(
+    backend: str, path: str, vocabulary_size: int, **backend_options: Any
+) -> AsyncIterator[int]:
     """Runs a server during the `with` block. Yields its port."""
     settings: dict[str, Any] = {"model": path, "names": ["soaked"], "port": 0, "backend": backend}
     if backend == "noop":
@@ -37,6 +39,7 @@ async def running_server(backend: str, path: str, vocabulary_size: int) -> Async
         settings["backend_options"] = {"checkpoint": path, "max_context": 2048}
         # Few KV blocks: sequences are preempted, and the cache is full after a minute or two. Later growth is a leak.
         settings["engine"] = {"scheduler": {"policy": "adaptive"}, "cache": {"num_blocks": _CPU_BLOCKS}}
+    settings["backend_options"] |= backend_options
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "weft.bench.soak_server", json.dumps(settings)),
         stdin=asyncio.subprocess.PIPE,

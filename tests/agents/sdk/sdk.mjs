@@ -32,6 +32,18 @@ async function read({ path }) {
   return readFile(path, "utf8");
 }
 
+// Asks again if the server has answered 429, for a package that does not.
+async function patient(ask) {
+  for (;;) {
+    try {
+      return await ask();
+    } catch (error) {
+      if (error.status_code !== 429) throw error;
+      await sleep(1000);
+    }
+  }
+}
+
 async function aiSdk(languageModel) {
   const fields = { model: languageModel, prompt, maxOutputTokens: limits.max_tokens, temperature: 0 };
   fields.onError = ({ error }) => console.error(error);
@@ -122,7 +134,7 @@ async function ollamaChat() {
   for (let pieces = 0, steps = 1; ; steps += 1) {
     let text = "";
     const calls = [];
-    for await (const part of await ollama.chat({ ...fields, messages: history, tools, stream: true })) {
+    for await (const part of await patient(() => ollama.chat({ ...fields, messages: history, tools, stream: true }))) {
       if (part.message.content) pieces += 1;
       text += part.message.content;
       calls.push(...(part.message.tool_calls ?? []));

@@ -7,16 +7,20 @@ answer). Each client is imported by its own function: they share no environment 
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pydantic
 
+faulthandler.dump_traceback_later(150, exit=True)  # says where a client hangs
 CLIENT, TASK, URL, KEY, PROMPT = sys.argv[1:]
 MODEL = "default"
 MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
@@ -46,7 +50,21 @@ def read_file(path: str) -> str:
     Args:
         path: The path of the file.
     """
+    while Path("WAIT").exists():  # the test holds the call
+        time.sleep(0.05)
     return Path(path).read_text()
+
+
+def patient(create: Callable[[], Any]) -> Any:
+    """Yields the parts of a stream. Asks again if the server has answered 429, for packages that do not."""
+    while True:
+        try:
+            yield from create()
+            return
+        except Exception as error:
+            if getattr(error, "status_code", None) != 429:
+                raise
+            time.sleep(1)
 
 
 def chat_loop(create: Callable[..., Any]) -> dict[str, Any]:
@@ -163,7 +181,7 @@ def ollama_chat() -> dict[str, Any]:
         fields["tools"] = [read_file]
     while True:
         text, calls, steps = "", [], steps + 1
-        for part in client.chat(messages=history, stream=True, **fields):
+        for part in patient(partial(client.chat, messages=history, stream=True, **fields)):
             pieces += bool(part.message.content)
             text += part.message.content or ""
             calls += part.message.tool_calls or ()
@@ -210,7 +228,7 @@ def litellm(model: str, base: str) -> dict[str, Any]:
     if TASK == "person":
         answer = create(messages=MESSAGES, response_format=Person, **LIMITS)
         return {"person": Person.model_validate_json(answer.choices[0].message.content).model_dump()}
-    return chat_loop(create)
+    return chat_loop(lambda **fields: patient(partial(create, **fields)))
 
 
 def llm() -> dict[str, Any]:
@@ -226,8 +244,9 @@ def llm() -> dict[str, Any]:
         command += ["--schema", json.dumps(Person.model_json_schema())]
     if TASK == "loop":
         Path("functions.py").write_text(
-            "from pathlib import Path\n\ndef read_file(path: str) -> str:\n"
-            '    "Reads a file."\n    return Path(path).read_text()\n'
+            "import time\nfrom pathlib import Path\n\ndef read_file(path: str) -> str:\n"
+            '    "Reads a file."\n    while Path("WAIT").exists():\n        time.sleep(0.05)\n'
+            "    return Path(path).read_text()\n"
         )
         command += ["--functions", "functions.py"]
     environment = {**os.environ, "LLM_USER_PATH": str(folder.absolute())}

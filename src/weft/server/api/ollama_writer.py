@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -42,11 +44,22 @@ def error_body(error: ApiError) -> dict[str, str]:
 
 def head(model: str) -> dict[str, Any]:
     """The fields that all lines have in common. The time is that of the line."""
-    return {"model": model, _TIME: rfc3339(datetime.now(UTC))}
+    return {"model": model, _TIME: _now()}
 
 
 def rfc3339(time: datetime) -> str:
     return time.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def _now() -> str:
+    """The time of a line, as `rfc3339` writes it. Every token has one, so the text of a second is made once."""
+    second, microseconds = divmod(time.time_ns() // 1000, 1_000_000)
+    return f"{_second(second)}.{microseconds:06}Z"
+
+
+@lru_cache(maxsize=2)
+def _second(second: int) -> str:
+    return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 class OllamaWriter(AnswerWriter):
@@ -87,13 +100,17 @@ class OllamaWriter(AnswerWriter):
         return self._text_line("")
 
     def events(self, pieces: Sequence[Piece]) -> bytes:
-        return b"".join(line for piece in pieces for line in self._lines(piece))
+        lines: list[bytes] = []
+        for piece in pieces:
+            if self._keeps_tokens:
+                self._tokens += piece.tokens
+            if piece.deltas is not None or self._wants_logprobs:
+                lines += self._lines(piece)
+            elif piece.text:
+                lines.append(self._text_line(piece.text))
+        return lines[0] if len(lines) == 1 else b"".join(lines)
 
     def _lines(self, piece: Piece) -> list[bytes]:
-        if self._keeps_tokens:
-            self._tokens += piece.tokens
-        if piece.deltas is None and not self._wants_logprobs:
-            return [self._text_line(piece.text)] if piece.text else []
         messages = (
             [self.message(piece.text, "", [])] if piece.deltas is None else self._messages(piece.deltas)
         )
@@ -144,8 +161,7 @@ class OllamaWriter(AnswerWriter):
 
     def _text_line(self, text: str) -> bytes:
         """The most frequent line. Only its time and its text are encoded."""
-        now = rfc3339(datetime.now(UTC)).encode()
-        return self._before_time + now + self._before_text + _encode(text) + self._after_text
+        return self._before_time + _now().encode() + self._before_text + _encode(text) + self._after_text
 
     # ------------------------------------------------------------------ one body
 

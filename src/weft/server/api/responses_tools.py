@@ -68,7 +68,14 @@ def known_tools(tools: Sequence[Any]) -> list[Mapping[str, Any]]:
 
 
 def ignored_tools(tools: Sequence[Any]) -> list[str]:
-    return [f"tools.{index}.{_type(tool)}" for index, tool in enumerate(tools) if _is_ignored(tool)]
+    """The places and types of the tools that are ignored, also of those in namespaces."""
+    found: list[str] = []
+    for index, tool in enumerate(tools):
+        if _is_ignored(tool):
+            found.append(f"tools.{index}.{_type(tool)}")
+        elif isinstance(tool, Mapping) and isinstance(inner := tool.get("tools"), list):
+            found += (f"tools.{index}.{_type(one)}" for one in inner if not _may_be_in_namespace(one))
+    return found
 
 
 def known_choice(choice: Any) -> Any:
@@ -113,7 +120,7 @@ def _walk(tools: Sequence[Any]) -> Iterator[tuple[Mapping[str, Any], str | None,
         if not isinstance(name, str) or not isinstance(inner, list):
             raise refusal(f"{where} has no name or no list of tools; send both", where)
         for position, one in enumerate(inner):
-            if isinstance(one, Mapping) and _type(one) in ("function", "custom"):
+            if _may_be_in_namespace(one):
                 yield one, name, f"{where}.tools[{position}]"
 
 
@@ -128,6 +135,10 @@ def _as_function(tool: Mapping[str, Any], namespace: str | None, where: str) -> 
 
 def _is_ignored(tool: Any) -> bool:
     return isinstance(tool, Mapping) and _type(tool) not in ("function", "custom", "namespace")
+
+
+def _may_be_in_namespace(tool: Any) -> bool:
+    return _type(tool) in ("function", "custom")
 
 
 def _type(value: Any) -> str:
