@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from model_files import (
     F32,
@@ -22,10 +26,12 @@ from model_files import (
     write_folder,
 )
 from weft.backends.cpu.embedder import open_embedder
+from weft.backends.cpu.runner import open_cpu_backend
+from weft.cli.pull import pull_command
 from weft.embedding import EmbeddingSpec
 from weft.errors import ModelFileError
-from weft.loading.checkpoint import open_checkpoint
-from weft.loading.embedding_files import dense_layers, embedding_spec
+from weft.loading.checkpoint import Checkpoint, open_checkpoint
+from weft.loading.embedding_files import dense_layers, embedding_spec, separator_id
 
 CONFIG = {
     "architectures": ["BertModel"],
@@ -50,8 +56,6 @@ TYPE = "sentence_transformers.models."
 
 
 def modules(*names: str) -> bytes:
-    import json
-
     listed = [
         {"idx": i, "path": f"{i}_{name}" if i else "", "type": TYPE + name} for i, name in enumerate(names)
     ]
@@ -317,3 +321,93 @@ def test_the_pooling_type_of_a_gguf_file_says_what_the_model_computes(tmp_path: 
     assert rank is not None and (rank.kind, rank.yes_no) == ("rerank", (1, 2))
     with pytest.raises(ModelFileError, match=r"bert\.pooling_type: 9"):
         of("bert", 9)
+
+
+def test_weft_pull_checks_an_embedding_model_and_weft_generate_says_what_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder(tmp_path / "model", CONFIG)
+    pull_command(str(path))
+    assert capsys.readouterr().out.strip() == str(path)
+    with pytest.raises(ModelFileError, match="'BertModel' is not supported; it is an embedding model"):
+        open_cpu_backend(str(path))
+    bad = folder(tmp_path / "bad", {**CONFIG, "hidden_act": "mish"})
+    with pytest.raises(ModelFileError, match="hidden_act"):
+        pull_command(str(bad))
+
+
+def test_a_reranker_needs_its_head_and_no_more_than_that(tmp_path: Path) -> None:
+    config = {**CONFIG, "architectures": ["BertForSequenceClassification"], "num_labels": 1}
+    tokenizer = {
+        "tokenizer_config_dot_json": {"sep_token": "[SEP]"},
+        "tokenizer_dot_json": {"added_tokens": [{"id": 3, "content": "[SEP]"}]},
+    }
+
+    def opened(name: str, **tensors: tuple[int, ...]) -> EmbeddingSpec:
+        named = {key.replace("__", "."): shape for key, shape in tensors.items()}
+        content = {f"bert.{key}": shape for key, shape in layers().items()} | named
+        path = folder(tmp_path / name, config, model_dot_safetensors=weights(content), **tokenizer)
+        return open_embedder(path, dtype=np.float32).spec
+
+    out = {"classifier__weight": (1, 8), "classifier__bias": (1,)}
+    assert opened("plain", **out).kind == "rerank"
+    with pytest.raises(ModelFileError, match=r"classifier\.weight: the tensor is missing"):
+        opened("none")
+    with pytest.raises(ModelFileError, match=r"classifier\.weight: makes 2 numbers, .* say 1"):
+        opened("two", classifier__weight=(2, 8))
+    with pytest.raises(ModelFileError, match=r"classifier\.weight: has shape \(1, 9\)"):
+        opened("wide", classifier__weight=(1, 9))
+    missing = tmp_path / "plain" / "tokenizer_config.json"
+    missing.unlink()
+    with pytest.raises(ModelFileError, match="sep_token: missing"):
+        open_embedder(tmp_path / "plain", dtype=np.float32)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["mean", "cls", "1_Pooling"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+MODULE = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": VALUES | st.sampled_from([TYPE + name for name in ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")]),
+        "path": VALUES | st.sampled_from(["", "1_Pooling"]),
+    },
+)  # fmt: skip
+KEYS = (
+    "architectures", "model_type", "hidden_size", "max_position_embeddings", "pad_token_id", "num_labels", "id2label",
+    "classifier_pooling", "sentence_transformers", "pooling_mode", "pooling_mode_cls_token", "include_prompt", "prompts",
+    "default_prompt_name", "max_seq_length", "model_max_length", "in_features", "out_features", "true_token_id", "vocab_size",
+    "false_token_id", "activation_function", "bias", "sep_token", "added_tokens", "model",
+)  # fmt: skip
+OBJECT = st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=5)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    config=OBJECT,
+    listed=st.lists(MODULE, max_size=4) | VALUES,
+    files=st.dictionaries(
+        st.sampled_from(
+            ["1_Pooling/config.json", "config_sentence_transformers.json", "sentence_bert_config.json",
+             "tokenizer_config.json", "tokenizer.json"]
+        ),
+        OBJECT,
+    ),
+)  # fmt: skip
+def test_any_content_of_the_files_is_a_model_or_a_clear_error(
+    config: dict[str, Any], listed: Any, files: dict[str, Any], tmp_path: Path
+) -> None:
+    with tempfile.TemporaryDirectory(dir=tmp_path) as name:
+        path = Path(name)
+        (path / "1_Pooling").mkdir()
+        (path / "modules.json").write_text(json.dumps(listed))
+        for file, content in files.items():
+            (path / file).write_text(json.dumps(content))
+        checkpoint = Checkpoint(path, "huggingface", {**CONFIG, **config}, {}, frozenset())
+        for read in (embedding_spec, dense_layers, separator_id):
+            try:
+                read(checkpoint)
+            except ModelFileError as error:
+                assert str(path) in str(error)
