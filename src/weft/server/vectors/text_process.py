@@ -1,0 +1,75 @@
+"""The worker process that tokenises long texts for a model that makes vectors or scores."""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal
+
+import msgspec
+
+from weft.errors import InvalidRequestError, PromptTooLongError
+from weft.loading.checkpoint import open_checkpoint
+from weft.loading.embedding_files import embedding_spec
+from weft.server.text_work.worker import ignore_signals, serve_jobs
+from weft.text.embedding_text import EmbeddingText
+
+JobKind = Literal["query", "document", "pair"]
+
+
+class TextJob(msgspec.Struct, frozen=True):
+    """Texts to tokenise. A pair is the query and one of the texts."""
+
+    kind: JobKind
+    texts: list[str]
+    truncate: bool
+    query: str = ""
+    first: int = 0
+    """The index of the first text among the inputs of the request."""
+
+
+class TextTokens(msgspec.Struct, frozen=True, tag=True):
+    """The tokens of each text."""
+
+    tokens: list[list[int]]
+
+
+class TextRefusal(msgspec.Struct, frozen=True, tag=True):
+    """Why the text with this index cannot be tokenised. For a text that is too long: its tokens, and the most."""
+
+    index: int
+    message: str
+    code: str
+    lengths: tuple[int, int] | None = None
+
+
+TextResult = TextTokens | TextRefusal
+
+
+def convert(text: EmbeddingText, job: TextJob) -> TextResult:
+    tokens = []
+    for index, one in enumerate(job.texts, start=job.first):
+        try:
+            if job.kind == "pair":
+                found = text.pair_tokens(job.query, one, truncate=job.truncate)
+            else:
+                found = text.tokens(one, job.kind, truncate=job.truncate)
+        except PromptTooLongError as error:
+            return TextRefusal(index, str(error), error.code, (error.num_tokens, error.most))
+        except InvalidRequestError as error:
+            return TextRefusal(index, str(error), error.code or "invalid_value")
+        tokens.append(found)
+    return TextTokens(tokens)
+
+
+def main() -> None:
+    ignore_signals()
+    checkpoint = open_checkpoint(sys.argv[1])
+    spec = embedding_spec(checkpoint)
+    assert spec is not None, "the server starts this process only for such models"
+    text = EmbeddingText(checkpoint, spec)
+    jobs = msgspec.msgpack.Decoder(TextJob)
+    serve_jobs(lambda job: msgspec.msgpack.encode(convert(text, jobs.decode(job))))
+
+
+if __name__ == "__main__":
+    main()
