@@ -127,6 +127,9 @@ class ServerApp:
         """Runs batches until it is cancelled."""
         await self._batches.run()
 
+    def record_vectors(self, model: str, num_inputs: int, num_tokens: int, seconds: float) -> None:
+        self._metrics.vectors(model, num_inputs, num_tokens, seconds)
+
     def wake_batches(self) -> None:
         self._batches.wake()
 
@@ -405,7 +408,8 @@ class ServerApp:
 
     async def _health(self, request: Request) -> Response:
         is_live = self.engine.state is EngineState.READY
-        return json_response({"status": "ok" if is_live else "engine is down"}, 200 if is_live else 503)
+        content = {"status": "ok" if is_live else "engine is down", **self._states()}
+        return json_response(content, 200 if is_live else 503)
 
     async def _ready(self, request: Request) -> Response:
         self._check_open()
@@ -413,10 +417,17 @@ class ServerApp:
             message = "the engine does not respond; send requests to another server"
             raise ApiError(503, message, code="engine_not_responding")
         self._active_requests.check_capacity(request.scope[KEY])
-        return json_response({"status": "ready"})
+        return json_response({"status": "ready", **self._states()})
+
+    def _states(self) -> dict[str, Any]:
+        """The state of each engine, if there are several. Only that of MODEL decides the status: the server goes on
+        without the others."""
+        states = {name: engine.state.value for name, _, engine in self.models.engines()}
+        return {"models": states} if len(states) > 1 else {}
 
     async def _show_metrics(self, request: Request) -> Response:
-        text = await self._metrics.text(self.engine, request.scope[KEY])
+        others = {name: engine for name, _, engine in self.models.engines() if engine is not self.engine}
+        text = await self._metrics.text(self.engine, request.scope[KEY], others)
         return Response(text, media_type=CONTENT_TYPE)
 
     async def _version(self, request: Request) -> Response:

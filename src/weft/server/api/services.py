@@ -65,6 +65,10 @@ class Services(Protocol):
         """Raises a 404 if requests may not generate with this name of a model."""
         ...
 
+    def record_vectors(self, model: str, num_inputs: int, num_tokens: int, seconds: float) -> None:
+        """Adds a request for vectors or scores to the metrics."""
+        ...
+
     def wake_batches(self) -> None:
         """Call after a change of a batch in the store: starts or stops batches at once, and not only at the next poll."""
         ...

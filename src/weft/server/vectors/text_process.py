@@ -17,12 +17,12 @@ JobKind = Literal["query", "document", "pair"]
 
 
 class TextJob(msgspec.Struct, frozen=True):
-    """Texts to tokenise. A pair is the query and one of the texts."""
+    """Texts to tokenise. A pair is a query and a text: the only query, or the one at the same index."""
 
     kind: JobKind
     texts: list[str]
     truncate: bool
-    query: str = ""
+    queries: list[str] = []
     first: int = 0
     """The index of the first text among the inputs of the request."""
 
@@ -47,10 +47,11 @@ TextResult = TextTokens | TextRefusal
 
 def convert(text: EmbeddingText, job: TextJob) -> TextResult:
     tokens = []
+    queries = job.queries * len(job.texts) if len(job.queries) == 1 else job.queries
     for index, one in enumerate(job.texts, start=job.first):
         try:
             if job.kind == "pair":
-                found = text.pair_tokens(job.query, one, truncate=job.truncate)
+                found = text.pair_tokens(queries[index - job.first], one, truncate=job.truncate)
             else:
                 found = text.tokens(one, job.kind, truncate=job.truncate)
         except PromptTooLongError as error:

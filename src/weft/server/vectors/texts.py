@@ -45,14 +45,17 @@ class VectorTexts:
         texts: Sequence[str],
         client_id: str,
         *,
-        query: str = "",
+        queries: Sequence[str] = (),
         field: str = "input",
         truncate: bool = False,
     ) -> list[list[int]]:
-        """The tokens of each text. Errors name `field` and the index of the text."""
+        """The tokens of each text, or of each pair: with the only query, or with that at the same index. Errors name
+        `field` and the index of the text."""
         tokens: list[list[int]] = []
-        for group, size in _groups(texts, len(query) + _BYTES_PER_TEXT):
-            job = TextJob(kind, group, truncate, query, len(tokens))
+        has_one_query = len(queries) == 1
+        for start, end, size in _groups(texts, queries):
+            own = queries if has_one_query else queries[start:end]
+            job = TextJob(kind, list(texts[start:end]), truncate, list(own), start)
             result = await self._convert(job, size, client_id)
             if isinstance(result, TextRefusal):
                 raise _error(result, field if len(texts) == 1 else f"{field}[{result.index}]")
@@ -93,16 +96,16 @@ def _error(refused: TextRefusal, where: str) -> Exception:
     return refusal(message, where, refused.code)
 
 
-def _groups(texts: Sequence[str], size_each: int) -> Iterator[tuple[list[str], int]]:
-    """Splits texts into groups, so that other requests can run in between. Yields each with its size in bytes."""
-    group: list[str] = []
-    size = 0
-    for text in texts:
-        more = len(text) + size_each
-        if group and size + more > _GROUP_BYTES:
-            yield group, size
-            group, size = [], 0
-        group.append(text)
+def _groups(texts: Sequence[str], queries: Sequence[str]) -> Iterator[tuple[int, int, int]]:
+    """Splits texts into groups, so that other requests can run in between. Yields the start, the end and the size in
+    bytes of each."""
+    start = size = 0
+    for index, text in enumerate(texts):
+        query = queries[0 if len(queries) == 1 else index] if queries else ""
+        more = len(text) + len(query) + _BYTES_PER_TEXT
+        if index > start and size + more > _GROUP_BYTES:
+            yield start, index, size
+            start, size = index, 0
         size += more
-    if group:
-        yield group, size
+    if len(texts) > start:
+        yield start, len(texts), size
