@@ -13,9 +13,10 @@ import msgspec
 
 from weft.embedding import EmbeddingSpec
 from weft.server.admission.keys import ApiKey
-from weft.server.lifecycle import Started, VectorModelFiles, serve
+from weft.server.lifecycle import Started, serve
 from weft.server.logs import ServerLog
 from weft.server.settings import ServerSettings
+from weft.server.vectors.files import VectorModelFiles
 
 
 def announce(started: Started) -> None:

@@ -28,6 +28,7 @@ from weft.server.http.scope import OLLAMA_PORT
 from weft.server.logs import LibraryHandler, ServerLog
 from weft.server.models import ModelRegistry
 from weft.server.settings import ServerSettings
+from weft.server.vectors.files import VectorModelFiles
 from weft.server.vectors.model import VectorModel
 from weft.server.vectors.texts import VectorTexts
 from weft.text.embedding_text import EmbeddingText
@@ -50,18 +51,6 @@ class Started:
     max_context: int
     has_chat_template: bool
     ollama_port: int | None = None
-
-
-@dataclass(frozen=True)
-class VectorModelFiles:
-    """A model that makes vectors or scores, and how its engine is built. `weft serve` makes it of --embedder and
-    --reranker."""
-
-    spec: EmbeddingSpec
-    path: str
-    names: tuple[str, ...]
-    backend: str
-    backend_options: Mapping[str, Any]
 
 
 def serve(

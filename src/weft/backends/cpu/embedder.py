@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from weft.backends.cpu.core_lease import CoreLease
 from weft.backends.cpu.step_thread import QueuedStep, StepThread
 from weft.backends.cpu.threads import thread_count
 from weft.config import KvCachePoolConfig
@@ -44,12 +45,18 @@ class Forward(Protocol):
 class EmbedderBackend:
     """A `Backend` that makes a vector of each prompt."""
 
-    def __init__(self, model: TextModel, separator: int | None, forward: Forward | None = None) -> None:
+    def __init__(
+        self,
+        model: TextModel,
+        separator: int | None,
+        forward: Forward | None = None,
+        lease: CoreLease | None = None,
+    ) -> None:
         """Without `forward`, the model computes in numpy."""
         self._model = model
         self._forward: Forward = model if forward is None else forward
         self._separator = separator if model.types > 1 else None
-        self._thread = StepThread("weft-embedder")
+        self._thread = StepThread("weft-embedder", lease)
         self._rows: dict[int, np.ndarray] = {}  # the tokens of the prompt of each row
 
     @property
@@ -143,6 +150,7 @@ def open_embedder(
     threads: int | None = None,
     quantize: Quantize | None = None,
     dtype: np.dtype | type | None = None,
+    core_lease: tuple[int, int] | None = None,
 ) -> EmbedderBackend:
     """Opens the backend for an embedding model or a reranker, or for the path of one.
 
@@ -170,7 +178,8 @@ def open_embedder(
         raise ModelFileError(
             f"{checkpoint.path}: sep_token: missing; without it weft cannot tell the texts of a pair apart"
         )
-    return EmbedderBackend(model, separator)
+    lease = None if core_lease is None else CoreLease(*core_lease)
+    return EmbedderBackend(model, separator, lease=lease)
 
 
 def _named(checkpoint: Checkpoint, error: ModelFileError) -> ModelFileError:

@@ -29,11 +29,11 @@ from weft.server.api.vector_requests import (
 )
 from weft.server.errors import refusal
 from weft.server.plain_requests import PlainRequest
-from weft.server.vectors.interface import TextKind
 from weft.server.vectors.model import VectorModel, Vectors
+from weft.server.vectors.text_process import JobKind
 
 PATH = "/v1/embeddings"
-_KINDS: Mapping[str, TextKind] = {
+_KINDS: Mapping[str, JobKind] = {
     "query": "query",
     "search_query": "query",
     "document": "document",
@@ -73,7 +73,7 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Meta(
             description="query or document (also search_query, search_document, passage): which prompt of the model to put "
-            "before each text. Default: document. An extension of weft."
+            "before each text. Default: the default prompt of the model's files, which most models lack. An extension of weft."
         ),
     ] = None
     truncate: Annotated[
@@ -170,9 +170,9 @@ async def _prompts(model: VectorModel, fields: EmbeddingsRequest, client_id: str
     return given  # type: ignore[return-value]
 
 
-def _kind(input_type: str | None) -> TextKind:
+def _kind(input_type: str | None) -> JobKind:
     if input_type is None:
-        return "document"
+        return "default"
     if input_type not in _KINDS:
         raise refusal(f"input_type is {input_type!r:.80}; allowed: {', '.join(_KINDS)}", "input_type")
     return _KINDS[input_type]

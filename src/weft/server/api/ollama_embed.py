@@ -120,7 +120,7 @@ async def _embed(services: Services, plain: PlainRequest[EmbedRequest]) -> Respo
     check_count("input", len(texts))
     for index, text in enumerate(texts):
         check_text(text, f"input[{index}]")
-    prompts = await model.texts.encode("document", texts, plain.client_id, truncate=fields.truncate)
+    prompts = await model.texts.encode("default", texts, plain.client_id, truncate=fields.truncate)
     vectors, num_tokens = await run(services, plain, model, prompts, "input")
     vectors = shortened(vectors, fields.dimensions, model)
     facts = {
@@ -138,7 +138,7 @@ async def _embed_one(services: Services, plain: PlainRequest[OldEmbedRequest]) -
     if not plain.fields.prompt:
         return json_response({"embedding": []})
     prompts = await model.texts.encode(
-        "document", [plain.fields.prompt], plain.client_id, field="prompt", truncate=True
+        "default", [plain.fields.prompt], plain.client_id, field="prompt", truncate=True
     )
     vectors, _ = await run(services, plain, model, prompts, "prompt")
     return json_response({"embedding": vectors[0].tolist()})

@@ -13,7 +13,8 @@ from weft.loading.embedding_files import embedding_spec
 from weft.server.text_work.worker import ignore_signals, serve_jobs
 from weft.text.embedding_text import EmbeddingText
 
-JobKind = Literal["query", "document", "pair"]
+JobKind = Literal["query", "document", "default", "pair"]
+"""The prompt before a text: for a query, for a document, or the default of the model's files."""
 
 
 class TextJob(msgspec.Struct, frozen=True):
@@ -53,7 +54,8 @@ def convert(text: EmbeddingText, job: TextJob) -> TextResult:
             if job.kind == "pair":
                 found = text.pair_tokens(queries[index - job.first], one, truncate=job.truncate)
             else:
-                found = text.tokens(one, job.kind, truncate=job.truncate)
+                kind = None if job.kind == "default" else job.kind
+                found = text.tokens(one, kind, truncate=job.truncate)
         except PromptTooLongError as error:
             return TextRefusal(index, str(error), error.code, (error.num_tokens, error.most))
         except InvalidRequestError as error:
