@@ -21,6 +21,7 @@ from vector_models import (
     RERANKER,
     embedder,
     embedder_path,
+    embedder_server,
     noop_embedder,
     reranker,
 )
@@ -333,9 +334,7 @@ def test_a_server_without_such_models_says_what_to_set(default_model_path: Path)
 
 
 def test_a_server_of_an_embedding_model_refuses_to_generate_in_every_api() -> None:
-    one = embedder()
-    settings = {"spec": one["spec"], "backend": "embedder", "backend_options": one["backend_options"]}
-    with running_server(embedder_path(), names=[EMBEDDER], **settings) as server:
+    with embedder_server() as server:
         assert vectors_of(server, TEXTS).shape == (4, DIMENSIONS)
         for path, body in GENERATING.items():
             refused(server, path, 400, EMBEDDER, "makes embeddings", **body)
