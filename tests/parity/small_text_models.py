@@ -89,7 +89,9 @@ def write_folder(case: TextCase, model: Any, folder: Path) -> Path:
 
     model.save_pretrained(folder)
     _write(folder / "tokenizer_config.json", {"sep_token": "[SEP]"})
-    _write(folder / "tokenizer.json", {"added_tokens": [{"id": SEPARATOR, "content": "[SEP]", "special": True}]})
+    _write(
+        folder / "tokenizer.json", {"added_tokens": [{"id": SEPARATOR, "content": "[SEP]", "special": True}]}
+    )
     modules = ["Transformer"]
     if case.kind == "embed":
         modules += ["Pooling", *["Dense"] * len(case.dense), *["Normalize"] * case.normalise]
@@ -100,7 +102,10 @@ def write_folder(case: TextCase, model: Any, folder: Path) -> Path:
     named = [(f"{index}_{kind}" if index else "", kind) for index, kind in enumerate(modules)]
     _write(
         folder / "modules.json",
-        [{"idx": i, "path": path, "type": f"sentence_transformers.models.{kind}"} for i, (path, kind) in enumerate(named)],
+        [
+            {"idx": i, "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for i, (path, kind) in enumerate(named)
+        ],
     )
     dense = iter(dense_weights(case))
     for path, kind in named:
@@ -112,7 +117,12 @@ def write_folder(case: TextCase, model: Any, folder: Path) -> Path:
             weight = next(dense)
             outputs, inputs = weight.shape
             identity = "torch.nn.modules.linear.Identity"
-            config = {"in_features": inputs, "out_features": outputs, "bias": False, "activation_function": identity}
+            config = {
+                "in_features": inputs,
+                "out_features": outputs,
+                "bias": False,
+                "activation_function": identity,
+            }
             _write(folder / path / "config.json", config)
             save_file({"linear.weight": weight}, folder / path / "model.safetensors")
     return folder
@@ -187,7 +197,9 @@ CASES = {
         "ModernBert", {**MODERN, "attention_bias": True, "mlp_bias": True, "norm_bias": True}, pooling="cls"
     ),
     "modernbert, reranker": TextCase("ModernBert", MODERN, "score"),
-    "modernbert, reranker with mean": TextCase("ModernBert", {**MODERN, "classifier_pooling": "mean"}, "score"),
+    "modernbert, reranker with mean": TextCase(
+        "ModernBert", {**MODERN, "classifier_pooling": "mean"}, "score"
+    ),
     "qwen3": TextCase("Qwen3", DECODER, pooling="last"),
     "qwen3, mean": TextCase("Qwen3", DECODER),
     "qwen3, reranker with a head": TextCase("Qwen3", DECODER, "score"),
