@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -17,8 +18,10 @@ from weft.backends.cpu.core_lease import CoreLease
 from weft.engine.ipc.launch import shared_cores
 
 _OTHER = """
-import sys, time
+import sys
+from weft.backends.cpu import core_lease
 from weft.backends.cpu.core_lease import CoreLease
+core_lease._MAX_WAIT = 3600.0
 lease = CoreLease(int(sys.argv[1]), 1)
 for command in sys.stdin:
     name = command.strip()
@@ -54,6 +57,9 @@ class Other:
 
     def wait(self) -> None:
         assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], 60)[0], (
+            "the other process has no cores after 60 s"
+        )
         assert self.process.stdout.readline()
 
 
@@ -130,6 +136,8 @@ def test_a_stopped_process_does_not_stop_the_others(descriptor: int, monkeypatch
             lease.take()
             end(lease)
         os.kill(other.process.pid, signal.SIGCONT)
+        other.do("end")
+        other.do("take")  # the lease that was asked for first was given back
         other.do("end")
         monkeypatch.setattr(core_lease, "_MAX_WAIT", 3600.0)
         give_up_at = time.monotonic() + 60

@@ -138,6 +138,26 @@ def test_a_client_that_was_idle_gains_no_credit() -> None:
     run(work)
 
 
+def test_a_client_that_comes_back_gains_no_credit() -> None:
+    async def work(gate: VectorGate) -> None:
+        order: list[str] = []
+        early = gate.enter("back")
+        await gate.take(early, 80)
+        gate.leave(early)  # its virtual time is ahead of the others, so it is not forgotten
+        gate.free(80)
+        stays = Client(gate, gate.enter("stays"), 50, order, "stays")
+        for _ in range(50):
+            await settle()
+            gate.free(50)
+        back = Client(gate, gate.enter("back"), 50, order, "back")
+        start = len(order)
+        await shares(gate, [stays, back], order, 50, 20)
+        late = order[start:]
+        assert abs(late.count("stays") - late.count("back")) <= 2
+
+    run(work)
+
+
 def test_a_wait_that_is_cancelled_leaves_no_tokens_behind() -> None:
     async def work(gate: VectorGate) -> None:
         await gate.take(gate.enter("a"), ROOM)
