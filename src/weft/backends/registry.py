@@ -31,6 +31,7 @@ _OPTIONS_OF = {
     "quantize": ("cpu", "embedder"),
     "invariant": ("cuda",),
     "max_context": ("cpu", "cuda", "noop"),
+    "core_lease": ("cpu", "embedder"),
 }
 
 CARD_BUDGETS: dict[str, Any] = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -88,28 +90,30 @@ class ServerMetrics:
         self._registry = registry = CollectorRegistry(auto_describe=True)
         self._labels = labels = {"model_name": model}
 
+        self._families: dict[str, Any] = {}
+        """Metrics by name. Each model may have its own labels in them."""
+
         def gauge(name: str, help: str) -> Gauge:
-            return Gauge(f"weft:{name}", help, labels, registry=registry).labels(**labels)
+            self._families[name] = Gauge(f"weft:{name}", help, labels, registry=registry)
+            return self._families[name].labels(**labels)
 
         def counter(name: str, help: str) -> Counter:
-            return Counter(f"weft:{name}", help, labels, registry=registry).labels(**labels)
+            self._families[name] = Counter(f"weft:{name}", help, labels, registry=registry)
+            return self._families[name].labels(**labels)
 
         def histogram(name: str, help: str, buckets: Sequence[float] = _REQUEST_SECONDS) -> Histogram:
-            return Histogram(f"weft:{name}", help, labels, registry=registry, buckets=buckets).labels(
-                **labels
-            )
+            self._families[name] = Histogram(f"weft:{name}", help, labels, registry=registry, buckets=buckets)
+            return self._families[name].labels(**labels)
 
-        families: dict[str, Any] = {}
-        self._of_engine = [
-            (one, self._shown(one, families)) for one in ENGINE_SERIES if is_two_tier or not one.is_two_tier
-        ]
-        self._waiting = gauge(
-            "num_requests_waiting", "Answers that wait to be admitted, preempted and held ones included."
-        )
-        self._engine_up = gauge("engine_up", "1 while the engine process is ready and responds, else 0.")
-        self._restarts = _MirroredCounter(counter("engine_restarts", "Restarts of the engine process."))
-        self._stalls = _MirroredCounter(
-            counter("engine_stalls", "Restarts of the engine process because it was stuck.")
+        gauge("num_requests_waiting", "Answers that wait to be admitted, preempted and held ones included.")
+        gauge("engine_up", "1 while the engine process is ready and responds, else 0.")
+        counter("engine_restarts", "Restarts of the engine process.")
+        counter("engine_stalls", "Restarts of the engine process because it was stuck.")
+        self._of_engine = self._engine_metrics(model, is_two_tier)
+        self._of_vectors: dict[str, _EngineMetrics] = {}
+        """By model: the metrics of the other engines."""
+        self._vector_inputs = counter(
+            "vector_inputs", "Texts and pairs of completed requests for vectors or scores."
         )
         self._lost_traces = _MirroredCounter(
             counter("traces_lost", "Traces that the collector did not accept, or not fast enough.")
@@ -183,20 +187,25 @@ class ServerMetrics:
         self._used: dict[str, tuple[int, int]] = {}
         """Requests and tokens by key name. Only configured keys get an entry, so a client cannot add entries."""
 
-    def _shown(
-        self, series: EngineSeries, families: dict[str, Any]
-    ) -> Gauge | _MirroredCounter | _MirroredBuckets:
-        """What shows a series of the engine. `families`: by name, as far as they exist."""
-        name, registry = f"weft:{series.name}", self._registry
-        labels = self._labels | dict(series.labels)
-        if name not in families:
+    def _engine_metrics(self, model: str, is_two_tier: bool = False) -> _EngineMetrics:
+        labels, families = {"model_name": model}, self._families
+        series = [
+            (one, self._shown(one, labels)) for one in ENGINE_SERIES if is_two_tier or not one.is_two_tier
+        ]
+        return _EngineMetrics({name: families[name].labels(**labels) for name in _OF_PROCESS}, series)
+
+    def _shown(self, series: EngineSeries, labels: Mapping[str, str]) -> _Shown:
+        """What shows a series of an engine."""
+        name, registry, families = f"weft:{series.name}", self._registry, self._families
+        labels = {**labels, **dict(series.labels)}
+        if series.name not in families:
             if series.kind == "histogram":
-                families[name] = _Histograms(name, series.help, list(labels))
-                registry.register(families[name])
+                families[series.name] = _Histograms(name, series.help, list(labels))
+                registry.register(families[series.name])
             else:
                 kind = Gauge if series.kind == "gauge" else Counter
-                families[name] = kind(name, series.help, list(labels), registry=registry)
-        family = families[name]
+                families[series.name] = kind(name, series.help, list(labels), registry=registry)
+        family = families[series.name]
         if series.kind == "histogram":
             return _MirroredBuckets(family.add(tuple(labels.values()), STEP_SECONDS))
         shown = family.labels(**labels)
@@ -224,6 +233,13 @@ class ServerMetrics:
         if seconds is not None:
             self._latency.observe(seconds)
 
+    def vectors(self, model: str, num_inputs: int, num_tokens: int, seconds: float) -> None:
+        """Records a completed request for vectors or scores."""
+        counts = {"vector_inputs": num_inputs, "prompt_tokens": num_tokens}
+        for name, count in counts.items():
+            self._families[name].labels(model_name=model).inc(count)
+        self._families["e2e_request_latency_seconds"].labels(model_name=model).observe(seconds)
+
     def generated(self, num_tokens: int) -> None:
         """Records the generated tokens of a request that ended, whether they were sent to the client or not."""
         self._generated_tokens.inc(num_tokens)
@@ -241,27 +257,24 @@ class ServerMetrics:
         requests, tokens = self._used.get(key, (0, 0))
         self._used[key] = (requests + 1, tokens + num_tokens)
 
-    async def text(self, engine: EngineClient, key: ApiKey | None = None) -> bytes:
-        """The exposition for `key`. Only a key with admin = true sees the usage of other keys."""
-        self._restarts.set(engine.restarts)
-        self._stalls.set(engine.stalls)
+    async def text(
+        self,
+        engine: EngineClient,
+        key: ApiKey | None = None,
+        vector_engines: Mapping[str, EngineClient] = MappingProxyType({}),
+    ) -> bytes:
+        """The exposition for `key`. Only a key with admin = true sees the usage of other keys. `vector_engines` are the
+        other engines, by the names of their models."""
         self._lost_traces.set(self.count_lost_traces())
         num_held = self.count_held()
         self._held.set(num_held)
-        try:
-            figures = await engine.metrics()
-        except WeftError:
-            self._engine_up.set(0)
-            self._waiting.set(num_held)
-            for series, shown in self._of_engine:
-                if isinstance(shown, Gauge):
-                    shown.set(series.without_engine)
-        else:
-            self._engine_up.set(1)
-            self._waiting.set(figures.requests_pending + figures.requests_preempted + num_held)
-            for series, shown in self._of_engine:
-                if not series.is_two_tier or figures.two_tier is not None:
-                    shown.set(attrgetter(series.figure)(figures))
+        for name in vector_engines:
+            if name not in self._of_vectors:
+                self._of_vectors[name] = self._engine_metrics(name)
+        await asyncio.gather(
+            self._of_engine.update(engine, num_held),
+            *(self._of_vectors[name].update(each, 0) for name, each in vector_engines.items()),
+        )
         is_operator = key is not None and key.admin
         used = {name: one for name, one in self._used.items() if is_operator or (key and name == key.name)}
         return generate_latest(self._registry) + generate_latest(_KeyUsage(self._labels, used))
@@ -283,6 +296,37 @@ class _KeyUsage(Collector):
             for key, counts in self._used.items():
                 family.add_metric([*self._labels.values(), key], counts[index])
             yield family
+
+
+_OF_PROCESS = ("engine_restarts", "engine_stalls", "engine_up", "num_requests_waiting")
+
+
+class _EngineMetrics:
+    """The metrics of one engine process."""
+
+    def __init__(self, of_process: Mapping[str, Any], series: Sequence[tuple[EngineSeries, _Shown]]) -> None:
+        self._restarts = _MirroredCounter(of_process["engine_restarts"])
+        self._stalls = _MirroredCounter(of_process["engine_stalls"])
+        self._up, self._waiting = of_process["engine_up"], of_process["num_requests_waiting"]
+        self._series = series
+
+    async def update(self, engine: EngineClient, num_held: int) -> None:
+        self._restarts.set(engine.restarts)
+        self._stalls.set(engine.stalls)
+        try:
+            figures = await engine.metrics()
+        except WeftError:
+            self._up.set(0)
+            self._waiting.set(num_held)
+            for series, shown in self._series:
+                if isinstance(shown, Gauge):
+                    shown.set(series.without_engine)
+        else:
+            self._up.set(1)
+            self._waiting.set(figures.requests_pending + figures.requests_preempted + num_held)
+            for series, shown in self._series:
+                if not series.is_two_tier or figures.two_tier is not None:
+                    shown.set(attrgetter(series.figure)(figures))
 
 
 class _MirroredCounter:
@@ -312,3 +356,7 @@ class _MirroredBuckets:
         ours.counts = [a + b - c for a, b, c in zip(ours.counts, buckets.counts, seen.counts, strict=True)]
         ours.total += buckets.total - seen.total
         self._seen = buckets
+
+
+_Shown = Gauge | _MirroredCounter | _MirroredBuckets
+"""What shows a series of an engine."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from weft.embedding import EmbeddingSpec
-from weft.errors import InvalidRequestError
+from weft.errors import InvalidRequestError, PromptTooLongError
 from weft.loading.checkpoint import Checkpoint
 from weft.text.model_text import open_tokenizer
 
@@ -76,8 +76,10 @@ class EmbeddingText:
 
     def _check(self, count: int) -> None:
         if count > self.spec.max_tokens:
-            raise InvalidRequestError(
+            raise PromptTooLongError(
                 f"the text has {count} tokens, and the model takes at most {self.spec.max_tokens}; "
                 "send a shorter text, or ask to truncate it",
-                field="input",
+                "input",
+                count,
+                self.spec.max_tokens,
             )

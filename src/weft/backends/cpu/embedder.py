@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from weft.backends.cpu.core_lease import CoreLease
 from weft.backends.cpu.kernels import has_kernels, instruction_set
 from weft.backends.cpu.packed_weights import check_quantize, keep_packed
 from weft.backends.cpu.step_thread import QueuedStep, StepThread
@@ -53,6 +54,7 @@ class EmbedderBackend:
         separator: int | None,
         forward: Forward | None = None,
         release: Callable[[], object] = lambda: None,
+        lease: CoreLease | None = None,
     ) -> None:
         """Without `forward`, the model computes in numpy. `release` gives memory back after the model was dropped."""
         self.spec: EmbeddingSpec = model.spec
@@ -61,7 +63,7 @@ class EmbedderBackend:
         self._forward: Forward = model if forward is None else forward
         self._release = release
         self._separator = separator if model.types > 1 else None
-        self._thread = StepThread("weft-embedder")
+        self._thread = StepThread("weft-embedder", lease)
         self._rows: dict[int, np.ndarray] = {}  # the tokens of the prompt of each row
 
     def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
@@ -154,6 +156,7 @@ def open_embedder(
     threads: int | None = None,
     quantize: Quantize | None = None,
     dtype: np.dtype | type | None = None,
+    core_lease: tuple[int, int] | None = None,
 ) -> EmbedderBackend:
     """Opens the backend for an embedding model or a reranker, or for the path of one.
 
@@ -172,7 +175,8 @@ def open_embedder(
         ops = ReferenceTextOps(np.float32 if dtype is None else dtype)
         return build_model(checkpoint, ops, spec, dense), None
 
-    return EmbedderBackend(*open_text_model(checkpoint, build))
+    lease = None if core_lease is None else CoreLease(*core_lease)
+    return EmbedderBackend(*open_text_model(checkpoint, build), lease=lease)
 
 
 def open_text_model(

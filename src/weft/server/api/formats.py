@@ -7,7 +7,18 @@ from typing import Any, Protocol
 
 from starlette.routing import Route
 
-from weft.server.api import admin, batches, files, models, ollama_models, responses, responses_routes
+from weft.server.api import (
+    admin,
+    batches,
+    embeddings,
+    files,
+    models,
+    ollama_embed,
+    ollama_models,
+    rerank,
+    responses,
+    responses_routes,
+)
 from weft.server.api.answer_format import AnswerFormat, Operation
 from weft.server.api.chat import ChatFormat
 from weft.server.api.completion import CompletionFormat
@@ -50,7 +61,7 @@ class OtherRoutes(Protocol):
 
 
 OTHER_ROUTES: Sequence[OtherRoutes] = (
-    *(models, responses_routes, files, batches, ollama_models),
+    *(models, embeddings, rerank, responses_routes, files, batches, ollama_models, ollama_embed),
     *(page, live, admin),
 )
 
@@ -59,6 +70,8 @@ def error_writer(formats: Formats, path: str, headers: Mapping[bytes, bytes]) ->
     """Writes the errors of a route. None: in the form of weft's own routes."""
     if (exact := formats.get(path)) is not None:
         return exact.error
+    if path in rerank.RERANK_PATHS:
+        return rerank.write_error
     for one in formats.values():
         if one.family and (path == one.family or path.startswith(one.family + "/")):
             return one.error
