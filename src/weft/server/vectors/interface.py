@@ -1,0 +1,52 @@
+"""What other parts of the server may use of the models that make vectors and scores: `Services.models` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.embedding import EmbeddingSpec
+
+TextKind = Literal["query", "document"]
+
+
+class Embedder(Protocol):
+    """Makes vectors of texts. Belongs to one event loop."""
+
+    @property
+    def name(self) -> str:
+        """The first name of the model. Vectors of another model cannot be compared with its vectors."""
+        ...
+
+    @property
+    def spec(self) -> EmbeddingSpec: ...
+
+    async def embed(
+        self, texts: Sequence[str], kind: TextKind, *, client_id: str = "", is_idle_work: bool = False
+    ) -> NDArray[np.float32]:
+        """One vector for each text: an array of shape (texts, `spec.dimensions`). A text longer than the model allows
+        raises InvalidRequestError with both numbers. The engine is shared fairly between clients, by `client_id`. Idle
+        work waits for all other texts. Raises WeftError if the engine is not ready, or ends meanwhile: try again."""
+        ...
+
+    async def count_tokens(self, texts: Sequence[str], kind: TextKind) -> list[int]:
+        """The number of tokens of each text, with the model's prompt for this kind and its special tokens."""
+        ...
+
+
+class Reranker(Protocol):
+    """Scores documents for a query. Belongs to one event loop."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def spec(self) -> EmbeddingSpec: ...
+
+    async def rerank(self, query: str, documents: Sequence[str], *, client_id: str = "") -> list[float]:
+        """The score of each document, in their order. A higher score means more relevant. Long documents are cut.
+        Raises as `Embedder.embed` does."""
+        ...
