@@ -55,17 +55,22 @@ def _comparison(given: Mapping[str, Any], kind: str, where: str) -> Filter:
         raise _error(f"{where}.key", "is missing or not a text; send the name of an attribute")
     if kind in ("in", "nin"):
         if not isinstance(value, list) or len(value) > _MAX_VALUES or not all(map(_is_plain, value)):
-            raise _error(f"{where}.value", f"is not a list of at most {_MAX_VALUES} texts, numbers or booleans")
+            raise _error(
+                f"{where}.value", f"is not a list of at most {_MAX_VALUES} texts, numbers or booleans"
+            )
         values = {(_kind(one), one) for one in value}
         is_in = kind == "in"
-        return lambda attributes: (key in attributes and (_kind(attributes[key]), attributes[key]) in values) == is_in
+        return lambda attributes: (
+            (key in attributes and (_kind(attributes[key]), attributes[key]) in values) == is_in
+        )
     if not _is_plain(value):
         raise _error(f"{where}.value", "is not a text, a number or a boolean; send one")
     if kind in ("eq", "ne"):
         is_equal = kind == "eq"
         return lambda attributes: (
-            key in attributes and _kind(attributes[key]) is _kind(value) and attributes[key] == value
-        ) == is_equal
+            (key in attributes and _kind(attributes[key]) is _kind(value) and attributes[key] == value)
+            == is_equal
+        )
     return _ordering(key, kind, value, where)
 
 

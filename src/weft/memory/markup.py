@@ -7,11 +7,41 @@ from html.parser import HTMLParser
 from weft.memory.documents import Document, Mark
 
 _HIDDEN = frozenset(("script", "style", "template", "noscript", "svg", "head", "iframe", "object"))
-_VOID = frozenset(("br", "hr", "img", "input", "link", "meta", "area", "base", "col", "embed", "source", "wbr"))
+_VOID = frozenset(
+    ("br", "hr", "img", "input", "link", "meta", "area", "base", "col", "embed", "source", "wbr")
+)
 _BLOCKS = frozenset(
     (
-        *("address", "article", "aside", "blockquote", "body", "dd", "details", "div", "dl", "dt", "figure", "footer"),
-        *("form", "header", "hr", "li", "main", "nav", "ol", "p", "pre", "section", "summary", "table", "tr", "ul"),
+        *(
+            "address",
+            "article",
+            "aside",
+            "blockquote",
+            "body",
+            "dd",
+            "details",
+            "div",
+            "dl",
+            "dt",
+            "figure",
+            "footer",
+        ),
+        *(
+            "form",
+            "header",
+            "hr",
+            "li",
+            "main",
+            "nav",
+            "ol",
+            "p",
+            "pre",
+            "section",
+            "summary",
+            "table",
+            "tr",
+            "ul",
+        ),
         *("h1", "h2", "h3", "h4", "h5", "h6", "caption", "figcaption", "fieldset", "option", "title"),
     )
 )

@@ -30,7 +30,7 @@ def read_pdf(content: bytes, max_characters: int) -> Document:
     except RecursionError:
         raise DocumentError("the PDF is nested too deeply; save it again with another program") from None
     except Exception as error:  # pypdf raises many kinds for broken files
-        raise DocumentError(f"the PDF is broken: {type(error).__name__}: {str(error):.200}") from None
+        raise DocumentError(f"the PDF is broken: {type(error).__name__}: {error!s:.200}") from None
 
 
 def _joined(reader: object, max_characters: int) -> Document:

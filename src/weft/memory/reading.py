@@ -33,12 +33,47 @@ _CONTAINERS = {
     b"\x7fELF": "a program",
 }
 """Formats that are refused by their first bytes. Nothing is ever unpacked, so no archive can grow in memory."""
-_ENCODINGS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
+_ENCODINGS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
 _HTML_NAMES = (".html", ".htm", ".xhtml")
 _MARKDOWN_NAMES = (".md", ".markdown", ".mdx", ".rst")
 _CODE_NAMES = (
-    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".kt", ".scala", ".cs", ".go", ".rs"),
-    *(".js", ".jsx", ".ts", ".tsx", ".mjs", ".rb", ".php", ".swift", ".sh", ".bash", ".pl", ".lua", ".r", ".jl"),
+    *(
+        ".py",
+        ".pyi",
+        ".c",
+        ".h",
+        ".cc",
+        ".cpp",
+        ".hpp",
+        ".cu",
+        ".cuh",
+        ".java",
+        ".kt",
+        ".scala",
+        ".cs",
+        ".go",
+        ".rs",
+    ),
+    *(
+        ".js",
+        ".jsx",
+        ".ts",
+        ".tsx",
+        ".mjs",
+        ".rb",
+        ".php",
+        ".swift",
+        ".sh",
+        ".bash",
+        ".pl",
+        ".lua",
+        ".r",
+        ".jl",
+    ),
 )
 _HTML_START = re.compile(r"\s*(?:<\?xml[^>]{0,200}>\s*)?<(?:!doctype\s+html|html)\b", re.IGNORECASE)
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
@@ -61,7 +96,9 @@ def read_document(content: bytes, name: str) -> Document:
         return checked(read_pdf(content, MAX_CHARACTERS))
     for start, what in _CONTAINERS.items():
         if content.startswith(start):
-            message = f"the file is {what}, which weft does not read; convert it to text, Markdown, HTML or PDF"
+            message = (
+                f"the file is {what}, which weft does not read; convert it to text, Markdown, HTML or PDF"
+            )
             raise DocumentError(message, "unsupported_file")
     text = _decoded(content)
     return checked(_reader(name.lower(), text)(text))
@@ -115,7 +152,9 @@ def read_markdown(text: str) -> Document:
             fence = found[1]
         elif atx := _ATX.match(bare):
             headings.append(Mark(start, path.enter(len(atx[1]), atx[2])))
-        elif (under := _UNDERLINE.fullmatch(bare)) and before.strip() and len(bare) >= len(before.strip()) // 2:
+        elif (
+            (under := _UNDERLINE.fullmatch(bare)) and before.strip() and len(bare) >= len(before.strip()) // 2
+        ):
             headings.append(Mark(before_start, path.enter(_LEVELS[under[1]], before)))
         before, before_start = bare, start
         start += len(line)

@@ -1,13 +1,14 @@
 """Splits a document into passages of at most so many tokens, at the best places.
 
-    words   |w|w|w|w|w|w|w|w|w|w|w|w|w|w|      each with its tokens, and the strength of the place before it
-    passage |<--------- max ------->|          ends at the strongest place of its second half
-    next              |<-overlap->|            begins at the strongest place of the overlap
+words   |w|w|w|w|w|w|w|w|w|w|w|w|w|w|      each with its tokens, and the strength of the place before it
+passage |<--------- max ------->|          ends at the strongest place of its second half
+next              |<-overlap->|            begins at the strongest place of the overlap
 """
 
 from __future__ import annotations
 
 import re
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -33,16 +34,18 @@ def words_of(document: Document) -> set[str]:
 
 def split(document: Document, size: ChunkSize, tokens: Mapping[str, int]) -> list[Passage]:
     """The passages, in order. `tokens`: how many tokens each word has; a word that is not there counts its bytes."""
-    words = list(_WORD.finditer(document.text))
-    starts = [word.start() for word in words]
-    ends = [word.end() for word in words]
-    counts = [tokens.get(text, len(text.encode())) for text in (word.group() for word in words)]
+    starts, ends, counts = array("q"), array("q"), array("q")
+    for word in _WORD.finditer(document.text):
+        starts.append(word.start())
+        ends.append(word.end())
+        text = word.group()
+        counts.append(tokens[text] if text in tokens else len(text.encode()))
     sums = [0, *accumulate(counts)]
     """sums[i]: tokens of the words before word i."""
     strengths = _strengths(document, starts, ends)
     passages: list[Passage] = []
     begin = end = 0
-    while end < len(words):
+    while end < len(starts):
         heading, room = _heading_and_room(document, starts[begin], size.max_tokens, tokens)
         least = end + 1
         end = _end(begin, least, room, sums, strengths)
@@ -53,7 +56,9 @@ def split(document: Document, size: ChunkSize, tokens: Mapping[str, int]) -> lis
         start, stop = starts[begin], ends[end - 1]
         passages.append(Passage(start, stop, document.text[start:stop], heading, int(page) if page else None))
         if len(passages) > MAX_PASSAGES:
-            message = f"the document has more than {MAX_PASSAGES} passages; allowed: {MAX_PASSAGES}; split the file"
+            message = (
+                f"the document has more than {MAX_PASSAGES} passages; allowed: {MAX_PASSAGES}; split the file"
+            )
             raise DocumentError(message)
         begin = _next_begin(begin, end, size.overlap_tokens, sums, strengths)
     return passages

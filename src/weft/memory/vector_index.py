@@ -57,7 +57,9 @@ class VectorIndex:
 
     @property
     def must_merge(self) -> bool:
-        return len(self.delta_ids) > max(MAX_EXACT, 0 if self.base is None else len(self.base.ids) // _DELTA_PART)
+        return len(self.delta_ids) > max(
+            MAX_EXACT, 0 if self.base is None else len(self.base.ids) // _DELTA_PART
+        )
 
     def changed(
         self, removed_files: Iterable[int], ids: Ids, files: Ids, delta_ids: Ids, delta: Vectors
@@ -106,7 +108,9 @@ class VectorIndex:
         if inside is not None:
             if not len(inside):
                 return _exact(inside, np.zeros((0, self.dimensions), np.float32), query, count)
-            return _exact(inside, np.stack(base.graph.get(inside.astype(np.uint64))).astype(np.float32), query, count)
+            return _exact(
+                inside, np.stack(base.graph.get(inside.astype(np.uint64))).astype(np.float32), query, count
+            )
         asked = count
         while True:
             matches = base.graph.search(query, min(asked, len(base.ids)))

@@ -48,6 +48,7 @@ from weft.server.http.scope import ANSWER, BODY, KEY
 from weft.server.internal import INTERNAL, InternalReply, InternalRequest, send_internal
 from weft.server.logs import ServerLog, current_record
 from weft.server.loop_lag import watch_lag
+from weft.server.memory.memory import Memory
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
 from weft.server.settings import ServerSettings
 from weft.server.state.files import FileStore
@@ -113,6 +114,15 @@ class ServerApp:
         self.tasks = Tasks(settings.max_requests, len(settings.api_keys))
         self.files = FileStore(self.store, settings.max_stored_bytes)
         self._batches = BatchRunner(self, self._metrics, log.event, lambda: self.is_draining)
+        self.memory = Memory(
+            self.store,
+            self.files,
+            lambda: None,
+            lambda: None,
+            log.event,
+            lambda: self.is_draining,
+            settings.threads,
+        )
 
     async def wait_until_idle(self, seconds: float) -> bool:
         """Returns whether all requests of clients ended within `seconds`. Lines of batches run again after a restart."""
@@ -126,6 +136,10 @@ class ServerApp:
         """Runs batches until it is cancelled."""
         await self._batches.run()
 
+    async def run_memory(self) -> None:
+        """Reads files of vector stores until it is cancelled."""
+        await self.memory.run()
+
     def wake_batches(self) -> None:
         self._batches.wake()
 
@@ -134,6 +148,7 @@ class ServerApp:
         await self.tasks.close()
         await self._bodies.close()
         await self._preparer.close()
+        await self.memory.close()
         await self.store.close()
 
     def asgi(self) -> ASGIApp:

@@ -7,7 +7,16 @@ from typing import Any, Protocol
 
 from starlette.routing import Route
 
-from weft.server.api import batches, files, models, ollama_models, responses, responses_routes
+from weft.server.api import (
+    batches,
+    files,
+    models,
+    ollama_models,
+    responses,
+    responses_routes,
+    vector_store_files,
+    vector_stores,
+)
 from weft.server.api.answer_format import AnswerFormat, Operation
 from weft.server.api.chat import ChatFormat
 from weft.server.api.completion import CompletionFormat
@@ -48,7 +57,16 @@ class OtherRoutes(Protocol):
     def routes(self, services: Services) -> Sequence[Route]: ...
 
 
-OTHER_ROUTES: Sequence[OtherRoutes] = (models, responses_routes, files, batches, ollama_models, page)
+OTHER_ROUTES: Sequence[OtherRoutes] = (
+    models,
+    responses_routes,
+    files,
+    batches,
+    vector_stores,
+    vector_store_files,
+    ollama_models,
+    page,
+)
 
 
 def error_writer(formats: Formats, path: str, headers: Mapping[bytes, bytes]) -> ErrorWriter | None:

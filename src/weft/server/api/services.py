@@ -19,6 +19,7 @@ from weft.text.model_text import ModelText
 
 if TYPE_CHECKING:
     from weft.server.api.answer_format import AnswerFormat
+    from weft.server.memory.memory import Memory
 
 
 class Services(Protocol):
@@ -39,6 +40,8 @@ class Services(Protocol):
 
     @property
     def files(self) -> FileStore: ...
+    @property
+    def memory(self) -> Memory: ...
     @property
     def formats(self) -> Mapping[str, AnswerFormat[Any]]:
         """The routes that generate, by path."""

@@ -140,7 +140,14 @@ class StoreIndexes:
                 await asyncio.to_thread((self._folder / old).unlink, missing_ok=True)
         except NoIndexError:
             self._report_no_usearch()
-        except (OSError, StoreError, DamagedIndexError, FileNotFoundError, MemoryError, RuntimeError) as error:
+        except (
+            OSError,
+            StoreError,
+            DamagedIndexError,
+            FileNotFoundError,
+            MemoryError,
+            RuntimeError,
+        ) as error:
             message = f"The index of {store.id} could not be merged ({type(error).__name__}: {error}); search is slower."
             self._log("index_not_merged", message, "warning")
         finally:
@@ -173,4 +180,3 @@ class StoreIndexes:
         # A merge writes a file before the row names it.
         if self._folder.is_dir() and not any(one.merging for one in self._open.values()):
             await self._store.run(remove)
-

@@ -84,4 +84,3 @@ async def _longest(passages: list[Passage], embedder: Embedder) -> int:
         texts = [one.searched_text for one in passages[start : start + _CHECKED_AT_ONCE]]
         longest = max(longest, *await embedder.count_tokens(texts, "document"))
     return longest
-

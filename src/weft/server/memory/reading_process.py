@@ -75,7 +75,9 @@ def _result(content: bytes) -> Result:
 
 
 def _no_memory() -> Failed:
-    return Failed(f"reading the file needs more than {MEMORY_BYTES >> 20} MiB of memory; split it", "invalid_file")
+    return Failed(
+        f"reading the file needs more than {MEMORY_BYTES >> 20} MiB of memory; split it", "invalid_file"
+    )
 
 
 def _run_in_child(job: bytes) -> bytes:
@@ -99,7 +101,9 @@ def _run_in_child(job: bytes) -> bytes:
     if status == 0:
         return content
     if status == -signal.SIGPROF:
-        failed = Failed(f"reading the file takes more than {SECONDS} s of processor time; split it", "invalid_file")
+        failed = Failed(
+            f"reading the file takes more than {SECONDS} s of processor time; split it", "invalid_file"
+        )
     else:
         failed = _no_memory()
     return msgspec.msgpack.encode(failed)

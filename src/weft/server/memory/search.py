@@ -53,7 +53,9 @@ class Searcher:
         self._store = store
         self._indexes = indexes
 
-    async def search(self, asked: SearchRequest, embedder: Embedder, reranker: Reranker | None) -> list[Source]:
+    async def search(
+        self, asked: SearchRequest, embedder: Embedder, reranker: Reranker | None
+    ) -> list[Source]:
         """The best passages, best first. Raises ApiError if a store does not exist for the owner."""
         stores = await self._found(asked, embedder)
         vectors = unit(await embedder.embed(list(asked.queries), "query", client_id=asked.client_id))
@@ -120,7 +122,9 @@ class Searcher:
         if not sources:
             return []
         query = "\n".join(asked.queries)
-        scores = await reranker.rerank(query, [one.searched_text for one in sources], client_id=asked.client_id)
+        scores = await reranker.rerank(
+            query, [one.searched_text for one in sources], client_id=asked.client_id
+        )
         scored = [one.with_score(score) for one, score in zip(sources, scores, strict=True)]
         scored.sort(key=lambda one: -one.score)
         return [one for one in scored if one.score >= asked.score_threshold][: asked.max_results]
@@ -128,5 +132,8 @@ class Searcher:
 
 def store_not_found(store_id: str) -> ApiError:
     return ApiError(
-        404, f"there is no vector store {store_id!r:.80}", param="vector_store_id", code="vector_store_not_found"
+        404,
+        f"there is no vector store {store_id!r:.80}",
+        param="vector_store_id",
+        code="vector_store_not_found",
     )

@@ -36,15 +36,14 @@ class Loaded(NamedTuple):
     files: Ids
 
 
-def add(
-    connection: Connection, store: int, file: int, passages: Sequence[Passage], vectors: Vectors
-) -> None:
+def add(connection: Connection, store: int, file: int, passages: Sequence[Passage], vectors: Vectors) -> None:
     """Adds passages. They are not visible until the file is completed."""
     stored = np.ascontiguousarray(vectors, dtype=STORED)
     for passage, vector in zip(passages, stored, strict=True):
         row = (store, file, passage.start, passage.end, passage.page, passage.heading, passage.text)
         passage_id = connection.execute(
-            "INSERT INTO passages (store, file, start, end, page, heading, text) VALUES (?, ?, ?, ?, ?, ?, ?)", row
+            "INSERT INTO passages (store, file, start, end, page, heading, text) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            row,
         ).lastrowid
         connection.execute("INSERT INTO vectors VALUES (?, ?, ?)", (store, passage_id, vector.tobytes()))
         words = (passage_id, passage.searched_text)
@@ -62,7 +61,9 @@ def load(connection: Connection, store: int, files: Iterable[int] | None = None)
     else:
         rows = []
         for file in files:
-            rows += connection.execute("SELECT id, file FROM passages WHERE store = ? AND file = ?", (store, file))
+            rows += connection.execute(
+                "SELECT id, file FROM passages WHERE store = ? AND file = ?", (store, file)
+            )
     pairs = np.array(rows, np.int64).reshape(-1, 2)
     pairs = pairs[np.argsort(pairs[:, 0])]
     return Loaded(np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1]))
@@ -114,7 +115,9 @@ def sources(connection: Connection, scores: Sequence[tuple[int, float]]) -> list
     return found
 
 
-def texts(connection: Connection, file: int, store: int, after: int, max_bytes: int) -> tuple[list[tuple[int, str]], bool]:
+def texts(
+    connection: Connection, file: int, store: int, after: int, max_bytes: int
+) -> tuple[list[tuple[int, str]], bool]:
     """The passages of a file after an id, about `max_bytes`; and whether more follow."""
     query = "SELECT id, text FROM passages WHERE store = ? AND file = ? AND id > ? ORDER BY id"
     found: list[tuple[int, str]] = []
@@ -142,7 +145,9 @@ def remove_leftovers(connection: Connection, now: float) -> bool:
         ids = [one for (one,) in connection.execute(query, (store, _CHUNK))]
         connection.execute("UPDATE vector_stores SET is_deleted = 1 WHERE number = ?", (store,))
         # Its words go with their table, so the texts need not be read again.
-        connection.executemany("DELETE FROM vectors WHERE store = ? AND passage = ?", ((store, one) for one in ids))
+        connection.executemany(
+            "DELETE FROM vectors WHERE store = ? AND passage = ?", ((store, one) for one in ids)
+        )
         connection.executemany("DELETE FROM passages WHERE id = ?", ((one,) for one in ids))
         if not ids:
             connection.execute(f"DROP TABLE IF EXISTS words_{store}")
@@ -157,7 +162,9 @@ def remove_leftovers(connection: Connection, now: float) -> bool:
 
 def _remove(connection: Connection, store: int, ids: Sequence[int]) -> bool:
     for one in ids:
-        heading, text = connection.execute("SELECT heading, text FROM passages WHERE id = ?", (one,)).fetchone()
+        heading, text = connection.execute(
+            "SELECT heading, text FROM passages WHERE id = ?", (one,)
+        ).fetchone()
         # A table without content is told what to forget.
         connection.execute(
             f"INSERT INTO words_{store} (words_{store}, rowid, text) VALUES ('delete', ?, ?)",

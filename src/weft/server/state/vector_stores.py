@@ -117,7 +117,10 @@ def add(
     cursor = connection.execute(
         "INSERT INTO vector_stores (id, owner, created_at, expires_at, last_active_at, name, model, dimensions, details)"
         " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (*(store_id, owner, now, _expiry(details, now), now, name, model, dimensions), msgspec.json.encode(details)),
+        (
+            *(store_id, owner, now, _expiry(details, now), now, name, model, dimensions),
+            msgspec.json.encode(details),
+        ),
     )
     connection.execute(
         f"CREATE VIRTUAL TABLE words_{cursor.lastrowid} USING fts5"
@@ -211,7 +214,9 @@ def attach(
     """Adds rows for files: id, name, details. A file that is attached already begins again, with a new number: its old
     passages are no longer visible."""
     for file_id, name, details in files:
-        connection.execute("DELETE FROM vector_store_files WHERE store = ? AND id = ?", (store.number, file_id))
+        connection.execute(
+            "DELETE FROM vector_store_files WHERE store = ? AND id = ?", (store.number, file_id)
+        )
         connection.execute(
             "INSERT INTO vector_store_files (store, id, name, created_at, status, batch_id, details)"
             " VALUES (?, ?, ?, ?, 'in_progress', ?, ?)",
@@ -232,7 +237,11 @@ def file_by_number(connection: Connection, number: int) -> AttachedFile | None:
 
 
 def read_files(
-    connection: Connection, store: int, query: PageQuery, status: str | None = None, batch_id: str | None = None
+    connection: Connection,
+    store: int,
+    query: PageQuery,
+    status: str | None = None,
+    batch_id: str | None = None,
 ) -> tuple[list[AttachedFile], bool] | None:
     where, values = "store = ?", [store]
     for column, value in (("status", status), ("batch_id", batch_id)):
@@ -254,7 +263,8 @@ def completed_numbers(connection: Connection, store: int) -> set[int]:
 def set_attributes(connection: Connection, file: AttachedFile, attributes: dict[str, Any]) -> None:
     details = msgspec.structs.replace(file.details, attributes=attributes)
     connection.execute(
-        "UPDATE vector_store_files SET details = ? WHERE number = ?", (msgspec.json.encode(details), file.number)
+        "UPDATE vector_store_files SET details = ? WHERE number = ?",
+        (msgspec.json.encode(details), file.number),
     )
 
 
@@ -310,7 +320,8 @@ def finish(
 
 def add_batch(connection: Connection, store: VectorStore, batch_id: str, now: float) -> None:
     connection.execute(
-        "INSERT INTO vector_store_batches (id, store, created_at) VALUES (?, ?, ?)", (batch_id, store.number, now)
+        "INSERT INTO vector_store_batches (id, store, created_at) VALUES (?, ?, ?)",
+        (batch_id, store.number, now),
     )
 
 
