@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -10,10 +11,12 @@ import threading
 
 import msgspec
 
+from weft.embedding import EmbeddingSpec
 from weft.server.admission.keys import ApiKey
 from weft.server.lifecycle import Started, serve
 from weft.server.logs import ServerLog
 from weft.server.settings import ServerSettings
+from weft.server.vectors.files import VectorModelFiles
 
 
 def announce(started: Started) -> None:
@@ -31,5 +34,9 @@ if __name__ == "__main__":
     threading.Thread(target=end_with_parent, daemon=True).start()
     given = json.loads(sys.argv[1])
     given["api_keys"] = msgspec.convert(given.get("api_keys", ()), tuple[ApiKey, ...])
+    spec = msgspec.convert(given.pop("spec", None), EmbeddingSpec | None)
+    vector_models = msgspec.convert(given.pop("vector_models", ()), tuple[VectorModelFiles, ...])
     settings = msgspec.convert(given, ServerSettings)
-    serve(settings, announce, ServerLog(settings.log_format))
+    if spec is not None:
+        settings = dataclasses.replace(settings, engine=spec.engine_config())
+    serve(settings, announce, ServerLog(settings.log_format), spec=spec, vector_models=vector_models)

@@ -20,11 +20,18 @@ AUTO = "auto"
 BUILDERS = {
     "cpu": ("weft.backends.cpu.runner", "open_cpu_backend"),
     "cuda": ("weft.backends.cuda.runner", "open_cuda_backend"),
+    "embedder": ("weft.backends.cpu.embedder", "open_embedder"),
     "noop": ("weft.backends.noop", "NoopBackend"),
 }
-# Options of only one backend. The CPU ignores `invariant`: with its C++ kernels, an answer never depends on the rest of
+# Options of some backends only. The CPU ignores `invariant`: with its C++ kernels, an answer never depends on the rest of
 # the batch.
-_OPTIONS_OF = {"threads": "cpu", "quantize": "cpu", "invariant": "cuda"}
+_OPTIONS_OF = {
+    "threads": ("cpu", "embedder"),
+    "quantize": ("cpu", "embedder"),
+    "invariant": ("cuda",),
+    "max_context": ("cpu", "cuda", "noop"),
+    "core_lease": ("cpu", "embedder"),
+}
 
 CARD_BUDGETS: dict[str, Any] = {
     "max_tokens_per_step": 8448,
@@ -41,11 +48,11 @@ def build(name: str, **options: Any) -> Backend:
     "cuda" rejects options of the CPU (see `chosen`).
 
     "cpu" takes `checkpoint`, `max_context`, `dtype`, `threads`, `quantize`; "cuda" takes `checkpoint`, `max_context`,
-    `dtype`, `invariant`."""
+    `dtype`, `invariant`; "embedder" takes `checkpoint`, `dtype`, `threads`, `quantize`."""
     name = chosen(name, options)
     module, attribute = BUILDERS[name]
     builder: Callable[..., Backend] = getattr(import_module(module), attribute)
-    return builder(**{key: value for key, value in options.items() if _OPTIONS_OF.get(key, name) == name})
+    return builder(**{key: value for key, value in options.items() if name in _OPTIONS_OF.get(key, (name,))})
 
 
 def open_model(model: str, device: str, options: Mapping[str, Any]) -> OpenedModel:
@@ -62,7 +69,11 @@ def chosen(name: str, options: Mapping[str, Any]) -> str:
     if name != AUTO and name not in BUILDERS:
         allowed = ", ".join((AUTO, *sorted(BUILDERS)))
         raise InvalidRequestError(f"backend is {name!r}; allowed: {allowed}", field="backend")
-    cpu_only = [key for key, owner in _OPTIONS_OF.items() if owner == "cpu" and options.get(key) is not None]
+    cpu_only = [
+        key
+        for key, owners in _OPTIONS_OF.items()
+        if "cpu" in owners and "cuda" not in owners and options.get(key) is not None
+    ]
     if name == AUTO:
         return "cpu" if cpu_only or why_no_card() is not None else "cuda"
     if name == "cuda":

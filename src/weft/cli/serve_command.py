@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from weft.backends import registry
 from weft.backends.cpu.kernels import describe
 from weft.cli.model import fetch, shown_name
 from weft.cli.tiers import tier_rows
+from weft.cli.vector_models import vector_rows, with_vector_models
 from weft.engine.ipc.launch import launch_engine
 from weft.server.admission.keys import all_keys
 from weft.server.config_file import Gathered, as_toml, gather
@@ -22,8 +23,10 @@ from weft.server.settings import ServerSettings
 from weft.tiers import tier_sizes
 
 if TYPE_CHECKING:
+    from weft.embedding import EmbeddingSpec
     from weft.server.lifecycle import Started
     from weft.server.logs import ServerLog
+    from weft.server.vectors.files import VectorModelFiles
 
 _MIB = 1 << 20
 
@@ -38,6 +41,7 @@ def serve_command(flags: Mapping[str, Any], config: Path | None, print_config: b
         print(as_toml(settings, gathered))
         return
     settings = _with_model(_on_device(settings, gathered))
+    settings, vector_models, spec = with_vector_models(settings)
     for number in (signal.SIGINT, signal.SIGTERM):  # until the server installs its own handlers
         signal.signal(number, _exit)
     launched = launch_engine(settings.backend, settings.backend_options, settings.engine)
@@ -47,7 +51,14 @@ def serve_command(flags: Mapping[str, Any], config: Path | None, print_config: b
         from weft.server.logs import ServerLog
 
         log = ServerLog(settings.log_format)
-        serve(settings, lambda started: _announce(settings, started, log), log, launched)
+        serve(
+            settings,
+            lambda started: _announce(settings, started, log, spec, vector_models),
+            log,
+            launched,
+            spec=spec,
+            vector_models=vector_models,
+        )
     finally:
         launched.process.kill()  # the process still runs only if the start was interrupted
 
@@ -96,7 +107,13 @@ def _compute_options(settings: ServerSettings) -> dict[str, Any]:
     return {"threads": settings.threads, "quantize": settings.quantize}
 
 
-def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> None:
+def _announce(
+    settings: ServerSettings,
+    started: Started,
+    log: ServerLog,
+    spec: EmbeddingSpec | None,
+    vector_models: Sequence[VectorModelFiles],
+) -> None:
     """Logs what is served and where: several lines in text format, one event in JSON format."""
     info = started.info
     weights, kv_cache, tokens, swap = (
@@ -117,22 +134,26 @@ def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> Non
         message += f", of Ollama also at {of_ollama['ollama_url']}"
     kernels = _kernels(settings, info.device)
     if log.format == "text":
+        memory = [
+            f"  KV cache  {kv_cache / _MIB:>8,.0f} MiB at most: {tokens:,} tokens, "
+            f"{started.max_context:,} in one context",
+            *(
+                f"    {tier:<7} {size:>12}: {content}"
+                for tier, size, content in (tier_rows(tiers) if tiers is not None else ())
+            ),
+            f"  swap      {swap / _MIB:>8,.0f} MiB at most",
+        ]
         message = "\n".join(
             [
                 f"weft {__version__} with {settings.names[0]}",
                 f"  weights   {weights / _MIB:>8,.0f} MiB",
-                f"  KV cache  {kv_cache / _MIB:>8,.0f} MiB at most: {tokens:,} tokens, "
-                f"{started.max_context:,} in one context",
-                *(
-                    f"    {tier:<7} {size:>12}: {content}"
-                    for tier, size, content in (tier_rows(tiers) if tiers is not None else ())
-                ),
-                f"  swap      {swap / _MIB:>8,.0f} MiB at most",
+                *([] if spec is not None else memory),
+                *vector_rows(settings, spec, vector_models),
                 f"  kernels   {kernels}",
                 f"{message}; documentation and a playground: {address}/docs",
             ]
         )
-    for warning in _warnings(settings, started):
+    for warning in _warnings(settings, started, generates=spec is None):
         log.event("warning", warning, "warning")
     log.event(
         "ready",
@@ -140,6 +161,11 @@ def _announce(settings: ServerSettings, started: Started, log: ServerLog) -> Non
         version=__version__,
         model=settings.names[0],
         url=url,
+        **(
+            {"vector_models": [name for each in vector_models for name in each.names[:1]]}
+            if vector_models
+            else {}
+        ),
         **of_ollama,
         weight_bytes=weights,
         kv_cache_bytes=kv_cache,
@@ -161,11 +187,11 @@ def _kernels(settings: ServerSettings, device: str) -> str:
             return describe(settings.backend_options.get("threads"))
 
 
-def _warnings(settings: ServerSettings, started: Started) -> list[str]:
+def _warnings(settings: ServerSettings, started: Started, *, generates: bool) -> list[str]:
     from weft.server.http.loopback import is_loopback
 
     warnings = []
-    if not started.has_chat_template:
+    if generates and not started.has_chat_template:
         warnings.append(
             "The model has no chat template: /v1/chat/completions will refuse every request. "
             "Pass one with --chat-template."

@@ -22,6 +22,8 @@ F32 = TensorFormat("F32", 1, 4)
 F16 = TensorFormat("F16", 1, 2)
 BF16 = TensorFormat("BF16", 1, 2)
 F64 = TensorFormat("F64", 1, 8)
+I64 = TensorFormat("I64", 1, 8)
+"""Of tensors that no model reads."""
 
 GGUF_FORMATS: dict[int, TensorFormat] = {
     0: F32,

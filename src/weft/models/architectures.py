@@ -164,6 +164,7 @@ def _olmo2(fields: Fields, max_context: int | None) -> ModelConfig:
 
 
 def _gemma2(fields: Fields, max_context: int | None) -> ModelConfig:
+    _require_causal(fields)
     return describe(
         fields,
         max_context,
@@ -175,7 +176,26 @@ def _gemma2(fields: Fields, max_context: int | None) -> ModelConfig:
 
 
 def _gemma3(fields: Fields, max_context: int | None) -> ModelConfig:
-    windows = _windows(fields, lambda layer: (layer + 1) % 6 != 0)
+    _require_causal(fields)
+    return _gemma3_with(fields, max_context, _windows(fields, lambda layer: (layer + 1) % 6 != 0))
+
+
+def _gemma_embedding(fields: Fields, max_context: int | None) -> ModelConfig:
+    """Gemma 3 with attention in both directions. The window reaches half its size to each side."""
+    sizes = _windows(fields, lambda layer: (layer + 1) % 6 != 0, default=512)
+    config = _gemma3_with(
+        fields, max_context, tuple(None if size is None else size // 2 + 1 for size in sizes)
+    )
+    patterns = tuple(dataclasses.replace(pattern, causal=False) for pattern in config.patterns)
+    return dataclasses.replace(config, patterns=patterns)
+
+
+def _require_causal(fields: Fields) -> None:
+    if fields.flag("bidirectional", False):
+        raise fields.error("bidirectional", "this is an embedding model, it generates no text")
+
+
+def _gemma3_with(fields: Fields, max_context: int | None, windows: tuple[int | None, ...]) -> ModelConfig:
     head_size = _head_size(fields)
     full = read_rope(fields, head_size, base=1_000_000.0)
     local = read_rope(
@@ -203,8 +223,6 @@ def _cap(fields: Fields, name: str, default: float) -> float | None:
 
 
 def _gemma_differences(fields: Fields, layers_of_27b: int) -> dict[str, Any]:
-    if fields.flag("bidirectional", False):
-        raise fields.error("bidirectional", "weft computes causal attention only")
     hidden_size = fields.size("hidden_size")
     # GGUF files omit query_pre_attn_scalar. It equals the head size, except in the 27B model.
     divisor = _head_size(fields)
@@ -238,6 +256,13 @@ ARCHITECTURES = (
     Architecture("gemma2", "Gemma2ForCausalLM", "gemma2", _gemma2, renamed=_POST_NORM),
     Architecture("gemma3", "Gemma3ForCausalLM", "gemma3_text", _gemma3, renamed=_POST_NORM),
 )
+
+EMBEDDING_DECODERS = (
+    Architecture("qwen2", "Qwen2ForCausalLM", "qwen2", _qwen2),
+    Architecture("qwen3", "Qwen3ForCausalLM", "qwen3", _qwen3),
+    Architecture("gemma-embedding", "Gemma3TextModel", "gemma3_text", _gemma_embedding, renamed=_POST_NORM),
+)
+"""Decoders that are used as embedding models or rerankers."""
 
 
 # --- fields computed from several keys ---------------------------------------------------------------------------

@@ -50,6 +50,8 @@ class ModelConfig:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     tied_embedding: bool = False
     """The embedding matrix is also the lm_head."""
+    has_logits: bool = True
+    """False: the model makes vectors, and its lm_head is not loaded."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0

@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weft.errors import ModelFileError
 from weft.models.config import ModelConfig
-from weft.ops.base import LinearRole, Ops, QkNorm, StepIndices, WeightSource
+from weft.models.loader import TensorLoader
+from weft.ops.base import Ops, QkNorm, StepIndices, WeightSource
+
+Attend = Callable[[Any, int, int, QkNorm | None], Any]
+"""Attention of one layer: takes packed [Q | K | V] rows, the layer, its pattern and its norm of Q and K."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +78,25 @@ class Decoder:
         """
         ops, config = self.ops, self.config
         prepared = ops.prepare(step, cache, config.attention, config.patterns)
+
+        def attend(qkv: Any, index: int, pattern: int, norm: QkNorm | None) -> Any:
+            queries = ops.rope_and_write(prepared, qkv, cache, index, pattern, norm)
+            return ops.paged_attention(prepared, queries, cache, index, pattern)
+
+        return self.hidden_rows(prepared, attend, lambda rows: ops.select_logit_rows(prepared, rows))
+
+    def hidden_rows(self, prepared: Any, attend: Attend, select: Callable[[Any], Any] | None) -> Any:
+        """The final hidden states. `select` chooses the tokens that are needed; None: all are."""
+        ops, config = self.ops, self.config
         hidden = ops.embedding(prepared, self._embedding, config.embedding_scale)
         for index, layer in enumerate(self._layers):
             qkv = ops.linear(self._norm(hidden, layer.attention_norm), layer.wqkv)
-            queries = ops.rope_and_write(prepared, qkv, cache, index, layer.pattern, layer.qk_norm)
-            attended = ops.paged_attention(prepared, queries, cache, index, layer.pattern)
-            if layer is self._layers[-1]:
-                # From here on, only tokens that need logits are computed. Of the others only K and V are needed, which
-                # are written already.
-                attended = ops.select_logit_rows(prepared, attended)
-                hidden = ops.select_logit_rows(prepared, hidden)
+            attended = attend(qkv, index, layer.pattern, layer.qk_norm)
+            if layer is self._layers[-1] and select is not None:
+                # From here on, only the selected tokens are computed. Of the others only K and V are needed, which
+                # are computed already.
+                attended = select(attended)
+                hidden = select(hidden)
             output = self._norm(ops.linear(attended, layer.wo), layer.attention_post_norm)
             hidden = ops.add(hidden, output, config.residual_scale)
             output = self._feed_forward(self._norm(hidden, layer.feed_forward_norm), layer.feed_forward)
@@ -115,8 +127,8 @@ class Decoder:
         return rows if weight is None else self.ops.rms_norm(rows, weight, self.config.norm_epsilon)
 
 
-class _Loader:
-    """Loads each tensor once into the ops, after a check of its shape against the configuration."""
+class _Loader(TensorLoader):
+    """Loads the tensors of a decoder."""
 
     def __init__(
         self,
@@ -125,14 +137,15 @@ class _Loader:
         ops: Ops,
         file_name: Callable[[str], str],
     ) -> None:
+        super().__init__(weights, ops, config.architecture, file_name)
         self.config = config
-        self.unused = dict(weights)
-        self.ops = ops
-        self.file_name = file_name
-        self.weight_bytes = 0
 
     def embedding_and_lm_head(self) -> tuple[Any, Any]:
         vocabulary, hidden = self.config.vocabulary_size, self.config.hidden_size
+        if not self.config.has_logits:
+            return self.count_bytes(
+                self.ops.load_embedding(self.take("embedding", (vocabulary, hidden)))
+            ), None
         if self.config.tied_embedding:
             shared = self.linear(("embedding", vocabulary, hidden), role="vocabulary")
             return shared, shared
@@ -215,37 +228,3 @@ class _Loader:
 
     def vector(self, name: str, size: int) -> Any:
         return self.count_bytes(self.ops.load_vector(self.take(name, (size,)), self.config.norm_offset))
-
-    def fused(self, whole: str, *parts: tuple[str, int, int], bias: bool) -> Any:
-        """A fused matrix. The file stores it as `whole`, or as separate `parts`."""
-        if whole not in self.unused:
-            return self.linear(*parts, bias=bias)
-        return self.linear((whole, sum(outputs for _, outputs, _ in parts), parts[0][2]), bias=bias)
-
-    def linear(self, *parts: tuple[str, int, int], bias: bool = False, role: LinearRole = "layer") -> Any:
-        sources = [self.take(name, (outputs, inputs)) for name, outputs, inputs in parts]
-        biases = [self.take(f"{name}.bias", (outputs,)) for name, outputs, _ in parts] if bias else []
-        return self.count_bytes(self.ops.load_linear(sources, biases, role))
-
-    def take(self, name: str, shape: tuple[int, ...]) -> WeightSource:
-        source = self.unused.pop(name, None)
-        if source is None:
-            raise ModelFileError(f"{self.file_name(name)}: the tensor is missing from the file")
-        if source.shape != shape:
-            raise ModelFileError(
-                f"{self.file_name(name)}: has shape {source.shape}, the model's metadata requires {shape}"
-            )
-        return source
-
-    def count_bytes(self, weight: Any) -> Any:
-        self.weight_bytes += self.ops.nbytes(weight)
-        return weight
-
-    def reject_unused_tensors(self) -> None:
-        """An unused tensor (a bias, an expert) means that the decoder would compute this model wrongly."""
-        if self.unused:
-            raise ModelFileError(
-                f"{self.file_name(min(self.unused))}: weft does not use this tensor "
-                f"(and {len(self.unused) - 1} more); "
-                f"the model is not a plain {self.config.architecture}"
-            )

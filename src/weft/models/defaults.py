@@ -102,3 +102,43 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "final_logit_softcapping": None,
     },
 }
+
+_BERT: dict[str, Any] = {
+    "vocab_size": 30_522,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "hidden_act": "gelu",
+    "pad_token_id": 0,
+}
+
+ENCODER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "bert": _BERT,
+    "roberta": {**_BERT, "vocab_size": 50_265, "pad_token_id": 1},
+    "xlm-roberta": {**_BERT, "pad_token_id": 1},
+    "modernbert": {
+        "vocab_size": 50_368,
+        "hidden_size": 768,
+        "intermediate_size": 1152,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 8192,
+        "norm_eps": 1e-5,
+        "norm_bias": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_activation": "gelu",
+        "local_attention": 128,
+        "global_rope_theta": 160_000.0,
+        "local_rope_theta": 10_000.0,
+        "global_attn_every_n_layers": 3,
+        "classifier_pooling": "cls",
+        "classifier_bias": False,
+        "classifier_activation": "gelu",
+    },
+}
+"""The same for the encoders of `encoder_architectures`."""

@@ -32,6 +32,8 @@ _KEYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "vocabulary_size": ("vocab_size", ("vocab_size",)),
     "max_context": ("context_length", ("max_position_embeddings",)),
     "norm_epsilon": ("attention.layer_norm_rms_epsilon", ("rms_norm_eps",)),
+    "layer_norm_epsilon": ("attention.layer_norm_epsilon", ("layer_norm_eps", "norm_eps")),
+    "local_window": ("attention.sliding_window", ("local_attention",)),
     "heads": ("attention.head_count", ("num_attention_heads",)),
     "kv_heads": ("attention.head_count_kv", ("num_key_value_heads",)),
     "head_size": ("attention.key_length", ("head_dim",)),

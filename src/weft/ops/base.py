@@ -88,10 +88,15 @@ class Rope:
 
 @dataclass(frozen=True)
 class AttentionPattern:
-    """The attention of one kind of layer. Position p attends to 0 .. p, or with a window w to p - w + 1 .. p."""
+    """The attention of one kind of layer. Position p attends to 0 .. p, or with a window w to p - w + 1 .. p.
+
+    Without `causal`, p also attends to the positions after it: to all, or with a window to those up to p + w - 1. Only
+    operations on whole texts (`weft.ops.texts`) can do that. A rope without frequencies rotates nothing.
+    """
 
     rope: Rope
     window: int | None = None
+    causal: bool = True
 
 
 @dataclass(frozen=True)

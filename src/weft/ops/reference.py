@@ -72,7 +72,7 @@ class _QueryRun:
 
 
 @dataclass(frozen=True)
-class _Rotation:
+class Rotation:
     """RoPE angles at the positions of the step."""
 
     interleaved: bool
@@ -94,7 +94,7 @@ class _Prepared:
     shape: AttentionShape
     blocks: np.ndarray  # [T]: the block for K and V of each token
     offsets: np.ndarray  # [T]: the offset in that block
-    rotations: tuple[_Rotation, ...]  # by pattern
+    rotations: tuple[Rotation, ...]  # by pattern
     reads: tuple[_Reads, ...]  # by pattern
 
 
@@ -170,7 +170,9 @@ class ReferenceOps:
     ) -> _Prepared:
         full, tail_blocks = (cache.full, cache.tail_blocks) if isinstance(cache, TwoTierCache) else (cache, 0)
         block_size = full.shape[3]
-        rotations = {rope: self._rotation(step, rope) for rope in {pattern.rope for pattern in patterns}}
+        rotations = {
+            rope: self.rotation(step.positions, rope) for rope in {pattern.rope for pattern in patterns}
+        }
         reads = {
             window: _reads(step, window, block_size, tail_blocks, shape.heads)
             for window in {pattern.window for pattern in patterns}
@@ -184,10 +186,10 @@ class ReferenceOps:
             reads=tuple(reads[pattern.window] for pattern in patterns),
         )
 
-    def _rotation(self, step: StepIndices, rope: Rope) -> _Rotation:
+    def rotation(self, positions: np.ndarray, rope: Rope) -> Rotation:
         # Angles are always float64: in float32 an angle loses four digits at positions of some thousands.
-        angles = step.positions[:, None, None] * np.array(rope.frequencies, np.float64)
-        return _Rotation(
+        angles = positions[:, None, None] * np.array(rope.frequencies, np.float64)
+        return Rotation(
             rope.interleaved,
             (np.cos(angles) * rope.scale).astype(self.dtype),
             (np.sin(angles) * rope.scale).astype(self.dtype),
@@ -202,7 +204,7 @@ class ReferenceOps:
 
     def scale_and_cap(self, logits: np.ndarray, scale: float, cap: float | None) -> np.ndarray:
         logits *= scale
-        return logits if cap is None else _cap(logits, cap)
+        return logits if cap is None else cap_scores(logits, cap)
 
     # --- in every layer -----------------------------------------------------------------------------------------
 
@@ -232,15 +234,15 @@ class ReferenceOps:
         first_value = shape.heads + shape.kv_heads
         queries, keys = rows[:, : shape.heads], rows[:, shape.heads : first_value]
         if norm is not None:
-            queries = _normalise_heads(queries, norm.query, norm.epsilon)
-            keys = _normalise_heads(keys, norm.key, norm.epsilon)
+            queries = normalise_heads(queries, norm.query, norm.epsilon)
+            keys = normalise_heads(keys, norm.key, norm.epsilon)
         rotation = prepared.rotations[pattern]
         full = cache.full if isinstance(cache, TwoTierCache) else cache
-        full[prepared.blocks, layer, 0, prepared.offsets] = _rotate(keys, rotation)
+        full[prepared.blocks, layer, 0, prepared.offsets] = rotate(keys, rotation)
         full[prepared.blocks, layer, 1, prepared.offsets] = rows[:, first_value:]
         if isinstance(cache, TwoTierCache):
             move_blocks(cache, layer, prepared.step)
-        return _rotate(queries, rotation)
+        return rotate(queries, rotation)
 
     def paged_attention(
         self,
@@ -269,16 +271,12 @@ class ReferenceOps:
 
     def gelu_tanh_mul(self, gate_up: np.ndarray) -> np.ndarray:
         size = gate_up.shape[1] // 2
-        gate, up = gate_up[:, :size], gate_up[:, size:]
-        # The cube of a very large gate overflows to infinity, and its tanh is 1, which is correct.
-        with np.errstate(over="ignore"):
-            inner = np.sqrt(2.0 / np.pi).astype(self.dtype) * (gate + 0.044715 * gate * gate * gate)
-            return 0.5 * gate * (1.0 + np.tanh(inner)) * up
+        return gelu_tanh(gate_up[:, :size]) * gate_up[:, size:]
 
     def mixture(
         self, inputs: np.ndarray, router: Linear, experts: Experts, per_token: int, normalise: bool
     ) -> np.ndarray:
-        all_weights = _softmax(self.linear(inputs, router))
+        all_weights = softmax(self.linear(inputs, router))
         chosen = np.argsort(-all_weights, axis=1, kind="stable")[:, :per_token]
         weights = np.take_along_axis(all_weights, chosen, axis=1)
         if normalise:
@@ -380,14 +378,14 @@ def _normalise(rows: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarr
     return rows * (1.0 / np.sqrt(mean_square + epsilon)).astype(rows.dtype, copy=False) * weight
 
 
-def _normalise_heads(rows: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
+def normalise_heads(rows: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
     """RMS norm of [T, heads, head size]: of each head if the weight has the size of one head, else of the whole row."""
     if len(weight) == rows.shape[2]:
         return _normalise(rows, weight, epsilon)
     return _normalise(rows.reshape(len(rows), -1), weight, epsilon).reshape(rows.shape)
 
 
-def _rotate(rows: np.ndarray, rotation: _Rotation) -> np.ndarray:
+def rotate(rows: np.ndarray, rotation: Rotation) -> np.ndarray:
     """Rotates each pair of features by the angle of its token: [T, heads, head size]."""
     pairs = rotation.cosine.shape[2]
     if rotation.interleaved:
@@ -407,7 +405,14 @@ def _silu(gate: np.ndarray) -> np.ndarray:
         return gate / (1.0 + np.exp(-gate))
 
 
-def _cap(scores: np.ndarray, cap: float) -> np.ndarray:
+def gelu_tanh(gate: np.ndarray) -> np.ndarray:
+    # The cube of a very large gate overflows to infinity, and its tanh is 1, which is correct.
+    with np.errstate(over="ignore"):
+        inner = np.sqrt(2.0 / np.pi).astype(gate.dtype) * (gate + 0.044715 * gate * gate * gate)
+        return 0.5 * gate * (1.0 + np.tanh(inner))
+
+
+def cap_scores(scores: np.ndarray, cap: float) -> np.ndarray:
     """cap * tanh(scores / cap), in place."""
     scores /= cap
     np.tanh(scores, out=scores)
@@ -415,7 +420,7 @@ def _cap(scores: np.ndarray, cap: float) -> np.ndarray:
     return scores
 
 
-def _softmax(scores: np.ndarray) -> np.ndarray:
+def softmax(scores: np.ndarray) -> np.ndarray:
     """Softmax over the last axis, in place."""
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
@@ -434,9 +439,9 @@ def _attend_singles(
     grouped = queries.reshape(count, shape.kv_heads, -1, shape.head_size)
     scores = grouped @ keys.transpose(0, 2, 3, 1)
     if shape.score_cap is not None:
-        _cap(scores, shape.score_cap)
+        cap_scores(scores, shape.score_cap)
     np.copyto(scores, -np.inf, where=batch.hidden[:, None, None, :])
-    attended = _softmax(scores) @ values.transpose(0, 2, 1, 3)
+    attended = softmax(scores) @ values.transpose(0, 2, 1, 3)
     return attended.reshape(count, shape.heads, shape.head_size)
 
 
@@ -451,8 +456,8 @@ def _attend_run(
     scores = grouped.reshape(shape.kv_heads, -1, shape.head_size) @ keys.transpose(1, 2, 0)
     scores = scores.reshape(shape.kv_heads, -1, count, scores.shape[-1])
     if shape.score_cap is not None:
-        _cap(scores, shape.score_cap)
+        cap_scores(scores, shape.score_cap)
     np.copyto(scores, -np.inf, where=run.hidden)
-    weights = _softmax(scores).reshape(shape.kv_heads, -1, scores.shape[-1])
+    weights = softmax(scores).reshape(shape.kv_heads, -1, scores.shape[-1])
     attended = (weights @ values.transpose(1, 0, 2)).reshape(shape.kv_heads, -1, count, shape.head_size)
     return attended.transpose(2, 0, 1, 3).reshape(count, shape.heads, shape.head_size)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -28,7 +28,6 @@ from weft.server.admission.keys import ApiKey
 from weft.server.api import docs_page
 from weft.server.api.answer_format import AnswerFormat, B
 from weft.server.api.formats import FORMATS, OTHER_ROUTES, Formats
-from weft.server.api.model_names import is_model_name
 from weft.server.api.preparing import Prepared, Preparer
 from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
 from weft.server.api.services import Caller
@@ -50,6 +49,8 @@ from weft.server.logs import ServerLog, current_record
 from weft.server.loop_lag import watch_lag
 from weft.server.memory.memory import Memory
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
+from weft.server.models import ModelRegistry
+from weft.server.plain_requests import PlainRequest, PlainRequests, client_id
 from weft.server.settings import ServerSettings
 from weft.server.state.files import FileStore
 from weft.server.state.store import Store
@@ -66,8 +67,6 @@ time, the response has an error status. A later refusal is sent as an event."""
 _BYTES_PER_TOKEN = 4
 """Estimated bytes per token in the body of `/tokenize`. The number of tokens to reserve from the rate limit, before the
 text is tokenised, is calculated from it."""
-_ITSELF = " server"
-"""The client of requests that the server sends to itself. No key has this name."""
 _EXPOSED = (
     *("x-request-id", "request-id", "retry-after", "warning"),
     *(
@@ -77,8 +76,6 @@ _EXPOSED = (
     ),
 )
 """Response headers that a web page of an allowed origin may read."""
-
-T = TypeVar("T", bound=Any)
 
 
 class ServerApp:
@@ -92,8 +89,11 @@ class ServerApp:
         engine: EngineClient,
         log: ServerLog,
         formats: Formats = FORMATS,
+        models: ModelRegistry | None = None,
     ) -> None:
+        """`engine` and `text` are those of MODEL. `models` has all models; None: MODEL, which generates."""
         self.settings = settings
+        self.models = models or ModelRegistry(settings, engine, ())
         self.formats = formats
         self.text = text
         self.engine = engine
@@ -109,6 +109,7 @@ class ServerApp:
         self.created = int(time.time())
         self._loop_turns = LoopTurns()
         self._active_requests = ActiveRequests(settings, engine, self._metrics, time.monotonic)
+        self.plain_requests = PlainRequests(self, self._active_requests, self._bodies, self._loop_turns)
         folder = Path(settings.state_path).expanduser() if settings.state_path else home_directory() / "state"
         self.store = Store(folder, log.event)
         self.tasks = Tasks(settings.max_requests, len(settings.api_keys))
@@ -117,8 +118,8 @@ class ServerApp:
         self.memory = Memory(
             self.store,
             self.files,
-            lambda: None,
-            lambda: None,
+            lambda: self.models.embedder,
+            lambda: self.models.reranker,
             log.event,
             lambda: self.is_draining,
             settings.threads,
@@ -140,6 +141,9 @@ class ServerApp:
         """Reads files of vector stores until it is cancelled."""
         await self.memory.run()
 
+    def record_vectors(self, model: str, num_inputs: int, num_tokens: int, seconds: float) -> None:
+        self._metrics.vectors(model, num_inputs, num_tokens, seconds)
+
     def wake_batches(self) -> None:
         self._batches.wake()
 
@@ -149,6 +153,8 @@ class ServerApp:
         await self._bodies.close()
         await self._preparer.close()
         await self.memory.close()
+=======
+        await self.models.close()
         await self.store.close()
 
     def asgi(self) -> ASGIApp:
@@ -210,6 +216,8 @@ class ServerApp:
     # ------------------------------------------------------------------ generating
 
     async def _generate(self, answer_format: AnswerFormat[Any], request: Request) -> Response:
+        if self.models.generator is None:
+            self.check_model(None)
         key: ApiKey | None = request.scope[KEY]
         internal: InternalRequest | None = request.scope.get(INTERNAL)
         is_idle_work = internal is not None and internal.is_idle_work
@@ -228,9 +236,9 @@ class ServerApp:
         is_owned_by_response = False
         try:
             await self._loop_turns.wait()
-            client_id = _client_id(request)
+            client = client_id(request)
             api_request, unknown = await unless_disconnected(
-                request.receive, self._bodies.read(answer_format.request_type, body, client_id)
+                request.receive, self._bodies.read(answer_format.request_type, body, client)
             )
             unknown = [*unknown, *answer_format.ignored(api_request)]
             with renamed_fields(answer_format.field_names(api_request)):
@@ -241,7 +249,7 @@ class ServerApp:
                 self._active_requests.set_deadline(active, api_request.deadline)
                 caller = Caller(self, key, active.id, request.scope[BODY], INTERNAL in request.scope)
                 beginning = self._begin(
-                    answer_format, api_request, size, active, answer_bytes, caller, client_id
+                    answer_format, api_request, size, active, answer_bytes, caller, client
                 )
                 prepared, at_once = await unless_disconnected(request.receive, beginning)
                 headers = warning_header(unknown) | active.headers
@@ -346,11 +354,11 @@ class ServerApp:
 
     def _check_open(self) -> None:
         """Raises a 503 while the engine is not ready or the server drains."""
-        self._check_not_draining()
+        self.check_not_draining()
         if self.engine.state is not EngineState.READY:
             raise ApiError(503, "the engine is starting; try again", code="engine_not_ready")
 
-    def _check_not_draining(self) -> None:
+    def check_not_draining(self) -> None:
         if self.is_draining:
             raise ApiError(
                 503, "the server is shutting down; send the request to another server", code="draining"
@@ -365,80 +373,48 @@ class ServerApp:
         return max(seconds, self.settings.drain_seconds) if self.is_draining else seconds
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and not is_model_name(name, self.settings):
-            raise ApiError(
-                404,
-                f"there is no model {name!r:.200}; this server has {self._name!r}",
-                param="model",
-                code="model_not_found",
-            )
+        self.models.check(name, "generate")
+
+    def new_choices(self) -> Choices:
+        return Choices(self.engine, self.text.tokenizer)
 
     # ------------------------------------------------------------------ everything else
 
     async def _tokenize(self, request: Request) -> Response:
-        async def work(api_request: TokenizeRequest, size: int, active: ActiveRequest) -> dict[str, Any]:
-            self._active_requests.reserve(active, size // _BYTES_PER_TOKEN or 1)
-            tokens = await self._preparer.tokens(api_request, size, _client_id(request))
-            active.text_tokens = len(tokens)
+        async def work(plain: PlainRequest[TokenizeRequest]) -> dict[str, Any]:
+            self.models.check(plain.fields.model, self.models.main_use)
+            self._active_requests.reserve(plain.active, plain.size // _BYTES_PER_TOKEN or 1)
+            tokens = await self._preparer.tokens(plain.fields, plain.size, plain.client_id)
+            plain.active.text_tokens = len(tokens)
             return {"count": len(tokens), "max_model_len": self.engine.max_sequence_length, "tokens": tokens}
 
-        return await self._without_engine(request, TokenizeRequest, work)
+        return await self.plain_requests.handle(request, TokenizeRequest, work)
 
     async def _detokenize(self, request: Request) -> Response:
-        async def work(api_request: DetokenizeRequest, size: int, active: ActiveRequest) -> dict[str, Any]:
-            self._active_requests.reserve(active, len(api_request.tokens))
-            return {"prompt": await self._preparer.text(api_request.tokens, _client_id(request))}
+        async def work(plain: PlainRequest[DetokenizeRequest]) -> dict[str, Any]:
+            self.models.check(plain.fields.model, self.models.main_use)
+            self._active_requests.reserve(plain.active, len(plain.fields.tokens))
+            return {"prompt": await self._preparer.text(plain.fields.tokens, plain.client_id)}
 
-        return await self._without_engine(request, DetokenizeRequest, work)
+        return await self.plain_requests.handle(request, DetokenizeRequest, work)
 
     async def _count_tokens(self, answer_format: AnswerFormat[Any], request: Request) -> Response:
         counting = answer_format.counting
         assert counting is not None
 
-        async def work(api_request: Any, size: int, active: ActiveRequest) -> Any:
-            self._active_requests.reserve(active, size // _BYTES_PER_TOKEN or 1)
-            with renamed_fields(answer_format.field_names(api_request)):
-                caller = Caller(self, active.key, active.id, request.scope[BODY])
-                api_request = await answer_format.load(api_request, caller)
-                count = await self._preparer.count(answer_format, api_request, size, _client_id(request))
-            active.text_tokens = count
-            return counting.answer(count)
-
-        return await self._without_engine(request, counting.request_type, work)
-
-    async def _without_engine(
-        self, request: Request, kind: type[T], work: Callable[[T, int, ActiveRequest], Awaitable[Any]]
-    ) -> Response:
-        """Handles a request that needs only text work. It is an active request, and uses the token limit of its key."""
-        key: ApiKey | None = request.scope[KEY]
-        self._check_not_draining()
-        self._active_requests.check_capacity(key)
-        body = await read_body(request)
-        choices = Choices(self.engine, self.text.tokenizer)
-        record = current_record()
-        active = self._active_requests.begin(key, choices, record.id, record.given_id)
-        try:
-            await self._loop_turns.wait()
-            with renamed_fields({}):
-                api_request, _ = await unless_disconnected(
-                    request.receive, self._bodies.read(kind, body, _client_id(request))
+        async def work(plain: PlainRequest[Any]) -> Any:
+            active, fields = plain.active, plain.fields
+            self.check_model(fields.model)
+            self._active_requests.reserve(active, plain.size // _BYTES_PER_TOKEN or 1)
+            with renamed_fields(answer_format.field_names(fields)):
+                caller = Caller(self, active.key, active.id, plain.body_bytes)
+                fields = await answer_format.load(fields, caller)
+                active.text_tokens = await self._preparer.count(
+                    answer_format, fields, plain.size, plain.client_id
                 )
-                self.check_model(api_request.model)
-                content = await unless_disconnected(request.receive, work(api_request, len(body), active))
-                choices.check()  # raises if an operator cancelled the request
-            self._active_requests.end(active, [])
-            return json_response(content, headers=active.headers)
-        except ApiError as error:
-            self._active_requests.end(active, error)
-            error.headers |= active.headers
-            raise
-        except Disconnected:
-            self._active_requests.end(active, None)
-            raise
-        finally:
-            self._active_requests.end(
-                active, ApiError.internal_error()
-            )  # no effect if the request ended above
+            return counting.answer(active.text_tokens)
+
+        return await self.plain_requests.handle(request, counting.request_type, work)
 
     async def _tokenizer_info(self, request: Request) -> Response:
         """The same route as in vLLM. Clients that count tokens (lm-eval) call it before they load tokenizer files."""
@@ -448,7 +424,8 @@ class ServerApp:
 
     async def _health(self, request: Request) -> Response:
         is_live = self.engine.state is EngineState.READY
-        return json_response({"status": "ok" if is_live else "engine is down"}, 200 if is_live else 503)
+        content = {"status": "ok" if is_live else "engine is down", **self._states()}
+        return json_response(content, 200 if is_live else 503)
 
     async def _ready(self, request: Request) -> Response:
         self._check_open()
@@ -456,10 +433,17 @@ class ServerApp:
             message = "the engine does not respond; send requests to another server"
             raise ApiError(503, message, code="engine_not_responding")
         self._active_requests.check_capacity(request.scope[KEY])
-        return json_response({"status": "ready"})
+        return json_response({"status": "ready", **self._states()})
+
+    def _states(self) -> dict[str, Any]:
+        """The state of each engine, if there are several. Only that of MODEL decides the status: the server goes on
+        without the others."""
+        states = {name: engine.state.value for name, _, engine in self.models.engines()}
+        return {"models": states} if len(states) > 1 else {}
 
     async def _show_metrics(self, request: Request) -> Response:
-        text = await self._metrics.text(self.engine, request.scope[KEY])
+        others = {name: engine for name, _, engine in self.models.engines() if engine is not self.engine}
+        text = await self._metrics.text(self.engine, request.scope[KEY], others)
         return Response(text, media_type=CONTENT_TYPE)
 
     async def _version(self, request: Request) -> Response:
@@ -497,16 +481,6 @@ class ServerApp:
 
     async def _respond_with_weft_error(self, request: Request, error: WeftError) -> Response:
         return await self._respond_with_error(request, as_api_error(error))
-
-
-def _client_id(request: Request) -> str:
-    """Identifies the client for fair sharing of text work: the name of its key, or its address if there are no keys."""
-    key: ApiKey | None = request.scope[KEY]
-    if INTERNAL in request.scope:
-        return _ITSELF
-    if key is not None:
-        return key.name
-    return request.client.host if request.client is not None else ""
 
 
 async def _respond_with_http_error(request: Request, error: HTTPException) -> Response:

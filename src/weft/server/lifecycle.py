@@ -9,13 +9,15 @@ import logging
 import os
 import resource
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from weft.embedding import EmbeddingSpec
 from weft.engine.ipc.client import EngineClient
 from weft.engine.ipc.launch import LaunchedEngine
 from weft.loading.checkpoint import open_checkpoint
@@ -24,7 +26,12 @@ from weft.server.app import ServerApp
 from weft.server.http.listener import FLUSH_SECONDS, Listener
 from weft.server.http.scope import OLLAMA_PORT
 from weft.server.logs import LibraryHandler, ServerLog
+from weft.server.models import ModelRegistry
 from weft.server.settings import ServerSettings
+from weft.server.vectors.files import VectorModelFiles
+from weft.server.vectors.model import VectorModel
+from weft.server.vectors.texts import VectorTexts
+from weft.text.embedding_text import EmbeddingText
 from weft.text.model_text import ModelText, open_model_text
 
 _OWN_DESCRIPTORS = 64
@@ -51,13 +58,17 @@ def serve(
     on_start: Callable[[Started], object],
     log: ServerLog,
     launched: LaunchedEngine | None = None,
+    *,
+    spec: EmbeddingSpec | None = None,
+    vector_models: Sequence[VectorModelFiles] = (),
 ) -> None:
     """Serves until a signal arrives, then closes the log. `launched` is the engine process if the caller started it
-    already, before the imports of the server."""
+    already, before the imports of the server. `spec`: MODEL makes vectors or scores; the backend and the engine in the
+    settings are for it."""
     logging.basicConfig(handlers=[LibraryHandler(log)], level=logging.WARNING)
     settings = _within_descriptors(settings, log)
     try:
-        asyncio.run(_ServerRun(settings, on_start, log, launched).run())
+        asyncio.run(_ServerRun(settings, on_start, log, launched, spec, vector_models).run())
     finally:
         gc.unfreeze()  # lets the interpreter free the remaining objects at exit
         log.close()
@@ -103,6 +114,20 @@ def _through_ollama_port(app: ASGIApp) -> ASGIApp:
     return marked
 
 
+def _open_vector_model(
+    spec: EmbeddingSpec, path: str, names: Sequence[str], engine: EngineClient
+) -> VectorModel:
+    text = EmbeddingText(open_checkpoint(path), spec)
+    return VectorModel(names, spec, engine, VectorTexts(text, path))
+
+
+def _log_of_model(
+    log: Callable[..., object], model: str, name: str, message: str, level: str = "info", **fields: Any
+) -> None:
+    """Logs an event of an engine besides that of MODEL, with the name of its model."""
+    log(name, f"{model}: {message}", level, model=model, **fields)
+
+
 class _ServerRun:
     def __init__(
         self,
@@ -110,8 +135,11 @@ class _ServerRun:
         on_start: Callable[[Started], object],
         log: ServerLog,
         launched: LaunchedEngine | None,
+        spec: EmbeddingSpec | None,
+        vector_models: Sequence[VectorModelFiles],
     ) -> None:
         self._settings = settings
+        self._spec = spec
         self._on_start = on_start
         self._log = log
         self._stop = asyncio.Event()
@@ -125,25 +153,42 @@ class _ServerRun:
             log=log.event,
             launched=launched,
         )
+        self._vector_models = [
+            (
+                each,
+                EngineClient(
+                    each.backend,
+                    each.backend_options,
+                    each.spec.engine_config(),
+                    stall_seconds=settings.stall_seconds,
+                    log=partial(_log_of_model, log.event, each.names[0]),
+                ),
+            )
+            for each in vector_models
+        ]
+        self._engines = [self._engine, *(engine for _, engine in self._vector_models)]
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
-        starting: asyncio.Future[None] | None = None
+        starting: asyncio.Future[Any] | None = None
         text: ModelText | None = None
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
             # First, so that a port in use is reported before the model is loaded.
             await self._bind()
-            starting = asyncio.ensure_future(self._engine.start())
-            await asyncio.sleep(0)  # starts the engine process, in parallel with the work below
+            starting = asyncio.gather(*(engine.start() for engine in self._engines))
+            await asyncio.sleep(0)  # starts the engine processes, in parallel with the work below
             text, generation_defaults = self._open_text()
             await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
                 return
             starting.result()
-            app = ServerApp(self._settings, text, generation_defaults, self._engine, self._log)
+            models = ModelRegistry(
+                self._settings, None if self._spec is not None else self._engine, self._open_vector_models()
+            )
+            app = ServerApp(self._settings, text, generation_defaults, self._engine, self._log, models=models)
             tasks = [asyncio.create_task(app.watch_loop())]
             try:
                 await self._listen(app, tasks)
@@ -155,10 +200,11 @@ class _ServerRun:
         finally:
             stopping.cancel()
             if starting is None or not starting.done():
-                self._engine.kill()  # the engine handles no stop message until its weights are loaded
+                for engine in self._engines:
+                    engine.kill()  # an engine handles no stop message until its weights are loaded
             if starting is not None and not starting.cancel():
                 starting.exception()  # retrieved so that asyncio does not log it a second time
-            await self._engine.stop()
+            await asyncio.gather(*(engine.stop() for engine in self._engines))
             if text is not None:
                 text.close()
 
@@ -168,6 +214,15 @@ class _ServerRun:
         checkpoint = open_checkpoint(self._settings.model)
         text = open_model_text(checkpoint, self._settings.chat_template, self._settings.tool_format)
         return text, checkpoint.generation
+
+    def _open_vector_models(self) -> list[VectorModel]:
+        """The models that make vectors or scores, with their texts."""
+        settings, found = self._settings, []
+        if self._spec is not None:
+            found.append(_open_vector_model(self._spec, settings.model, settings.names, self._engine))
+        for each, engine in self._vector_models:
+            found.append(_open_vector_model(each.spec, each.path, each.names, engine))
+        return found
 
     async def _bind(self) -> None:
         """Binds the addresses: the main one, and that for Ollama's clients if it is set."""
@@ -204,13 +259,14 @@ class _ServerRun:
         self._log.event("draining", message, seconds=seconds)
         if not await app.wait_until_idle(seconds):
             self._log.event("cancelling", "Some requests did not end in time; they are cancelled.", "warning")
-            await self._engine.stop()
+            await asyncio.gather(*(engine.stop() for engine in self._engines))
             await app.wait_until_idle(FLUSH_SECONDS)
         await self._listener.close()
         self._log.event("stopped", "Stopped.")
 
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():
-            self._engine.kill()
+            for engine in self._engines:
+                engine.kill()
             os._exit(128 + number)
         self._stop.set()

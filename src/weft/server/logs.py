@@ -47,6 +47,10 @@ class Record:
     is_client_gone: bool = False
     results: Sequence[GenerationResult] = ()
     num_choices_per_prompt: int = 1
+    num_inputs: int = 0
+    """Texts or pairs of a request for vectors or scores."""
+    prompt_tokens: int = 0
+    """Their tokens."""
 
     @property
     def request_id(self) -> str:
@@ -65,6 +69,8 @@ class Record:
             "error_code": self.error_code,
             "stream": self.is_streamed or None,
             "client_gone": self.is_client_gone or None,
+            "inputs": self.num_inputs or None,
+            "prompt_tokens": self.prompt_tokens or None,
         }
         if self.results:
             prompts = self.results[:: self.num_choices_per_prompt]
@@ -185,6 +191,8 @@ def _sentence(fields: Mapping[str, Any]) -> str:
         cached = f" ({fields['cached_tokens']} cached)" if fields["cached_tokens"] else ""
         parts.append(f"{fields['prompt_tokens']}{cached} + {fields['completion_tokens']} tokens")
         parts.append(" ".join(sorted(set(fields["finish_reasons"]))))
+    elif "inputs" in fields:
+        parts.append(f"{fields['inputs']} inputs, {fields['prompt_tokens']} tokens")
     if "error_code" in fields:
         parts.append(fields["error_code"])
     if "client_gone" in fields:

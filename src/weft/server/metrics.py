@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
+from types import MappingProxyType
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
@@ -14,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from weft.engine.ipc.client import EngineClient
 from weft.errors import WeftError
-from weft.metrics import ENGINE_SERIES
+from weft.metrics import ENGINE_SERIES, EngineSeries
 from weft.request import GenerationResult
 from weft.server.admission.keys import ApiKey
 
@@ -71,32 +74,35 @@ class ServerMetrics:
         """`is_two_tier`: also export the metrics of a two-tier KV cache."""
         self._registry = registry = CollectorRegistry(auto_describe=True)
         labels = {"model_name": model}
+        families: dict[str, Any] = {}
+        """Metrics that each model has, by name."""
 
         def gauge(name: str, help: str) -> Gauge:
-            return Gauge(f"weft:{name}", help, labels, registry=registry).labels(**labels)
+            families[name] = Gauge(f"weft:{name}", help, labels, registry=registry)
+            return families[name].labels(**labels)
 
         def counter(name: str, help: str) -> Counter:
-            return Counter(f"weft:{name}", help, labels, registry=registry).labels(**labels)
-
-        def mirrored(name: str, help: str) -> _MirroredCounter:
-            return _MirroredCounter(counter(name, help))
+            families[name] = Counter(f"weft:{name}", help, labels, registry=registry)
+            return families[name].labels(**labels)
 
         def histogram(name: str, help: str, buckets: Sequence[float] = _REQUEST_SECONDS) -> Histogram:
-            return Histogram(f"weft:{name}", help, labels, registry=registry, buckets=buckets).labels(
-                **labels
-            )
+            families[name] = Histogram(f"weft:{name}", help, labels, registry=registry, buckets=buckets)
+            return families[name].labels(**labels)
 
-        self._of_engine = [
-            (one, (gauge if one.kind == "gauge" else mirrored)(one.name, one.help))
-            for one in ENGINE_SERIES
-            if is_two_tier or not one.is_two_tier
-        ]
-        self._waiting = gauge(
-            "num_requests_waiting", "Answers that wait to be admitted, preempted and held ones included."
+        series = [one for one in ENGINE_SERIES if is_two_tier or not one.is_two_tier]
+        for one in series:
+            (gauge if one.kind == "gauge" else counter)(one.name, one.help)
+        gauge("num_requests_waiting", "Answers that wait to be admitted, preempted and held ones included.")
+        gauge("engine_up", "1 while the engine process is ready and responds, else 0.")
+        counter("engine_restarts", "Restarts of the engine process.")
+        counter("engine_stalls", "Restarts of the engine process because it was stuck.")
+        self._of_engine = _EngineMetrics(families, labels, series)
+        self._vector_inputs = counter(
+            "vector_inputs", "Texts and pairs of completed requests for vectors or scores."
         )
-        self._engine_up = gauge("engine_up", "1 while the engine process is ready and responds, else 0.")
-        self._restarts = mirrored("engine_restarts", "Restarts of the engine process.")
-        self._stalls = mirrored("engine_stalls", "Restarts of the engine process because it was stuck.")
+        self._of_vectors: dict[str, _EngineMetrics] = {}
+        """By model: the metrics of the other engines."""
+        self._families = families
         self.open_requests = gauge("http_requests_open", "HTTP requests that are not yet ended.")
         self._held = gauge("num_requests_held", "Answers held back in the server for fairness between keys.")
         self.count_held: Callable[[], int] = lambda: 0
@@ -185,6 +191,13 @@ class ServerMetrics:
         if seconds is not None:
             self._latency.observe(seconds)
 
+    def vectors(self, model: str, num_inputs: int, num_tokens: int, seconds: float) -> None:
+        """Records a completed request for vectors or scores."""
+        counts = {"vector_inputs": num_inputs, "prompt_tokens": num_tokens}
+        for name, count in counts.items():
+            self._families[name].labels(model_name=model).inc(count)
+        self._families["e2e_request_latency_seconds"].labels(model_name=model).observe(seconds)
+
     def generated(self, num_tokens: int) -> None:
         """Records the generated tokens of a request that ended, whether they were sent to the client or not."""
         self._generated_tokens.inc(num_tokens)
@@ -202,26 +215,24 @@ class ServerMetrics:
         requests, tokens = self._used.get(key, (0, 0))
         self._used[key] = (requests + 1, tokens + num_tokens)
 
-    async def text(self, engine: EngineClient, key: ApiKey | None = None) -> bytes:
-        """The exposition for `key`. Only a key with admin = true sees the usage of other keys."""
-        self._restarts.set(engine.restarts)
-        self._stalls.set(engine.stalls)
+    async def text(
+        self,
+        engine: EngineClient,
+        key: ApiKey | None = None,
+        vector_engines: Mapping[str, EngineClient] = MappingProxyType({}),
+    ) -> bytes:
+        """The exposition for `key`. Only a key with admin = true sees the usage of other keys. `vector_engines` are the
+        other engines, by the names of their models."""
         num_held = self.count_held()
         self._held.set(num_held)
-        try:
-            figures = await engine.metrics()
-        except WeftError:
-            self._engine_up.set(0)
-            self._waiting.set(num_held)
-            for series, shown in self._of_engine:
-                if series.kind == "gauge":
-                    shown.set(series.without_engine)
-        else:
-            self._engine_up.set(1)
-            self._waiting.set(figures.requests_pending + figures.requests_preempted + num_held)
-            for series, shown in self._of_engine:
-                if not series.is_two_tier or figures.two_tier is not None:
-                    shown.set(attrgetter(series.figure)(figures))
+        for name in vector_engines:
+            if name not in self._of_vectors:
+                labels = {"model_name": name}
+                self._of_vectors[name] = _EngineMetrics(self._families, labels, _SERIES_OF_VECTORS)
+        await asyncio.gather(
+            self._of_engine.update(engine, num_held),
+            *(self._of_vectors[name].update(each, 0) for name, each in vector_engines.items()),
+        )
         is_operator = key is not None and key.admin
         used = {name: one for name, one in self._used.items() if is_operator or (key and name == key.name)}
         return generate_latest(self._registry) + generate_latest(_KeyUsage(self._labels, used))
@@ -243,6 +254,45 @@ class _KeyUsage(Collector):
             for key, counts in self._used.items():
                 family.add_metric([*self._labels.values(), key], counts[index])
             yield family
+
+
+_SERIES_OF_VECTORS = [one for one in ENGINE_SERIES if not one.is_two_tier]
+
+
+class _EngineMetrics:
+    """The metrics of one engine process."""
+
+    def __init__(
+        self, families: Mapping[str, Any], labels: Mapping[str, str], series: Sequence[EngineSeries]
+    ) -> None:
+        names = ("engine_restarts", "engine_stalls", "engine_up", "num_requests_waiting")
+        names = (*names, *(one.name for one in series))
+        children = {name: families[name].labels(**labels) for name in names}
+        self._restarts = _MirroredCounter(children["engine_restarts"])
+        self._stalls = _MirroredCounter(children["engine_stalls"])
+        self._up, self._waiting = children["engine_up"], children["num_requests_waiting"]
+        self._series = [
+            (one, children[one.name] if one.kind == "gauge" else _MirroredCounter(children[one.name]))
+            for one in series
+        ]
+
+    async def update(self, engine: EngineClient, num_held: int) -> None:
+        self._restarts.set(engine.restarts)
+        self._stalls.set(engine.stalls)
+        try:
+            figures = await engine.metrics()
+        except WeftError:
+            self._up.set(0)
+            self._waiting.set(num_held)
+            for series, shown in self._series:
+                if series.kind == "gauge":
+                    shown.set(series.without_engine)
+        else:
+            self._up.set(1)
+            self._waiting.set(figures.requests_pending + figures.requests_preempted + num_held)
+            for series, shown in self._series:
+                if not series.is_two_tier or figures.two_tier is not None:
+                    shown.set(attrgetter(series.figure)(figures))
 
 
 class _MirroredCounter:

@@ -67,11 +67,24 @@ class ServerSettings:
     ] = None
     """A file with API keys: one key a line, or TOML with limits for each key."""
     aliases: Mapping[str, str] = field(
-        default_factory=lambda: {"claude-*": "", "gpt-*": "", "codex-*": "", "o[0-9]*": ""}
+        default_factory=lambda: {
+            **dict.fromkeys(("claude-*", "gpt-*", "codex-*", "o[0-9]*"), ""),
+            **dict.fromkeys(("text-embedding-*", "rerank-*"), ""),
+        }
     )
     """Other names that requests may use, as a table: name = "name of the model". A name may have wildcards, as in
-    "gpt-*" or "*"; "" is the first name of the model. By default the names that agents of the vendors send are
+    "gpt-*" or "*"; "" is the model that serves the route. By default the names that clients of the vendors send are
     answered."""
+    embedder: Annotated[
+        str | None,
+        Flag("--embedder", "MODEL", "Also serve this embedding model; 'default': all-MiniLM-L6-v2."),
+    ] = None
+    """An embedding model to serve beside MODEL: 'default' (all-MiniLM-L6-v2), 'hf:owner/name', or a path. Not set: none,
+    unless MODEL is one."""
+    reranker: Annotated[
+        str | None, Flag("--reranker", "MODEL", "Also serve this model that scores documents for a query.")
+    ] = None
+    """A reranker to serve beside MODEL: 'hf:owner/name', or a path. Not set: none, unless MODEL is one."""
     context: Annotated[
         int | None, Range(2), Flag("--context", "N", "Maximum context in tokens; default: the model's.")
     ] = None

@@ -11,12 +11,13 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from weft.errors import ModelFileError
 from weft.loading.vocabulary import Vocabulary
 from weft.text.families import family_of
+from weft.text.gguf_encoder_tokenizer import around_texts, unigrams, word_pieces
 from weft.text.tokenizer import SpecialTokens, Tokenizer, file_errors
 
 _SPACE = "▁"  # SentencePiece's character for a space
 _RUN = re.compile(f"{_SPACE}{{2,}}|\\n{{2,}}|\\t{{2,}}")
 _LONGEST_PIECE = 512  # characters; the longest tokens of real vocabularies have some dozens
-_REFUSED = {"bert": "WordPiece", "t5": "unigram", "rwkv": "RWKV", "plamo2": "PLaMo 2"}
+_REFUSED = {"rwkv": "RWKV", "plamo2": "PLaMo 2"}
 
 
 def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
@@ -25,11 +26,15 @@ def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
         backend, adds_bos = _byte_level(vocabulary)
     elif vocabulary.model in ("llama", "gemma4"):
         backend, adds_bos = _sentencepiece(vocabulary), True
+    elif vocabulary.model == "bert":
+        backend, adds_bos = word_pieces(vocabulary), True
+    elif vocabulary.model == "t5":
+        backend, adds_bos = unigrams(vocabulary), True
     else:
         kind = f" ({_REFUSED[vocabulary.model]})" if vocabulary.model in _REFUSED else ""
         raise ModelFileError(
             f"tokenizer.ggml.model: {vocabulary.model!r:.80}{kind} is not supported; weft reads gpt2 (byte-level BPE), "
-            "llama (SentencePiece BPE) and gemma4"
+            "llama (SentencePiece BPE), gemma4, bert (WordPiece) and t5 (unigram)"
         )
     tokens = vocabulary.tokens
     backend.add_special_tokens(_added(tokens[i] for i in vocabulary.control_ids))
@@ -42,7 +47,10 @@ def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
         )
     )
     bos_id = vocabulary.bos_id
-    if bos_id is not None and (adds_bos if vocabulary.add_bos is None else vocabulary.add_bos):
+    adds_bos = adds_bos if vocabulary.add_bos is None else vocabulary.add_bos
+    if vocabulary.is_of_embedder:
+        backend.post_processor = around_texts(vocabulary, adds_bos)
+    elif bos_id is not None and adds_bos:
         backend.post_processor = processors.TemplateProcessing(
             single=["bos", "$A"],
             special_tokens=[{"id": "bos", "ids": [bos_id], "tokens": [tokens[bos_id]]}],
@@ -53,6 +61,8 @@ def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
         "unk_token": vocabulary.unknown_id,
         "pad_token": vocabulary.padding_id,
     }
+    if vocabulary.separator_id is not None:
+        ids["sep_token"] = vocabulary.separator_id
     names = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
     return Tokenizer(backend, SpecialTokens(bos_id, names, vocabulary.chat_templates), len(tokens))
 

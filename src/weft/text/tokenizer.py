@@ -78,17 +78,8 @@ class Tokenizer:
         for the output of a chat template, in which untrusted text has marks (see `shield`).
         `add_bos` None: the model's files decide.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(
-                f"the text has an unpaired surrogate at character {error.start}; send valid Unicode",
-                field="prompt",
-            ) from error
-        if allow_control:
-            text = _escaped(text, mark)
-        else:
-            text = self._shield.mark_control_tokens(_escaped(text, ""), MARK + _REMOVED)
+        _check_unicode(text)
+        text = _escaped(text, mark) if allow_control else self._shielded(text)
         files_decide = add_bos is None
         with file_errors("the tokenizer"):
             ids: list[int] = self._backend.encode(text, add_special_tokens=files_decide).ids
@@ -98,6 +89,37 @@ class Tokenizer:
         if add_bos and bos_id is not None:
             ids.insert(0, bos_id)
         return ids
+
+    def encode_parts(
+        self, parts: Sequence[str], prefix: str = "", most: int | None = None
+    ) -> tuple[list[int], int]:
+        """The token ids of one text or of a pair, with the special tokens of the model's files, for embedding models.
+
+        `prefix` is a trusted text before the first part. With `most`, the longer part is cut until so many tokens are
+        left. Also returns the number of tokens without the cut.
+        """
+        encodings = []
+        for text in parts:
+            _check_unicode(text)
+            shielded = prefix + self._shielded(text)
+            with file_errors("the tokenizer"):
+                encodings.append(self._backend.encode(shielded, add_special_tokens=False))
+            allowed = len(self._backend.encode(prefix, add_special_tokens=False).ids) if prefix else 0
+            self._check_control(shielded, encodings[-1].ids, allowed)
+            prefix = ""
+        with file_errors("the tokenizer"):
+            specials = self._backend.num_special_tokens_to_add(len(parts) == 2)
+            whole = specials + sum(len(encoding.ids) for encoding in encodings)
+            if most is not None and whole > most:
+                for encoding, count in zip(
+                    encodings, _cut([len(e.ids) for e in encodings], most - specials), strict=True
+                ):
+                    encoding.truncate(count)
+            ids: list[int] = self._backend.post_process(*encodings, add_special_tokens=True).ids
+        return ids, whole
+
+    def _shielded(self, text: str) -> str:
+        return self._shield.mark_control_tokens(_escaped(text, ""), MARK + _REMOVED)
 
     def _check_control(self, text: str, ids: list[int], allowed: int) -> None:
         """Rejects text that merges to a control token, which some vocabularies allow.
@@ -184,6 +206,28 @@ def file_errors(where: str) -> Iterator[None]:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise ModelFileError(f"{where}: {str(error)[:300]}") from error
         raise
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"the text has an unpaired surrogate at character {error.start}; send valid Unicode",
+            field="prompt",
+        ) from error
+
+
+def _cut(counts: list[int], most: int) -> list[int]:
+    """The counts after the longer one was cut until both fit into `most`, as in transformers."""
+    most = max(0, most)
+    if len(counts) == 1:
+        return [min(counts[0], most)]
+    short, long = sorted(counts)
+    long = max(short, most - short)
+    if short + long > most:
+        short, long = most // 2, most - most // 2
+    return [short, long] if counts[0] <= counts[1] else [long, short]
 
 
 def _escaped(text: str, mark: str) -> str:

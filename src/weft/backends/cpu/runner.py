@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from weft.backends.cpu.core_lease import CoreLease
 from weft.backends.cpu.kernels import has_kernels, instruction_set
 from weft.backends.cpu.memory_budget import MemoryBudget
 from weft.backends.cpu.prefault import Prefaulter
@@ -104,6 +105,7 @@ class CpuBackend:
         grammars: GrammarCompiler,
         native: Native | None = None,
         memory: HostMemory | None = None,
+        lease: CoreLease | None = None,
     ) -> None:
         """Without `native`, the decoder computes in numpy. `memory` was measured before the weights were loaded."""
         self._budget = MemoryBudget(memory or host_memory(), decoder.weight_bytes)
@@ -115,7 +117,7 @@ class CpuBackend:
         self._compiler = grammars
         self._cache: np.ndarray | TwoTierCache
         self._prefaulter: Prefaulter
-        self._thread = StepThread("weft-cpu")
+        self._thread = StepThread("weft-cpu", lease)
 
     def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
         config = self._decoder.config
@@ -281,8 +283,10 @@ def open_cpu_backend(
     max_context: int | None = None,
     threads: int | None = None,
     quantize: Quantize | None = None,
+    core_lease: tuple[int, int] | None = None,
 ) -> CpuBackend:
     """Opens the backend for a model or for the path of a model. `max_context` shortens the model's own context.
+    `core_lease`: the arguments of `CoreLease`, if other engine processes compute on the same cores.
 
     Without `dtype`, the C++ kernels compute with `threads` threads if they were built. With `dtype`, numpy computes in
     that type. `quantize` ("int8" or "int4") applies to weights that the files store as floats.
@@ -308,7 +312,8 @@ def open_cpu_backend(
     except ModelFileError as error:
         raise ModelFileError(f"{checkpoint.path}: {error}") from error
     compiler = grammar_compiler(checkpoint, decoder.config.vocabulary_size)
-    return CpuBackend(decoder, checkpoint.end_ids, compiler, native, memory)
+    lease = None if core_lease is None else CoreLease(*core_lease)
+    return CpuBackend(decoder, checkpoint.end_ids, compiler, native, memory, lease)
 
 
 def open_native(

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
+from weft.backends.cpu.core_lease import CoreLease
 from weft.backends.cpu.prefault import Prefaulter
 from weft.plan import StepResult
 
@@ -75,7 +76,9 @@ class QueuedStep:
 class StepThread:
     """Runs steps in the order of submission. Prefaults memory while no step is queued."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, lease: CoreLease | None = None) -> None:
+        """`lease`: other engines compute on the same cores."""
+        self._lease = lease
         self._steps: SimpleQueue[QueuedStep | Prefaulter | None] = SimpleQueue()
         self._newest: QueuedStep | None = None
         self._running: QueuedStep | None = None
@@ -108,7 +111,13 @@ class StepThread:
     # -- in the thread
 
     def report(self) -> None:
-        """Called by a step right before it computes. Reports the previous step, and marks this one as started."""
+        """Called by a step right before it computes. Reports the previous step, and marks this one as started. Then waits
+        for the cores if other engines share them."""
+        self._report()
+        if self._lease is not None:
+            self._lease.take()
+
+    def _report(self) -> None:
         if self._running is not None:
             self._running.mark_started()
         if self._unreported is not None:
@@ -122,11 +131,16 @@ class StepThread:
             outcome = run()
         except BaseException as error:
             outcome = error
-        self.report()  # has no effect, unless `run` ended before it computed anything
+        self._report()  # has no effect, unless `run` ended before it computed anything
         self._running = None
         self._unreported = step, outcome
-        if self._steps.empty() or not self._end.alive:  # after `close`, the next item may be the end marker
-            self.report()
+        is_last = (
+            self._steps.empty() or not self._end.alive
+        )  # after `close`, the next item may be the end marker
+        if self._lease is not None:
+            self._lease.end_step(has_next=not is_last)
+        if is_last:
+            self._report()
 
 
 def _work(steps: SimpleQueue[QueuedStep | Prefaulter | None]) -> None:

@@ -33,8 +33,16 @@ class LaunchedEngine:
     """The process writes the stack traces of its threads here when it crashes or gets SIGUSR1."""
 
 
+def shared_cores() -> int:
+    """A file for `weft.backends.cpu.core_lease`, by which the engine processes of one server share the cores."""
+    descriptor = os.memfd_create("weft-cores")
+    os.truncate(descriptor, os.sysconf("SC_PAGE_SIZE"))
+    return descriptor
+
+
 def launch_engine(backend: str, options: Mapping[str, Any], config: ServingEngineConfig) -> LaunchedEngine:
-    """Starts a process that builds the engine. The process reports the outcome as `wire.Ready` or `wire.Failed`.
+    """Starts a process that builds the engine. The process reports the outcome as `wire.Ready` or `wire.Failed`. It
+    inherits the file of the option "core_lease" (`shared_cores`).
 
     Raises OSError if memory, processes or descriptors are exhausted; it then leaves no descriptor open.
     """
@@ -46,7 +54,7 @@ def launch_engine(backend: str, options: Mapping[str, Any], config: ServingEngin
             descriptors = (theirs.fileno(), stacks.fileno())
             process = subprocess.Popen(
                 (sys.executable, "-c", _PROGRAM, *map(str, descriptors)),
-                pass_fds=descriptors,
+                pass_fds=(*descriptors, *options.get("core_lease", ())[:1]),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )

@@ -9,9 +9,12 @@ from starlette.routing import Route
 
 from weft.server.api import (
     batches,
+    embeddings,
     files,
     models,
+    ollama_embed,
     ollama_models,
+    rerank,
     responses,
     responses_routes,
     vector_store_files,
@@ -59,12 +62,15 @@ class OtherRoutes(Protocol):
 
 OTHER_ROUTES: Sequence[OtherRoutes] = (
     models,
+    embeddings,
+    rerank,
     responses_routes,
     files,
     batches,
     vector_stores,
     vector_store_files,
     ollama_models,
+    ollama_embed,
     page,
 )
 
@@ -73,6 +79,8 @@ def error_writer(formats: Formats, path: str, headers: Mapping[bytes, bytes]) ->
     """Writes the errors of a route. None: in the form of weft's own routes."""
     if (exact := formats.get(path)) is not None:
         return exact.error
+    if path in rerank.RERANK_PATHS:
+        return rerank.write_error
     for one in formats.values():
         if one.family and (path == one.family or path.startswith(one.family + "/")):
             return one.error

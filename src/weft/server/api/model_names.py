@@ -1,7 +1,8 @@
-"""The names by which requests may call the model of a server."""
+"""The names by which requests may call a model of the server."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from weft.server.settings import ServerSettings
@@ -11,11 +12,19 @@ _DEFAULT_TAG = ":latest"
 
 
 def is_model_name(name: str, settings: ServerSettings) -> bool:
-    """Whether a name, or the model that it is an alias of, is served."""
-    names = {name, name.removesuffix(_DEFAULT_TAG)}
-    if not names.isdisjoint(settings.names):
-        return True
+    """Whether a name, or the model that it is an alias of, is the model of the server."""
+    return is_own_name(name, settings.names) or is_alias(name, settings.names, settings.aliases)
+
+
+def is_own_name(name: str, names: Sequence[str]) -> bool:
+    """Whether it is one of the names of a model."""
+    return not {name, name.removesuffix(_DEFAULT_TAG)}.isdisjoint(names)
+
+
+def is_alias(name: str, names: Sequence[str], aliases: Mapping[str, str]) -> bool:
+    """Whether it is an alias of the model with these names."""
+    given = {name, name.removesuffix(_DEFAULT_TAG)}
     return any(
-        target in ("", *settings.names) and any(fnmatchcase(one, alias) for one in names)
-        for alias, target in settings.aliases.items()
+        target in ("", *names) and any(fnmatchcase(one, alias) for one in given)
+        for alias, target in aliases.items()
     )

@@ -145,8 +145,6 @@ _REFUSED = {
     "/api/create": "weft makes no models: serve a file with `weft serve PATH`",
     "/api/copy": "weft has no copies of models: give a model more names with `weft serve --name`",
     "/api/push": "weft uploads nothing",
-    "/api/embed": "weft has no embedding models yet",
-    "/api/embeddings": "weft has no embedding models yet",
 }
 """Routes that only refuse, and why. The OpenAPI document leaves them out."""
 OPERATIONS: Mapping[tuple[str, str], Operation] = {

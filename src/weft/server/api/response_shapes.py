@@ -84,6 +84,10 @@ class TokenizerInfo(Shape):
 
 class Status(Shape):
     status: str
+    models: Annotated[
+        dict[str, str] | UnsetType,
+        Meta(description="With several models: the state of the engine of each: starting, ready, stopped."),
+    ] = UNSET
 
 
 class Version(Shape):

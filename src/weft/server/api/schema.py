@@ -190,10 +190,11 @@ def _unknown_fields(given: dict[str, Any], api_request: msgspec.Struct) -> list[
 
 
 def _check_lengths(api_request: msgspec.Struct) -> None:
+    max_entries = {**MAX_ENTRIES, **getattr(api_request, "max_entries", {})}
     for name in api_request.__struct_fields__:
         value = getattr(api_request, name)
         if isinstance(value, list | dict):
-            _check_length(name, len(value), MAX_ENTRIES.get(name), "entries")
+            _check_length(name, len(value), max_entries.get(name), "entries")
         elif isinstance(value, str):
             _check_length(name, len(value), MAX_CHARACTERS.get(name), "characters")
     for name in ("messages", "input", "tools"):

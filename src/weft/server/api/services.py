@@ -11,6 +11,8 @@ from weft.request import RequestId
 from weft.server.admission.keys import ApiKey
 from weft.server.http.byte_budget import RequestBytes
 from weft.server.internal import InternalReply, InternalRequest
+from weft.server.models import ModelRegistry
+from weft.server.plain_requests import PlainRequests
 from weft.server.settings import ServerSettings
 from weft.server.state.files import FileStore
 from weft.server.state.store import Store
@@ -31,6 +33,16 @@ class Services(Protocol):
     def text(self) -> ModelText: ...
     @property
     def engine(self) -> EngineClient: ...
+    @property
+    def models(self) -> ModelRegistry:
+        """All models of the server. `engine` and `text` are those of MODEL."""
+        ...
+
+    @property
+    def plain_requests(self) -> PlainRequests:
+        """Handles requests that generate nothing."""
+        ...
+
     @property
     def store(self) -> Store: ...
     @property
@@ -53,7 +65,11 @@ class Services(Protocol):
         ...
 
     def check_model(self, name: str | None) -> None:
-        """Raises a 404 if requests may not use this name of a model."""
+        """Raises a 404 if requests may not generate with this name of a model."""
+        ...
+
+    def record_vectors(self, model: str, num_inputs: int, num_tokens: int, seconds: float) -> None:
+        """Adds a request for vectors or scores to the metrics."""
         ...
 
     def wake_batches(self) -> None:

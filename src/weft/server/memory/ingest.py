@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from weft.errors import InvalidRequestError
 from weft.memory.documents import ChunkSize, DocumentError, Passage
+from weft.server.errors import ApiError
 from weft.server.memory.reader import DocumentReader
 from weft.server.state import passages as passage_rows
 from weft.server.state import vector_stores as rows
@@ -43,6 +44,10 @@ class Ingest:
             await self._fail(file, FileError("server_error", str(error)))
         except InvalidRequestError as error:  # of the model, for a text
             await self._fail(file, FileError("invalid_file", str(error)))
+        except ApiError as error:
+            if error.status != 400:
+                raise
+            await self._fail(file, FileError("invalid_file", error.message))
 
     async def _add(self, owner: str, file: AttachedFile) -> None:
         now = self._store.wall_clock()

@@ -47,7 +47,7 @@ class Memory:
         found = self._embedder()
         if found is None:
             message = "this server has no embedding model, which vector stores need; start it with --embedder default"
-            raise ApiError(503, message, code="no_embedding_model")
+            raise ApiError(400, message, code="no_embedding_model")
         return found
 
     async def search(self, asked: SearchRequest) -> list[Source]:

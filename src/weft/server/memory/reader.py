@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from weft.errors import PromptTooLongError
 from weft.memory.documents import ChunkSize, DocumentError, Passage
 from weft.memory.splitting import refit
 from weft.server.memory.reading_process import (
@@ -82,5 +83,8 @@ async def _longest(passages: list[Passage], embedder: Embedder) -> int:
     longest = 0
     for start in range(0, len(passages), _CHECKED_AT_ONCE):
         texts = [one.searched_text for one in passages[start : start + _CHECKED_AT_ONCE]]
-        longest = max(longest, *await embedder.count_tokens(texts, "document"))
+        try:
+            longest = max(longest, *await embedder.count_tokens(texts, "document"))
+        except PromptTooLongError as error:
+            return error.num_tokens
     return longest

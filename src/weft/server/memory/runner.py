@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from weft.errors import WeftError
+from weft.server.errors import ApiError
 from weft.server.memory.indexes import StoreIndexes
 from weft.server.memory.ingest import Ingest
 from weft.server.state import passages, vector_stores
@@ -91,12 +92,12 @@ class IngestRunner:
                 self._tries.pop(file.number, None)
             except StoreError:
                 raise
-            except WeftError as error:
+            except (WeftError, ApiError) as error:
                 await self._try_again(file, error)
             return True
         return await self._store.run(lambda connection: passages.remove_leftovers(connection, now))
 
-    async def _try_again(self, file: vector_stores.AttachedFile, error: WeftError) -> None:
+    async def _try_again(self, file: vector_stores.AttachedFile, error: Exception) -> None:
         tries = self._tries[file.number] = self._tries.get(file.number, 0) + 1
         if tries < _MAX_TRIES:
             await asyncio.sleep(_RETRY_SECONDS)

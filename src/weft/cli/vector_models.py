@@ -1,0 +1,130 @@
+"""Fetches the models of `weft serve` that make vectors or scores, and decides how their engines are built."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from weft.cli.model import fetch, shown_name
+from weft.engine.ipc.launch import shared_cores
+from weft.errors import InvalidRequestError
+from weft.loading.default_model import DEFAULT_EMBEDDER_NAME, DEFAULT_MODEL
+from weft.server.settings import ServerSettings
+from weft.server.vectors.files import VectorModelFiles
+
+if TYPE_CHECKING:
+    from weft.embedding import EmbeddingSpec
+
+EMBEDDER = "embedder"
+"""The backend of these models."""
+_DOES = {"embed": "makes embeddings", "rerank": "scores documents for a query"}
+
+
+def with_vector_models(
+    settings: ServerSettings,
+) -> tuple[ServerSettings, tuple[VectorModelFiles, ...], EmbeddingSpec | None]:
+    """The settings with the backend for MODEL, the models of --embedder and --reranker, and what MODEL computes if it
+    makes vectors or scores itself. `settings` has the path of MODEL."""
+    spec = _spec_of_model(settings)
+    if spec is not None:
+        config = spec.engine_config()
+        settings = dataclasses.replace(
+            settings,
+            backend=EMBEDDER,
+            engine=dataclasses.replace(settings.engine, scheduler=config.scheduler, cache=config.cache),
+        )
+    found: list[VectorModelFiles] = []
+    for setting, kind in (("embedder", "embed"), ("reranker", "rerank")):
+        model = getattr(settings, setting)
+        if model is None:
+            continue
+        if spec is not None and spec.kind == kind:
+            raise InvalidRequestError(
+                f"MODEL {settings.names[0]!r} {_DOES[kind]} itself; leave --{setting} out", field=setting
+            )
+        found.append(_opened(settings, setting, kind, model))  # type: ignore[arg-type]
+    _check_names(settings, found)
+    return *_sharing_cores(settings, found), spec
+
+
+def embedder_path(model: str) -> str:
+    """The path of an embedding model, which is fetched if needed. "default" is the built-in one."""
+    return str(fetch(DEFAULT_EMBEDDER_NAME if model == "default" else model))
+
+
+def vector_rows(
+    settings: ServerSettings, spec: EmbeddingSpec | None, vector_models: Sequence[VectorModelFiles]
+) -> Iterator[str]:
+    """Lines for the start message."""
+    own = () if spec is None else ((settings.names[0], spec),)
+    for name, each in (*own, *((one.names[0], one.spec) for one in vector_models)):
+        if each.kind == "embed":
+            yield f"  embedder  {name}: {each.dimensions} dimensions, at most {each.max_tokens:,} tokens"
+        else:
+            yield f"  reranker  {name}: at most {each.max_tokens:,} tokens"
+
+
+def _spec_of_model(settings: ServerSettings) -> EmbeddingSpec | None:
+    if settings.backend == "noop" or Path(settings.model) == DEFAULT_MODEL.path:
+        return None  # saves the time to open its file before the engine starts
+    return _spec(settings.model)
+
+
+def _spec(path: str) -> EmbeddingSpec | None:
+    # Imported here: a start without such models needs neither.
+    from weft.loading.checkpoint import open_checkpoint
+    from weft.loading.embedding_files import embedding_spec
+
+    return embedding_spec(open_checkpoint(path))
+
+
+def _opened(
+    settings: ServerSettings, setting: str, kind: Literal["embed", "rerank"], model: str
+) -> VectorModelFiles:
+    if setting == "embedder":
+        path = embedder_path(model)
+    else:
+        path = str(fetch(model))
+    spec = _spec(path)
+    if spec is None or spec.kind != kind:
+        does = "generates text" if spec is None else _DOES[spec.kind]
+        raise InvalidRequestError(
+            f"--{setting} is {model!r:.200}, a model that {does}; pass one that {_DOES[kind]}", field=setting
+        )
+    if setting == "embedder" and model == "default":
+        names: tuple[str, ...] = (DEFAULT_EMBEDDER_NAME,)
+    else:
+        shown = Path(shown_name(model)).stem if path.endswith(".gguf") else shown_name(model)
+        names = tuple(dict.fromkeys((shown, model)))
+    options = {"checkpoint": path, "threads": settings.threads}
+    return VectorModelFiles(spec, path, names, EMBEDDER, options)
+
+
+def _sharing_cores(
+    settings: ServerSettings, found: Sequence[VectorModelFiles]
+) -> tuple[ServerSettings, tuple[VectorModelFiles, ...]]:
+    """Lets the engines on the CPU take turns, if there are several."""
+    is_on_cpu = settings.backend in ("cpu", EMBEDDER)
+    if len(found) + is_on_cpu < 2:
+        return settings, tuple(found)
+    descriptor = shared_cores()
+    if is_on_cpu:
+        options = {**settings.backend_options, "core_lease": (descriptor, len(found))}
+        settings = dataclasses.replace(settings, backend_options=options)
+    return settings, tuple(
+        dataclasses.replace(each, backend_options={**each.backend_options, "core_lease": (descriptor, place)})
+        for place, each in enumerate(found)
+    )
+
+
+def _check_names(settings: ServerSettings, found: Sequence[VectorModelFiles]) -> None:
+    used = set(settings.names)
+    for each in found:
+        if taken := used.intersection(each.names):
+            raise InvalidRequestError(
+                f"two models have the name {min(taken)!r:.200}; give MODEL another one with --name",
+                field="names",
+            )
+        used.update(each.names)

@@ -1,0 +1,95 @@
+"""The models of a server by name: one generates, others make vectors or scores. Owns what requests may call them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from weft.engine.ipc.client import EngineClient
+from weft.server.api.model_names import is_alias, is_own_name
+from weft.server.errors import ApiError, refusal
+from weft.server.settings import ServerSettings
+from weft.server.vectors.model import VectorModel
+
+Use = Literal["generate", "embed", "rerank"]
+
+_DOES = {"generate": "generates text", "embed": "makes embeddings", "rerank": "scores documents"}
+_ROUTES = {"generate": "/v1/chat/completions", "embed": "/v1/embeddings", "rerank": "/v1/rerank"}
+_MISSING = {
+    "generate": "start it with a model that generates, and pass this one with --embedder or --reranker",
+    "embed": "start it with --embedder MODEL (--embedder default is all-MiniLM-L6-v2)",
+    "rerank": "start it with --reranker MODEL: a cross-encoder or Qwen3-Reranker. Embeddings are no substitute",
+}
+
+
+class ModelRegistry:
+    """Belongs to one event loop."""
+
+    def __init__(
+        self, settings: ServerSettings, generator: EngineClient | None, vector_models: Sequence[VectorModel]
+    ) -> None:
+        """`generator` is the engine of the model that generates. None: the server has none."""
+        self.generator = generator
+        self.vector_models = tuple(vector_models)
+        self.embedder = self._first("embed")
+        """The model that makes vectors; None if the server has none."""
+        self.reranker = self._first("rerank")
+        """The model that scores documents; None if the server has none."""
+        self._aliases = settings.aliases
+        self._names: dict[Use, tuple[str, ...]] = {
+            "generate": () if generator is None else settings.names,
+            "embed": () if self.embedder is None else self.embedder.names,
+            "rerank": () if self.reranker is None else self.reranker.names,
+        }
+
+    @property
+    def main_use(self) -> Use:
+        """What MODEL does."""
+        return "generate" if self.generator is not None else self.vector_models[0].spec.kind
+
+    def engines(self) -> Iterator[tuple[str, Use, EngineClient]]:
+        """The name, the use and the engine of each model. The first one is that of MODEL."""
+        if self.generator is not None:
+            yield self._names["generate"][0], "generate", self.generator
+        for model in self.vector_models:
+            yield model.name, model.spec.kind, model.engine
+
+    def uses_of(self, name: str) -> list[Use]:
+        """What the model with this name or alias does. An alias may fit several models."""
+        exact: list[Use] = [use for use, names in self._names.items() if is_own_name(name, names)]
+        aliased: list[Use] = [
+            use for use, names in self._names.items() if names and is_alias(name, names, self._aliases)
+        ]
+        return exact or aliased
+
+    def check(self, name: str | None, use: Use) -> None:
+        """Raises a 404 for a name that no model has, and a 400 for a model with another use. None: the model that has
+        this use."""
+        uses = None if name is None else self.uses_of(name)
+        if uses is not None and not uses:
+            known = ", ".join(repr(each) for each, _, _ in self.engines())
+            message = f"there is no model {name!r:.200}; this server has {known}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        if uses is not None and use not in uses:
+            message = f"the model {name!r:.200} {_DOES[uses[0]]}; send it to {_ROUTES[uses[0]]}"
+            if not self._names[use]:
+                message += f". This server has no model that {_DOES[use]}; {_MISSING[use]}"
+            raise refusal(message, "model", "wrong_model")
+        if not self._names[use]:
+            message = f"this server has no model that {_DOES[use]}; {_MISSING[use]}"
+            raise refusal(message, "model", "wrong_model")
+
+    def for_vectors(self, name: str | None, use: Literal["embed", "rerank"]) -> VectorModel:
+        """The model of a request. Raises as `check` does, and a 503 while its engine is not ready."""
+        self.check(name, use)
+        model = self.embedder if use == "embed" else self.reranker
+        assert model is not None
+        model.check_ready()
+        return model
+
+    async def close(self) -> None:
+        for model in self.vector_models:
+            await model.close()
+
+    def _first(self, kind: Use) -> VectorModel | None:
+        return next((one for one in self.vector_models if one.spec.kind == kind), None)

@@ -1,0 +1,111 @@
+"""Tokenises the texts of one model that makes vectors or scores, without blocking the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from weft.errors import PromptTooLongError
+from weft.server.errors import ApiError, refusal
+from weft.server.text_work.work_slots import WorkSlots
+from weft.server.text_work.worker import Workers
+from weft.server.vectors.text_process import JobKind, TextJob, TextRefusal, TextResult, convert
+from weft.text.embedding_text import EmbeddingText
+
+_TINY_BYTES = 1 << 10
+"""Texts of up to this size together are tokenised in less time than waking a thread takes."""
+_SHORT_BYTES = 8 << 10
+"""Texts of up to this size are tokenised in a thread, and longer ones in a worker process: the tokenizer holds the
+interpreter lock."""
+_GROUP_BYTES = 64 << 10
+_BYTES_PER_TEXT = 32
+"""Fixed cost of a text, as a number of bytes to tokenise."""
+_SECONDS_PER_BYTE = 5e-7
+_THREADS = 2
+_PROCESSES = 2
+_SECONDS = 120.0
+
+
+class VectorTexts:
+    """Owns the threads for short texts and the worker processes for long ones, which start when they are needed."""
+
+    def __init__(self, text: EmbeddingText, path: str) -> None:
+        self._text = text
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weft-vectors")
+        self._slots = WorkSlots(_THREADS)
+        self._workers = Workers("weft.server.vectors.text_process", path, count=_PROCESSES)
+        self._decoder = msgspec.msgpack.Decoder(TextResult)
+
+    async def encode(
+        self,
+        kind: JobKind,
+        texts: Sequence[str],
+        client_id: str,
+        *,
+        queries: Sequence[str] = (),
+        field: str = "input",
+        truncate: bool = False,
+    ) -> list[list[int]]:
+        """The tokens of each text, or of each pair: with the only query, or with that at the same index. Errors name
+        `field` and the index of the text."""
+        tokens: list[list[int]] = []
+        has_one_query = len(queries) == 1
+        for start, end, size in _groups(texts, queries):
+            own = queries if has_one_query else queries[start:end]
+            job = TextJob(kind, list(texts[start:end]), truncate, list(own), start)
+            result = await self._convert(job, size, client_id)
+            if isinstance(result, TextRefusal):
+                raise _error(result, field if len(texts) == 1 else f"{field}[{result.index}]")
+            tokens += result.tokens
+        return tokens
+
+    async def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        await self._workers.close()
+
+    async def _convert(self, job: TextJob, size: int, client_id: str) -> TextResult:
+        if size <= _TINY_BYTES:
+            return convert(self._text, job)
+        cost = _SECONDS_PER_BYTE * size
+        if size <= _SHORT_BYTES:
+            await self._slots.take(client_id, cost)
+            try:
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._threads, convert, self._text, job)
+            finally:
+                self._slots.free(cost)
+        try:
+            result = await self._workers.run(
+                msgspec.msgpack.encode(job), client_id=client_id, cost=cost, seconds=_SECONDS
+            )
+        except TimeoutError:
+            message = (
+                f"tokenising took more than {_SECONDS:g} s; send the request again later, or shorter texts"
+            )
+            raise ApiError(503, message, code="server_busy") from None
+        return self._decoder.decode(result)
+
+
+def _error(refused: TextRefusal, where: str) -> Exception:
+    message = f"{where}: {refused.message}"
+    if refused.lengths is not None:
+        return PromptTooLongError(message, where, *refused.lengths)
+    return refusal(message, where, refused.code)
+
+
+def _groups(texts: Sequence[str], queries: Sequence[str]) -> Iterator[tuple[int, int, int]]:
+    """Splits texts into groups, so that other requests can run in between. Yields the start, the end and the size in
+    bytes of each."""
+    start = size = 0
+    for index, text in enumerate(texts):
+        query = queries[0 if len(queries) == 1 else index] if queries else ""
+        more = len(text) + len(query) + _BYTES_PER_TEXT
+        if index > start and size + more > _GROUP_BYTES:
+            yield start, index, size
+            start, size = index, 0
+        size += more
+    if len(texts) > start:
+        yield start, len(texts), size
