@@ -153,7 +153,6 @@ class ServerApp:
         await self._bodies.close()
         await self._preparer.close()
         await self.memory.close()
-=======
         await self.models.close()
         await self.store.close()
 
