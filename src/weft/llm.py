@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import queue
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from types import TracebackType
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, Literal, SupportsIndex, TypeVar
 
 from weft.backends import registry
-from weft.config import (
-    KvCachePoolConfig,
-    PriorityPolicy,
-    SchedulerConfig,
-    ServingEngineConfig,
-    named_choice,
-)
 from weft.engine.serving import ServingEngine
 from weft.errors import InvalidRequestError, WeftError
+from weft.llm_config import build_config, vector_config
 from weft.loading.cache import Progress
 from weft.loading.checkpoint import Checkpoint, open_checkpoint
+from weft.loading.embedding_files import embedding_spec
 from weft.loading.pull import pull
 from weft.local_answers import Feeder, LocalChoices
+from weft.local_vectors import LocalVectors
 from weft.progress import GenerationBar, PullBar
 from weft.request import (
     GenerationResult,
@@ -35,9 +29,11 @@ from weft.request import (
     RequestState,
     SamplingParams,
 )
+from weft.text.embedding_text import EmbeddingText
 from weft.text.model_text import ModelText, open_model_text
 from weft.text.tokenizer import Tokenizer
 from weft.tiers import TierSizes, tier_sizes
+from weft.vectors import Vectors
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
@@ -92,7 +88,7 @@ class LLM:
     All methods may be called from several threads; their requests are batched together.
 
     Arguments:
-        model: "default" (fetched on first use), `hf:owner/name`, a path (a GGUF file or a folder with safetensors), or an
+        model: "default" (fetched on first use), "all-MiniLM-L6-v2" (the same, for `embed`), `hf:owner/name`, a path (a GGUF file or a folder with safetensors), or an
             opened `Checkpoint`. Without a tokenizer, prompts and answers are token ids.
         device: "cpu", "cuda", or "auto": a GPU if there is one.
         max_context: maximum context length; default: the model's.
@@ -123,9 +119,16 @@ class LLM:
             "invariant": invariant,
         }
         device = registry.chosen(device, options)
-        engine_config = _build_config(config, device)
         checkpoint = model if isinstance(model, Checkpoint) else _opened(model, progress)
-        self._text = open_model_text(checkpoint) if checkpoint.has_text else None
+        spec = embedding_spec(checkpoint) if checkpoint.has_text else None
+        if spec is not None:
+            device = "embedder"
+        engine_config = build_config(config, device) if spec is None else vector_config(config, spec)
+        text = EmbeddingText(checkpoint, spec) if spec is not None else None
+        if text is not None:
+            self._text: ModelText | None = ModelText(text.tokenizer, None)
+        else:
+            self._text = open_model_text(checkpoint) if checkpoint.has_text else None
         self.suggestions: Mapping[str, Any] = checkpoint.generation
         """Sampling parameters that the model's authors recommend, by the names of `SamplingParams`."""
         self.engine = ServingEngine(registry.build(device, checkpoint=checkpoint, **options), engine_config)
@@ -134,6 +137,7 @@ class LLM:
             gc.collect()
             gc.freeze()
             _gc_frozen.add(self)
+        self._vectors = None if text is None else LocalVectors(self.engine, text.spec, text)
         self.engine.start()
         # Frees memory and threads even if the caller does not call `close`.
         weakref.finalize(self, self.engine.stop)
@@ -256,6 +260,39 @@ class LLM:
         job = _chat_job(messages, params, tools, template_options, session_id)
         return self._stream(job, on_result)
 
+    def embed(
+        self,
+        texts: str | Sequence[str],
+        *,
+        kind: Literal["query", "document"] | None = None,
+        dimensions: int | None = None,
+        truncate: bool = False,
+    ) -> Vectors:
+        """The vectors of texts, as an array of float32 with one row for each text. One text gets a single vector.
+
+        The model must be an embedding model, such as "all-MiniLM-L6-v2". `kind` selects the prompt that some models
+        expect before a query or a document. `dimensions` keeps the first numbers of each vector, scaled to length 1
+        again; only models that were trained for it (Matryoshka) keep their quality. `truncate` cuts long texts.
+        """
+        vectors = self._require_vectors().embed(
+            [texts] if isinstance(texts, str) else texts, kind, dimensions, truncate
+        )
+        return vectors[0] if isinstance(texts, str) else vectors
+
+    def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
+        """The score of each document for a query, in their order; higher is more relevant. The model must be a
+        reranker. Long documents are cut."""
+        return self._require_vectors().rerank(query, documents)
+
+    def _require_vectors(self) -> LocalVectors:
+        if self._vectors is None:
+            raise InvalidRequestError(
+                "the model generates text and makes no vectors; open an embedding model, such as "
+                'LLM("all-MiniLM-L6-v2"), or a reranker',
+                field="model",
+            )
+        return self._vectors
+
     def close(self) -> None:
         """Stops the engine and cancels unfinished requests."""
         if was_frozen := self in _gc_frozen:
@@ -279,6 +316,11 @@ class LLM:
         """Tokenises and checks a job. Raises InvalidRequestError if it can never run."""
         if not isinstance(job, PromptJob):
             raise InvalidRequestError(f"a job is {type(job).__name__}; allowed: weft.PromptJob")
+        if self._vectors is not None:
+            raise InvalidRequestError(
+                "the model generates no text; use LLM.embed or LLM.rerank, or open another model",
+                field="model",
+            )
         if (job.prompt is None) == (job.messages is None):
             raise InvalidRequestError("a job needs either a prompt or messages", field="prompt")
         if job.messages is not None:
@@ -431,30 +473,3 @@ def _for_each(
             f"params has {len(each)} entries for {count} prompts; pass one set, or one for each prompt"
         )
     return list(each)
-
-
-def _build_config(options: dict[str, Any], device: str) -> ServingEngineConfig:
-    """Builds the three configurations from one flat set of keywords."""
-    parts: dict[type, dict[str, Any]] = {SchedulerConfig: {}, KvCachePoolConfig: {}, ServingEngineConfig: {}}
-    known = {field.name: part for part in parts for field in dataclasses.fields(part)}
-    choices = {
-        field.name: type(field.default)
-        for part in parts
-        for field in dataclasses.fields(part)
-        if isinstance(field.default, Enum)
-    }
-    # ADAPTIVE limits how long prefill may delay decodes, by measured times. Machines differ too much for a fixed chunk
-    # size.
-    options = {"policy": PriorityPolicy.ADAPTIVE, **options}
-    if device == "cuda" and options.keys().isdisjoint(registry.CARD_BUDGETS):
-        options |= registry.CARD_BUDGETS
-    for name, value in options.items():
-        if name not in known or name in ("scheduler", "cache"):
-            names = ", ".join(sorted(set(known) - {"scheduler", "cache"}))
-            raise InvalidRequestError(f"LLM has no option {name!r}; allowed: {names}", field=name)
-        parts[known[name]][name] = named_choice(name, value, choices[name]) if name in choices else value
-    return ServingEngineConfig(
-        scheduler=SchedulerConfig(**parts[SchedulerConfig]),
-        cache=KvCachePoolConfig(**parts[KvCachePoolConfig]),
-        **parts[ServingEngineConfig],
-    )

@@ -85,7 +85,7 @@ def test_errors_of_the_routes_without_generation(server: Server) -> None:
     error_of(posted(server, (SHOW, {"model": 5}))[0], 400, "model")
     error_of(posted(server, (SHOW, {"model": "llama3"}))[0], 404, "not found", "llama3")
     error_of(posted(server, (SHOW, {"model": "a" * 70_000}))[0], 413, "65536")
-    for path in ("/api/create", "/api/copy", "/api/push", "/api/embed", "/api/embeddings"):
+    for path in ("/api/create", "/api/copy", "/api/push"):
         error_of(posted(server, (path, {"model": MODEL, "input": "x"}))[0], 501)
     assert "Ollama" not in server.client.get("/").text, "the main port has the page there"
 

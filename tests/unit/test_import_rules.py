@@ -147,9 +147,17 @@ RULES = (
             "weft.json_lines",
             "weft.loading.cache",
             "weft.loading.checkpoint",
+            "weft.loading.embedding_files",
             "weft.loading.pull",
             "weft.text",
+            "weft.vectors",
         ),
+    ),
+    Rule(
+        ("weft.vectors",),
+        "arrays of vectors need numpy alone",
+        weft=VOCABULARY,
+        third_party=("numpy",),
     ),
 )
 
@@ -161,7 +169,9 @@ OTHER_ROOMS = (
     "weft.cli",
     "weft.json_lines",
     "weft.local_answers",
+    "weft.local_vectors",
     "weft.llm",
+    "weft.llm_config",
     "weft.ops",
     "weft.progress",
     "weft.simulation",

@@ -118,7 +118,7 @@ def _open_vector_model(
     spec: EmbeddingSpec, path: str, names: Sequence[str], engine: EngineClient
 ) -> VectorModel:
     text = EmbeddingText(open_checkpoint(path), spec)
-    return VectorModel(names, spec, engine, VectorTexts(text, path))
+    return VectorModel(names, path, spec, engine, VectorTexts(text, path))
 
 
 def _log_of_model(

@@ -65,31 +65,42 @@ class ModelRegistry:
     def check(self, name: str | None, use: Use) -> None:
         """Raises a 404 for a name that no model has, and a 400 for a model with another use. None: the model that has
         this use."""
-        uses = None if name is None else self.uses_of(name)
-        if uses is not None and not uses:
-            known = ", ".join(repr(each) for each, _, _ in self.engines())
-            message = f"there is no model {name!r:.200}; this server has {known}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        if uses is not None and use not in uses:
-            message = f"the model {name!r:.200} {_DOES[uses[0]]}; send it to {_ROUTES[uses[0]]}"
-            if not self._names[use]:
-                message += f". This server has no model that {_DOES[use]}; {_MISSING[use]}"
-            raise refusal(message, "model", "wrong_model")
+        uses = [use] if name is None else self._known_uses(name)
         if not self._names[use]:
-            message = f"this server has no model that {_DOES[use]}; {_MISSING[use]}"
+            others = ", ".join(f"{other!r:.200} {_DOES[each]}" for other, each, _ in self.engines())
+            message = f"this server has no model that {_DOES[use]} ({others}); {_MISSING[use]}"
             raise refusal(message, "model", "wrong_model")
+        if use not in uses:
+            message = f"the model {name!r:.200} {_DOES[uses[0]]}; send its requests to {_ROUTES[uses[0]]}"
+            raise refusal(message, "model", "wrong_model")
+
+    def vector_model(self, name: str) -> VectorModel | None:
+        """The model with this name, if it makes vectors or scores; None: the model that generates. Raises a 404."""
+        use = self._known_uses(name)[0]
+        return None if use == "generate" else self._of_use(use)
 
     def for_vectors(self, name: str | None, use: Literal["embed", "rerank"]) -> VectorModel:
         """The model of a request. Raises as `check` does, and a 503 while its engine is not ready."""
         self.check(name, use)
-        model = self.embedder if use == "embed" else self.reranker
-        assert model is not None
+        model = self._of_use(use)
         model.check_ready()
         return model
 
     async def close(self) -> None:
         for model in self.vector_models:
             await model.close()
+
+    def _known_uses(self, name: str) -> list[Use]:
+        if uses := self.uses_of(name):
+            return uses
+        known = ", ".join(f"{each!r:.200}" for each, _, _ in self.engines())
+        message = f"there is no model {name!r:.200}; this server has {known}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _of_use(self, use: Use) -> VectorModel:
+        model = self.embedder if use == "embed" else self.reranker
+        assert model is not None
+        return model
 
     def _first(self, kind: Use) -> VectorModel | None:
         return next((one for one in self.vector_models if one.spec.kind == kind), None)

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,8 +28,9 @@ from weft.server.api.vector_requests import (
 )
 from weft.server.errors import refusal
 from weft.server.plain_requests import PlainRequest
-from weft.server.vectors.model import VectorModel, Vectors
+from weft.server.vectors.model import VectorModel
 from weft.server.vectors.text_process import JobKind
+from weft.vectors import Vectors, check_dimensions, shortened
 
 PATH = "/v1/embeddings"
 _KINDS: Mapping[str, JobKind] = {
@@ -130,11 +130,11 @@ async def _answer(services: Services, request: Request) -> Response:
 async def _embeddings(services: Services, plain: PlainRequest[EmbeddingsRequest]) -> Response:
     fields = plain.fields
     model = services.models.for_vectors(fields.model, "embed")
-    check_dimensions(fields.dimensions, model)
+    check_dimensions(fields.dimensions, model.spec)
     prompts = await _prompts(model, fields, plain.client_id)
     vectors, num_tokens = await run(services, plain, model, prompts, "input")
     del prompts
-    vectors = shortened(vectors, fields.dimensions, model)
+    vectors = shortened(vectors, fields.dimensions, model.spec)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     after = b'],"model":' + encode(model.name) + b',"usage":' + encode(usage) + b"}"
     entries = _entries(vectors, is_base64=fields.encoding_format == "base64")
@@ -176,21 +176,3 @@ def _kind(input_type: str | None) -> JobKind:
     if input_type not in _KINDS:
         raise refusal(f"input_type is {input_type!r:.80}; allowed: {', '.join(_KINDS)}", "input_type")
     return _KINDS[input_type]
-
-
-def check_dimensions(dimensions: int | None, model: VectorModel) -> None:
-    most = model.spec.dimensions
-    if dimensions is not None and not 1 <= dimensions <= most:
-        message = f"dimensions is {dimensions}; allowed for {model.name!r}: 1 to {most}"
-        raise refusal(message, "dimensions")
-
-
-def shortened(vectors: Vectors, dimensions: int | None, model: VectorModel) -> Vectors:
-    """The first numbers of each vector. Vectors of length 1 are scaled to length 1 again."""
-    if dimensions is None or dimensions == model.spec.dimensions:
-        return vectors
-    cut = np.ascontiguousarray(vectors[:, :dimensions])
-    if not model.spec.normalise:
-        return cut
-    lengths = np.linalg.norm(cut, axis=1, keepdims=True)
-    return (cut / np.where(lengths == 0, 1, lengths)).astype(np.float32)

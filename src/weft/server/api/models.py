@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -17,6 +17,7 @@ from weft.server.api.listing import checked_number
 from weft.server.api.response_shapes import Shape
 from weft.server.api.services import Services
 from weft.server.errors import json_response
+from weft.server.vectors.model import VectorModel
 
 _CONTEXT = Meta(description="Maximum context length in tokens, prompt and answer together.")
 _PARAMETERS = (
@@ -54,6 +55,9 @@ class Model(Shape):
     architecture: Architecture | UnsetType = UNSET
     supported_parameters: list[str] | UnsetType = UNSET
     capabilities: list[str] | UnsetType = UNSET
+    dimensions: Annotated[
+        int | UnsetType, Meta(description="Numbers in a vector, if the model makes embeddings.")
+    ] = UNSET
     type: Literal["model"] | UnsetType = UNSET
     display_name: str | UnsetType = UNSET
     created_at: str | UnsetType = UNSET
@@ -73,7 +77,7 @@ class ModelList(Shape):
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/v1/models"): Operation(
         "List models",
-        "A server has one model. With the header anthropic-version, the answer has the form of the Anthropic API.",
+        "The model that generates, and those that make embeddings or score documents. With the header anthropic-version, the answer has the form of the Anthropic API.",
         "Models",
         ModelList,
         errors=(400, 404),
@@ -103,22 +107,35 @@ def routes(services: Services) -> Sequence[Route]:
 
 async def _list(services: Services, request: Request) -> Response:
     if not _is_anthropic(request):
-        return json_response({"object": "list", "data": [_described(services)]})
+        return json_response({"object": "list", "data": _all(services, _described, _described_vectors)})
     query = request.query_params
     checked_number(query.get("limit", "20"), "limit", 1, 1000)
-    models = [_in_anthropic_form(services)]
+    models = _all(services, _in_anthropic_form, _vectors_in_anthropic_form)
     for border in ("before_id", "after_id"):
         if query.get(border):
-            services.check_model(query[border])
-            models = []  # nothing is before or after the only model
+            services.models.vector_model(query[border])  # raises if there is no such model
+            place = next((i for i, each in enumerate(models) if each["id"] == query[border]), 0)
+            models = models[:place] if border == "before_id" else models[place + 1 :]
     ids = [model["id"] for model in models] or [None]
     return json_response({"data": models, "has_more": False, "first_id": ids[0], "last_id": ids[-1]})
 
 
 async def _one(services: Services, request: Request) -> Response:
-    services.check_model(request.path_params["name"])
-    describe = _in_anthropic_form if _is_anthropic(request) else _described
-    return json_response(describe(services))
+    model = services.models.vector_model(request.path_params["name"])
+    if model is None:
+        describe = _in_anthropic_form if _is_anthropic(request) else _described
+        return json_response(describe(services))
+    describe_vectors = _vectors_in_anthropic_form if _is_anthropic(request) else _described_vectors
+    return json_response(describe_vectors(services, model))
+
+
+def _all(
+    services: Services,
+    describe: Callable[[Services], dict[str, Any]],
+    describe_vectors: Callable[[Services, VectorModel], dict[str, Any]],
+) -> list[dict[str, Any]]:
+    generators = [] if services.models.generator is None else [describe(services)]
+    return generators + [describe_vectors(services, model) for model in services.models.vector_models]
 
 
 def _is_anthropic(request: Request) -> bool:
@@ -130,7 +147,25 @@ def _described(services: Services) -> dict[str, Any]:
     info = services.engine.info
     assert info is not None, "the engine is started before the server"
     return {
-        "id": services.settings.names[0],
+        **_sizes(services, services.settings.names[0], length, info.vocabulary_size, "text"),
+        "supported_parameters": list(_PARAMETERS),
+        "capabilities": _capabilities(services),
+    }
+
+
+def _described_vectors(services: Services, model: VectorModel) -> dict[str, Any]:
+    spec = model.spec
+    makes, capability = ("embeddings", "embedding") if spec.kind == "embed" else ("scores", "rerank")
+    return {
+        **_sizes(services, model.name, spec.max_tokens, model.vocabulary_size, makes),
+        "capabilities": [capability],
+        **({"dimensions": spec.dimensions} if spec.kind == "embed" else {}),
+    }
+
+
+def _sizes(services: Services, name: str, length: int, vocabulary_size: int, makes: str) -> dict[str, Any]:
+    return {
+        "id": name,
         "object": "model",
         "created": services.created,
         "owned_by": "weft",
@@ -138,14 +173,12 @@ def _described(services: Services) -> dict[str, Any]:
         "context_length": length,  # OpenRouter
         "context_window": length,  # Groq
         "max_context_length": length,  # LM Studio, Mistral
-        "meta": {"n_ctx": length, "n_ctx_train": length, "n_vocab": info.vocabulary_size},  # llama.cpp
+        "meta": {"n_ctx": length, "n_ctx_train": length, "n_vocab": vocabulary_size},  # llama.cpp
         "architecture": {
-            "modality": "text->text",
+            "modality": f"text->{makes}",
             "input_modalities": ["text"],
-            "output_modalities": ["text"],
+            "output_modalities": [makes],
         },
-        "supported_parameters": list(_PARAMETERS),
-        "capabilities": _capabilities(services),
     }
 
 
@@ -157,13 +190,21 @@ def _capabilities(services: Services) -> list[str]:
 
 
 def _in_anthropic_form(services: Services) -> dict[str, Any]:
-    name, length = services.settings.names[0], services.engine.max_sequence_length
+    length = services.engine.max_sequence_length - 1
+    return _anthropic(services, services.settings.names[0], length, length)
+
+
+def _vectors_in_anthropic_form(services: Services, model: VectorModel) -> dict[str, Any]:
+    return _anthropic(services, model.name, model.spec.max_tokens, 0)
+
+
+def _anthropic(services: Services, name: str, max_input_tokens: int, max_tokens: int) -> dict[str, Any]:
     return {
         "type": "model",
         "id": name,
         "display_name": name,
         "created_at": datetime.fromtimestamp(services.created, UTC).isoformat().replace("+00:00", "Z"),
         "lifecycle": "active",
-        "max_input_tokens": length - 1,
-        "max_tokens": length - 1,
+        "max_input_tokens": max_input_tokens,
+        "max_tokens": max_tokens,
     }

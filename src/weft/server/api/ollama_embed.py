@@ -14,7 +14,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from weft.server.api.answer_format import Operation
-from weft.server.api.embeddings import check_dimensions, shortened
 from weft.server.api.ollama import TAG, OllamaError
 from weft.server.api.response_shapes import Shape
 from weft.server.api.services import Services
@@ -29,6 +28,7 @@ from weft.server.api.vector_requests import (
 )
 from weft.server.errors import json_response
 from weft.server.plain_requests import PlainRequest
+from weft.vectors import check_dimensions, shortened
 
 _MODEL = Meta(description="Name of a model that makes embeddings. Default: that of the server.")
 _WITHOUT_EFFECT = Meta(description="Accepted, without effect.")
@@ -113,7 +113,7 @@ def routes(services: Services) -> Sequence[Route]:
 async def _embed(services: Services, plain: PlainRequest[EmbedRequest]) -> Response:
     fields, began = plain.fields, time.monotonic_ns()
     model = services.models.for_vectors(fields.model, "embed")
-    check_dimensions(fields.dimensions, model)
+    check_dimensions(fields.dimensions, model.spec)
     texts = [fields.input] if isinstance(fields.input, str) else fields.input
     if texts in ([], [""]):  # clients send this to load a model
         return json_response({"model": model.name, "embeddings": []})
@@ -122,7 +122,7 @@ async def _embed(services: Services, plain: PlainRequest[EmbedRequest]) -> Respo
         check_text(text, f"input[{index}]")
     prompts = await model.texts.encode("default", texts, plain.client_id, truncate=fields.truncate)
     vectors, num_tokens = await run(services, plain, model, prompts, "input")
-    vectors = shortened(vectors, fields.dimensions, model)
+    vectors = shortened(vectors, fields.dimensions, model.spec)
     facts = {
         "total_duration": time.monotonic_ns() - began,
         "load_duration": 0,

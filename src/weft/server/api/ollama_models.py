@@ -17,12 +17,13 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from weft.engine.ipc.client import EngineClient
 from weft.errors import ModelFileError
 from weft.loading.checkpoint import open_checkpoint
 from weft.loading.pull import check_name
 from weft.server.admission.keys import ApiKey
 from weft.server.api.answer_format import Operation
-from weft.server.api.model_names import is_model_name
+from weft.server.api.model_names import is_own_name
 from weft.server.api.ollama import TAG, OllamaError
 from weft.server.api.ollama_pull import ModelStore, fetchable_name, in_use
 from weft.server.api.ollama_writer import STREAM_TYPE, rfc3339
@@ -34,6 +35,7 @@ from weft.server.http.bodies import read_body
 from weft.server.http.loopback import is_loopback
 from weft.server.http.scope import KEY
 from weft.server.stream.events import unless_disconnected
+from weft.server.vectors.model import VectorModel
 from weft.text.infill import can_infill
 
 _VERSION = "0.13.4"
@@ -226,15 +228,48 @@ def _facts(path: Path) -> _Facts:
     )
 
 
+@dataclass(frozen=True)
+class _Served:
+    """One served model."""
+
+    names: Sequence[str]
+    path: Path
+    engine: EngineClient
+    context: int
+    vectors: VectorModel | None = None
+    """None: the model generates."""
+
+
+def _served_models(services: Services) -> list[_Served]:
+    settings, models = services.settings, services.models
+    found = []
+    if models.generator is not None:
+        context = models.generator.max_sequence_length
+        found.append(_Served(settings.names, Path(settings.model), models.generator, context))
+    for each in models.vector_models:
+        found.append(_Served(each.names, Path(each.path), each.engine, each.spec.max_tokens, each))
+    return found
+
+
+def _vector_info(facts: _Facts, model: VectorModel) -> dict[str, Any]:
+    is_embedder = model.spec.kind == "embed"
+    return {f"{facts.details['family']}.embedding_length": model.spec.dimensions} if is_embedder else {}
+
+
+def _vector_capabilities(model: VectorModel) -> list[str]:
+    return ["embedding"] if model.spec.kind == "embed" else ["rerank"]
+
+
 class _OllamaModels:
     """Answers the requests of one server."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._served = Path(services.settings.model)
-        self._store = ModelStore(self._served, services.settings.silence_seconds)
-        self._known: _Facts | None = None
-        """Read at the first request that needs it, so that it does not delay the start of the server."""
+        self._served = _served_models(services)
+        paths = [each.path for each in self._served]
+        self._store = ModelStore(paths, services.settings.silence_seconds)
+        self._known: dict[Path, _Facts] = {}
+        """Read at the first request that needs them, so that they do not delay the start of the server."""
 
     def routes(self) -> list[Route]:
         post, get = ["POST"], ["GET"]
@@ -251,53 +286,65 @@ class _OllamaModels:
             ),
         ]
 
-    async def _facts(self) -> _Facts:
-        if self._known is None:
-            self._known = await asyncio.to_thread(_facts, self._served)
-        return self._known
+    async def _facts(self, served: _Served) -> _Facts:
+        if served.path not in self._known:
+            self._known[served.path] = await asyncio.to_thread(_facts, served.path)
+        return self._known[served.path]
 
     async def _version(self, request: Request) -> Response:
         return json_response({"version": _VERSION})
 
     async def _tags(self, request: Request) -> Response:
-        facts = await self._facts()
-        shared = {
-            "modified_at": rfc3339(facts.modified),
-            "size": facts.size,
-            "digest": facts.digest,
-            "details": facts.details,
-        }
-        names = self._services.settings.names
-        return json_response({"models": [{"name": name, "model": name, **shared} for name in names]})
+        models = []
+        for served in self._served:
+            facts = await self._facts(served)
+            shared = {
+                "modified_at": rfc3339(facts.modified),
+                "size": facts.size,
+                "digest": facts.digest,
+                "details": facts.details,
+            }
+            models += [{"name": name, "model": name, **shared} for name in served.names]
+        return json_response({"models": models})
 
     async def _ps(self, request: Request) -> Response:
-        facts, engine = await self._facts(), self._services.engine
-        assert engine.info is not None
-        size, name = engine.info.weight_bytes + engine.info.cache_bytes, self._services.settings.names[0]
-        model = {
-            "name": name,
-            "model": name,
-            "size": size,
-            "digest": facts.digest,
-            "details": facts.details,
-            "expires_at": _NEVER,
-            "size_vram": size if self._services.settings.backend == "cuda" else 0,
-            "context_length": engine.max_sequence_length,
-        }
-        return json_response({"models": [model]})
+        models = []
+        for served in self._served:
+            facts, info, name = await self._facts(served), served.engine.info, served.names[0]
+            assert info is not None
+            size = info.weight_bytes + info.cache_bytes
+            is_on_gpu = served.vectors is None and self._services.settings.backend == "cuda"
+            models.append(
+                {
+                    "name": name,
+                    "model": name,
+                    "size": size,
+                    "digest": facts.digest,
+                    "details": facts.details,
+                    "expires_at": _NEVER,
+                    "size_vram": size if is_on_gpu else 0,
+                    "context_length": served.context,
+                }
+            )
+        return json_response({"models": models})
 
     async def _show(self, request: Request) -> Response:
         asked, headers = await _read(ShowRequest, request)
-        self._services.check_model(asked.wanted)
-        facts, template = await self._facts(), self._services.text.chat_template
-        context = self._services.engine.max_sequence_length
+        vectors = self._services.models.vector_model(asked.wanted)
+        served = next(each for each in self._served if each.vectors is vectors)
+        facts, context = await self._facts(served), served.context
+        template = self._services.text.chat_template if vectors is None else None
         parameters = {**facts.parameters, "num_ctx": context}
         shown = {
             "details": facts.details,
-            "model_info": {**facts.info, f"{facts.details['family']}.context_length": context},
-            "capabilities": self._capabilities(),
+            "model_info": {
+                **facts.info,
+                f"{facts.details['family']}.context_length": context,
+                **({} if vectors is None else _vector_info(facts, vectors)),
+            },
+            "capabilities": self._capabilities() if vectors is None else _vector_capabilities(vectors),
             "modified_at": rfc3339(facts.modified),
-            "modelfile": f"# Served by weft.\nFROM {self._services.settings.names[0]}\n",
+            "modelfile": f"# Served by weft.\nFROM {served.names[0]}\n",
             "parameters": "\n".join(f"{name:<30} {value}" for name, value in parameters.items()),
             **({} if template is None else {"template": template.source}),
         }
@@ -318,7 +365,7 @@ class _OllamaModels:
     async def _pull(self, request: Request) -> Response:
         asked, headers = await _read(PullRequest, request)
         name, fetchable = asked.wanted, fetchable_name(asked.wanted)
-        if self._is_served(name) or (fetchable is None and is_model_name(name, self._services.settings)):
+        if self._is_served(name) or (fetchable is None and self._services.models.uses_of(name)):
             lines: AsyncIterator[dict[str, Any]] = _success()
         else:
             self._check_may_change(request)
@@ -345,7 +392,7 @@ class _OllamaModels:
         return Response(status_code=200, headers=headers, media_type="text/plain")
 
     def _is_served(self, name: str) -> bool:
-        return not {name, name.removesuffix(":latest")}.isdisjoint(self._services.settings.names)
+        return any(is_own_name(name, each.names) for each in self._served)
 
     def _check_may_change(self, request: Request) -> None:
         """Raises a 403 if the client may not change the models on disk."""

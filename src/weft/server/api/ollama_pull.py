@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,7 @@ class ModelWork:
 class ModelStore:
     """Starts pulls and removals of one server, and limits how many run at once."""
 
-    def __init__(self, served: Path, silence_seconds: float) -> None:
+    def __init__(self, served: Sequence[Path], silence_seconds: float) -> None:
         self._served = served
         self._silence_seconds = silence_seconds
         self._num_threads = 0
@@ -150,8 +150,8 @@ class ModelStore:
         if kept is None:
             message = f"there is no downloaded model {name!r:.200}; `weft models` lists them"
             raise ApiError(404, message, param="model", code="model_not_found")
-        served, path = self._served.resolve(), kept.path.resolve()
-        if path == served or path in served.parents:
+        path = kept.path.resolve()
+        if any(path == one or path in one.parents for one in (each.resolve() for each in self._served)):
             raise in_use(name)
         remove(name, progress)
 

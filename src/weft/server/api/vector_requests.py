@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -15,9 +15,7 @@ from weft.server.logs import current_record
 from weft.server.plain_requests import PlainRequest
 from weft.server.stream.whole_answer import PartsResponse
 from weft.server.vectors.model import VectorCaller, VectorModel
-
-if TYPE_CHECKING:
-    from weft.server.vectors.model import Vectors
+from weft.vectors import Vectors
 
 MAX_INPUTS = 2048
 """Limit for the texts or pairs of one request."""

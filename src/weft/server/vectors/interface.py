@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from weft.embedding import EmbeddingSpec
+from weft.vectors import Vectors
 
 TextKind = Literal["query", "document"]
 
@@ -26,7 +24,7 @@ class Embedder(Protocol):
 
     async def embed(
         self, texts: Sequence[str], kind: TextKind, *, client_id: str = "", is_idle_work: bool = False
-    ) -> NDArray[np.float32]:
+    ) -> Vectors:
         """One vector for each text: an array of shape (texts, `spec.dimensions`). A text longer than the model allows
         raises InvalidRequestError with both numbers. The engine is shared fairly between clients, by `client_id`. Idle
         work waits for all other texts. Raises WeftError if the engine is not ready, or ends meanwhile: try again."""

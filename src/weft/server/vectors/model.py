@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from weft.embedding import EmbeddingSpec
 from weft.engine.ipc.client import EngineClient, EngineState
@@ -18,6 +17,7 @@ from weft.server.errors import ApiError
 from weft.server.vectors.gate import VectorGate
 from weft.server.vectors.interface import TextKind
 from weft.server.vectors.texts import VectorTexts
+from weft.vectors import Vectors
 
 _ONE_TOKEN = SamplingParams(max_tokens=1)
 """The engine reports a vector with the one token that it samples. The token means nothing."""
@@ -26,8 +26,6 @@ _STEPS = 3
 _GROUP_TOKENS = 256
 _GROUP_INPUTS = 16
 """Inputs go to the engine in groups of at most this size. A larger group makes others wait longer."""
-
-Vectors = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -44,10 +42,11 @@ class VectorModel:
     """Implements `interface.Embedder` and `interface.Reranker`. Belongs to one event loop."""
 
     def __init__(
-        self, names: Sequence[str], spec: EmbeddingSpec, engine: EngineClient, texts: VectorTexts
+        self, names: Sequence[str], path: str, spec: EmbeddingSpec, engine: EngineClient, texts: VectorTexts
     ) -> None:
         assert engine.info is not None, "the engine must be started before the server"
         self.names = tuple(names)
+        self.path = path
         self.spec = spec
         self.engine = engine
         self.texts = texts

@@ -1,0 +1,30 @@
+"""Arrays of vectors: checks and cuts of their dimensions."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.embedding import EmbeddingSpec
+from weft.errors import InvalidRequestError
+
+Vectors = NDArray[np.float32]
+
+
+def check_dimensions(dimensions: int | None, spec: EmbeddingSpec) -> None:
+    if dimensions is not None and not (type(dimensions) is int and 1 <= dimensions <= spec.dimensions):
+        raise InvalidRequestError(
+            f"dimensions is {dimensions!r:.80}; allowed for this model: 1 to {spec.dimensions}",
+            field="dimensions",
+        )
+
+
+def shortened(vectors: Vectors, dimensions: int | None, spec: EmbeddingSpec) -> Vectors:
+    """The first numbers of each vector. Vectors of length 1 are scaled to length 1 again."""
+    if dimensions is None or dimensions == spec.dimensions:
+        return vectors
+    cut = np.ascontiguousarray(vectors[:, :dimensions])
+    if not spec.normalise:
+        return cut
+    lengths = np.linalg.norm(cut, axis=1, keepdims=True)
+    return np.asarray(cut / np.where(lengths == 0, 1, lengths), np.float32)
