@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from weft.errors import PromptTooLongError
 from weft.memory.filters import Filter
 from weft.memory.prompting import Source
 from weft.memory.ranking import fused, words_query
@@ -58,7 +59,8 @@ class Searcher:
     ) -> list[Source]:
         """The best passages, best first. Raises ApiError if a store does not exist for the owner."""
         stores = await self._found(asked, embedder)
-        vectors = unit(await embedder.embed(list(asked.queries), "query", client_id=asked.client_id))
+        texts = [await _shortened(one, embedder) for one in asked.queries]
+        vectors = unit(await embedder.embed(texts, "query", client_id=asked.client_id))
         count = max(_CANDIDATES, 2 * asked.max_results)
         scores: dict[int, float] = {}
         for store in stores:
@@ -128,6 +130,19 @@ class Searcher:
         scored = [one.with_score(score) for one, score in zip(sources, scores, strict=True)]
         scored.sort(key=lambda one: -one.score)
         return [one for one in scored if one.score >= asked.score_threshold][: asked.max_results]
+
+
+async def _shortened(query: str, embedder: Embedder) -> str:
+    """The beginning of a query that the model can read. Its words are searched whole."""
+    limit = embedder.spec.max_tokens
+    while True:
+        try:
+            [count] = await embedder.count_tokens([query], "query")
+        except PromptTooLongError as error:
+            count = error.num_tokens
+        if count <= limit or len(query) <= 1:
+            return query
+        query = query[: min(len(query) - 1, len(query) * limit // count)]
 
 
 def store_not_found(store_id: str) -> ApiError:
