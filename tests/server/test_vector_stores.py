@@ -16,7 +16,7 @@ import msgspec
 import openai
 import pytest
 from memory_client import MemoryClient, document, noop_memory
-from server_process import MODEL, Server, api_key, running_server, wait_for
+from server_process import Server, api_key, running_server, wait_for
 
 from weft.server.api.vector_store_shapes import (
     FileBatchObject,
@@ -474,10 +474,10 @@ def test_file_search_puts_passages_into_the_prompt_and_cites_them(server: Server
         assert [item.type for item in without.output] == ["message"]
         again = client.responses.create(input="more", previous_response_id=response.id, max_output_tokens=8)
         assert again.output[0].type == "message"
-        with client.responses.stream(input=name, max_output_tokens=8, tools=[tool], model=MODEL) as stream:  # type: ignore[list-item]
-            kinds = [event.type for event in stream]
-            final = stream.get_final_response()
-        assert [item.type for item in final.output] == ["file_search_call", "message"]
+        stream = client.responses.create(input=name, max_output_tokens=8, tools=[tool], stream=True)  # type: ignore[call-overload]
+        seen = list(stream)
+        kinds = [event.type for event in seen]
+        assert [item.type for item in seen[-1].response.output] == ["file_search_call", "message"]
         assert kinds.index("response.file_search_call.completed") < kinds.index("response.output_text.delta")
         assert "response.output_text.annotation.added" in kinds
     body = {"messages": [{"role": "user", "content": name}], "max_tokens": 8, "tools": [tool]}
