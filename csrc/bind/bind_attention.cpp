@@ -47,6 +47,24 @@ StoreLayer layer_of(const Store& store, const Codes& cache, size_t layer, int64_
                         static_cast<int64_t>(store.shape(2)), block_size, head_size, bits);
 }
 
+// Attention over one whole text: rows of Q, K and V, for a model of `heads` and `kv_heads`.
+void attend_text(const Array<const float, 2>& rows, int64_t heads, int64_t kv_heads, int64_t window, bool causal, float scale, float cap,
+                 size_t first, size_t end, const Array<float, 2>& out) {
+  const int64_t tokens = static_cast<int64_t>(rows.shape(0)), width = static_cast<int64_t>(rows.shape(1));
+  check(kv_heads > 0 && heads > 0 && heads % kv_heads == 0 && width % (heads + 2 * kv_heads) == 0 && tokens > 0, "the rows must be Q, K and V of whole heads");
+  const int64_t size = width / (heads + 2 * kv_heads), group = heads / kv_heads;
+  check(static_cast<int64_t>(out.shape(0)) == tokens && static_cast<int64_t>(out.shape(1)) == heads * size, "out must have a row for each token, as wide as the heads");
+  check(first <= end && end <= static_cast<size_t>(tokens) && window >= 0, "the queries are not part of the text, or the window is negative");
+  std::vector<float> scratch;
+  for (int64_t head = 0; head < kv_heads; head++) {
+    const float* keys = rows.data() + (heads + head) * size;
+    TextTask task{rows.data() + head * group * size, keys, keys + kv_heads * size, width, tokens, static_cast<int64_t>(first),
+                  static_cast<int64_t>(end), group, size, window, causal, scale, cap, out.data() + head * group * size, heads * size};
+    scratch.resize(static_cast<size_t>(task.scratch_floats()));
+    kernels().attend_text(task, scratch.data());
+  }
+}
+
 void write_cache(const Array<const float, 1>& key, const Array<const float, 1>& value, const Codes& cache, size_t layer, size_t kv_head,
                  size_t cell) {
   check(key.shape(0) == value.shape(0), "key and value must have the same size");
@@ -134,6 +152,7 @@ void bind_attention(nb::module_& module) {
   module.def("attend", attend, "queries"_a, "cache"_a, "layer"_a, "table"_a, "first_position"_a, "window"_a, "scale"_a, "cap"_a, "out"_a,
              "split"_a = false, "two_tier"_a.none() = nb::none());
   module.def("move_block", move_block, "cache"_a, "layer"_a, "moved_from"_a, "store"_a, "moved_to"_a, "head_size"_a, "bits"_a);
+  module.def("attend_text", attend_text, "rows"_a, "heads"_a, "kv_heads"_a, "window"_a, "causal"_a, "scale"_a, "cap"_a, "first"_a, "end"_a, "out"_a);
   module.def("write_cache", write_cache, "key"_a, "value"_a, "cache"_a, "layer"_a, "kv_head"_a, "cell"_a);
   module.def("cache_room", [](int64_t block_size, int64_t head_size) {
     check(block_size > 0 && head_size > 0, "block_size and head_size must be positive");

@@ -60,50 +60,44 @@ class BoundProgram {
     return program_.add_buffer(columns);
   }
 
-  void embed(nb::handle table, int output, float scale) {
+  // `index`: 0 token ids, 1 positions, 2 types; `first_row` is added to them.
+  void embed(nb::handle table, int output, float scale, int index, int64_t first_row) {
     Instruction instruction = make(Instruction::Kind::embed, -1, output);
     instruction.weight = weight_of(table);
     instruction.scale = scale;
     require(program_.columns(output) == instruction.weight.inputs, "embed: the buffer is not as wide as the table");
-    vocabulary_ = instruction.weight.outputs;
+    require(index >= 0 && index < 3 && first_row >= 0 && first_row < instruction.weight.outputs, "embed: there is no such index or first row");
+    instruction.index = static_cast<Instruction::Index>(index);
+    instruction.first_row = first_row;
+    index_limits_[index] = std::min(index_limits_[index], instruction.weight.outputs - first_row);
     program_.append(instruction);
   }
 
-  void norm(int input, Floats weight, float epsilon, int output) {
+  // Any operation on rows that a product could also begin with.
+  void norm(int input, int kind, std::optional<Floats> weight, std::optional<Floats> bias, float epsilon, int output) {
     Instruction instruction = make(Instruction::Kind::norm, input, output);
-    instruction.norm = vector_of(weight);
-    instruction.epsilon = epsilon;
-    require(program_.columns(input) == instruction.norm.size && program_.columns(output) == instruction.norm.size,
-            "norm: the buffers are not as wide as the weight");
+    set_prologue(instruction, kind, weight, bias, epsilon, program_.columns(output), "norm");
     program_.append(instruction);
   }
 
-  void linear(int input, int before, std::optional<Floats> norm_weight, float epsilon, nb::handle layer, int output, int64_t column, bool again,
-              bool add, float scale) {
+  void linear(int input, int before, std::optional<Floats> norm_weight, std::optional<Floats> norm_bias, float epsilon, nb::handle layer, int output,
+              int64_t column, bool again, bool add, float scale) {
     Instruction instruction = make(Instruction::Kind::linear, input, output);
-    require(before >= 0 && before <= static_cast<int>(Prologue::gelu_tanh_mul), "linear: unknown operation before the product");
-    instruction.prologue = static_cast<Prologue>(before);
     instruction.weight = weight_of(layer);
-    instruction.epsilon = epsilon;
+    set_prologue(instruction, before, norm_weight, norm_bias, epsilon, instruction.weight.inputs, "linear");
     instruction.add = add;
     instruction.scale = scale;
-    const bool gated = instruction.prologue == Prologue::silu_mul || instruction.prologue == Prologue::gelu_tanh_mul;
-    require(program_.columns(input) == instruction.weight.inputs * (gated ? 2 : 1), "linear: the input does not have the width of the weight");
     require(column >= 0 && column + instruction.weight.outputs <= program_.columns(output), "linear: the output is too narrow for the weight");
     instruction.column = column;
     instruction.reuses_rows = again;
-    require((instruction.prologue == Prologue::rms_norm) == norm_weight.has_value(), "linear: a norm weight is needed exactly if an RMS norm comes before the product");
-    if (norm_weight) {
-      instruction.norm = vector_of(*norm_weight);
-      require(instruction.norm.size == instruction.weight.inputs, "linear: the norm is not as wide as the rows");
-    }
     program_.append(instruction);
   }
 
+  // `layer` -1: the rows are not written to a cache.
   void rope_and_write(int rows, int layer, int pattern, std::optional<Floats> query_norm, std::optional<Floats> key_norm, float epsilon) {
-    Instruction instruction = make(Instruction::Kind::rope_and_write, rows, rows);
+    Instruction instruction = make(layer < 0 ? Instruction::Kind::rope : Instruction::Kind::rope_and_write, rows, rows);
     require(program_.columns(rows) == (shape_.heads + 2 * shape_.kv_heads) * shape_.head_size, "rope_and_write: the rows are not Q, K and V");
-    set_layer(instruction, layer, pattern);
+    set_layer(instruction, std::max(layer, 0), pattern);
     require(query_norm.has_value() == key_norm.has_value(), "rope_and_write: both queries and keys need a norm, or neither");
     if (query_norm) {
       instruction.query_norm = vector_of(*query_norm);
@@ -122,6 +116,29 @@ class BoundProgram {
     require(program_.columns(queries) >= width && program_.columns(output) == width, "attention: the buffers are not as wide as the heads");
     set_layer(instruction, layer, pattern);
     program_.append(instruction);
+  }
+
+  // Attention over whole texts: the rows are Q, K and V.
+  void text_attention(int rows, int pattern, bool causal, int output) {
+    Instruction instruction = make(Instruction::Kind::text_attention, rows, output);
+    require(program_.columns(rows) == (shape_.heads + 2 * shape_.kv_heads) * shape_.head_size, "text_attention: the rows are not Q, K and V");
+    require(program_.columns(output) == shape_.heads * shape_.head_size, "text_attention: the output is not as wide as the heads");
+    set_layer(instruction, 0, pattern);
+    instruction.causal = causal;
+    program_.append(instruction);
+  }
+
+  void mean_rows(int input, int output) {
+    Instruction instruction = make(Instruction::Kind::mean_rows, input, output);
+    require(program_.columns(input) == program_.columns(output), "mean_rows: the buffers are not equally wide");
+    program_.append(instruction);
+    selected_ = true;
+  }
+
+  void end_texts(int rows) {
+    check(rows);
+    require(selected_, "end_texts: select_rows or mean_rows must come first");
+    program_.end_texts(rows);
   }
 
   void mixture(int input, nb::handle router, nb::list gate, nb::list up, nb::list down, int64_t per_token, bool normalise, int output) {
@@ -190,7 +207,7 @@ class BoundProgram {
     static constexpr std::pair<const char*, Kind> names[] = {
         {"embed", Kind::embed},         {"norm", Kind::norm},       {"linear", Kind::linear}, {"rope_and_write", Kind::rope_and_write},
         {"attention", Kind::attention}, {"mixture", Kind::mixture}, {"add", Kind::add},       {"select_rows", Kind::select_rows},
-        {"scale_and_cap", Kind::scale_and_cap}};
+        {"scale_and_cap", Kind::scale_and_cap}, {"rope", Kind::rope}, {"text_attention", Kind::text_attention}, {"mean_rows", Kind::mean_rows}};
     nb::dict result;
     for (const auto& [name, kind] : names) result[name] = program_.seconds(kind);
     return result;
@@ -226,6 +243,31 @@ class BoundProgram {
     }
     const int64_t columns = program_.columns(program_.rows_buffer());
     return {view(logits, sampled, program_.columns(program_.logits_buffer())), view(rows + sampled * columns, selected - sampled, columns)};
+  }
+
+  // Returns one row for each text. `selected` has one token of each text, for `select_rows`.
+  nb::object run_texts(Indices token_ids, Indices positions, Indices types, Indices starts, Indices selected) {
+    require(program_.rows_buffer() >= 0, "the program is incomplete: end_texts must come first");
+    const int64_t tokens = static_cast<int64_t>(token_ids.size()), texts = static_cast<int64_t>(selected.size());
+    require(static_cast<int64_t>(positions.size()) == tokens && static_cast<int64_t>(types.size()) == tokens, "positions and types must have one value for each token");
+    require(static_cast<int64_t>(starts.size()) == texts + 1, "starts must have one value more than there are texts");
+    require(starts(0) == 0 && starts(static_cast<size_t>(texts)) == tokens, "starts must begin with 0 and end with the number of tokens");
+    for (int64_t text = 0; text < texts; text++) {
+      require(starts(static_cast<size_t>(text)) < starts(static_cast<size_t>(text) + 1), "a text has no tokens");
+      require(selected(static_cast<size_t>(text)) >= 0 && selected(static_cast<size_t>(text)) < tokens, "a selected row is past the tokens");
+    }
+    const int64_t* indices[3] = {token_ids.data(), positions.data(), types.data()};
+    for (int index = 0; index < 3; index++)
+      for (int64_t token = 0; token < tokens; token++)
+        require(indices[index][token] >= 0 && indices[index][token] < index_limits_[index], "a token, a position or a type is past its table");
+    Step step{tokens, texts, texts, token_ids.data(), positions.data(), nullptr, starts.data(), nullptr, nullptr, selected.data(), 0};
+    step.types = types.data();
+    const float* rows;
+    {
+      nb::gil_scoped_release release;
+      rows = program_.forward_texts(step);
+    }
+    return view(rows, texts, program_.columns(program_.rows_buffer()));
   }
 
   nb::object logits(Array<const float, 2> rows) {
@@ -272,6 +314,22 @@ class BoundProgram {
     return instruction;
   }
 
+  // The operation before a product, or alone: the input is wider than `columns` if it is gated.
+  void set_prologue(Instruction& instruction, int kind, const std::optional<Floats>& weight, const std::optional<Floats>& bias, float epsilon,
+                    int64_t columns, const char* what) {
+    const auto expect = [&](bool holds, const char* problem) { require(holds, (std::string(what) + ": " + problem).c_str()); };
+    expect(kind >= 0 && kind <= static_cast<int>(last_prologue), "unknown operation");
+    const Prologue prologue = instruction.prologue = static_cast<Prologue>(kind);
+    instruction.epsilon = epsilon;
+    expect(program_.columns(instruction.input) == columns * (is_gated(prologue) ? 2 : 1), "the input does not have the width of the weight");
+    expect(is_norm(prologue) == weight.has_value(), "a weight is needed exactly for a norm");
+    expect(!bias || prologue == Prologue::layer_norm, "only a layer norm has a bias");
+    if (weight) instruction.norm = vector_of(*weight);
+    if (bias) instruction.norm_bias = vector_of(*bias);
+    expect(!weight || instruction.norm.size == columns, "the norm is not as wide as the rows");
+    expect(!bias || instruction.norm_bias.size == columns, "the bias is not as wide as the rows");
+  }
+
   void set_layer(Instruction& instruction, int layer, int pattern) {
     require(layer >= 0 && pattern >= 0 && pattern < patterns_, "there is no such layer or pattern");
     instruction.layer = layer;
@@ -313,7 +371,7 @@ class BoundProgram {
   void check_step(const Step& step, const Cache& cache) const {
     const int64_t cells = cache.blocks * cache.block_size;
     for (int64_t token = 0; token < step.tokens; token++) {
-      require(step.token_ids[token] >= 0 && step.token_ids[token] < vocabulary_, "a token is past the vocabulary");
+      require(step.token_ids[token] >= 0 && step.token_ids[token] < index_limits_[0], "a token is past the vocabulary");
       require(step.cells[token] >= 0 && step.cells[token] < cells, "a cell is past the cache");
       require(step.positions[token] >= 0, "a position is negative");
     }
@@ -355,7 +413,8 @@ class BoundProgram {
   Program program_;
   nb::list kept_;
   int patterns_;
-  int64_t last_layer_ = 0, vocabulary_ = 0;
+  int64_t last_layer_ = 0;
+  int64_t index_limits_[3] = {INT64_MAX, INT64_MAX, INT64_MAX};   // of token ids, positions and types
   bool selected_ = false;
 };
 
@@ -372,13 +431,19 @@ void bind_program(nb::module_& module) {
                     const std::vector<std::tuple<int, int64_t>>&>(),
            nb::arg("pool"), nb::arg("shape"), nb::arg("ropes"), nb::arg("patterns"), nb::keep_alive<1, 2>())
       .def("buffer", &BoundProgram::buffer, nb::arg("columns"))
-      .def("embed", &BoundProgram::embed, nb::arg("table"), nb::arg("output"), nb::arg("scale"))
-      .def("norm", &BoundProgram::norm, nb::arg("input"), nb::arg("weight"), nb::arg("epsilon"), nb::arg("output"))
-      .def("linear", &BoundProgram::linear, nb::arg("input"), nb::arg("before"), nb::arg("norm").none(), nb::arg("epsilon"), nb::arg("weight"),
-           nb::arg("output"), nb::arg("column"), nb::arg("again"), nb::arg("add"), nb::arg("scale"))
+      .def("embed", &BoundProgram::embed, nb::arg("table"), nb::arg("output"), nb::arg("scale"), nb::arg("index") = 0, nb::arg("first_row") = 0)
+      .def("norm", &BoundProgram::norm, nb::arg("input"), nb::arg("kind"), nb::arg("weight").none(), nb::arg("bias").none(), nb::arg("epsilon"),
+           nb::arg("output"))
+      .def("linear", &BoundProgram::linear, nb::arg("input"), nb::arg("before"), nb::arg("norm").none(), nb::arg("norm_bias").none(),
+           nb::arg("epsilon"), nb::arg("weight"), nb::arg("output"), nb::arg("column"), nb::arg("again"), nb::arg("add"), nb::arg("scale"))
       .def("rope_and_write", &BoundProgram::rope_and_write, nb::arg("rows"), nb::arg("layer"), nb::arg("pattern"), nb::arg("query_norm").none(),
            nb::arg("key_norm").none(), nb::arg("epsilon"))
       .def("attention", &BoundProgram::attention, nb::arg("queries"), nb::arg("layer"), nb::arg("pattern"), nb::arg("output"))
+      .def("text_attention", &BoundProgram::text_attention, nb::arg("rows"), nb::arg("pattern"), nb::arg("causal"), nb::arg("output"))
+      .def("mean_rows", &BoundProgram::mean_rows, nb::arg("input"), nb::arg("output"))
+      .def("end_texts", &BoundProgram::end_texts, nb::arg("rows"))
+      .def("run_texts", &BoundProgram::run_texts, nb::arg("token_ids"), nb::arg("positions"), nb::arg("types"), nb::arg("starts"),
+           nb::arg("selected"))
       .def("mixture", &BoundProgram::mixture, nb::arg("input"), nb::arg("router"), nb::arg("gate"), nb::arg("up"), nb::arg("down"),
            nb::arg("per_token"), nb::arg("normalise"), nb::arg("output"))
       .def("add", &BoundProgram::add, nb::arg("left"), nb::arg("right"), nb::arg("scale"))

@@ -1,4 +1,7 @@
 // The row kernels one by one, for tests and measurements; models run them in a program.
+#include <nanobind/stl/optional.h>
+
+#include <optional>
 #include <string>
 
 #include "bind/bindings.h"
@@ -37,6 +40,20 @@ void rms_norm(const ConstRows& rows, const Vector& weight, float epsilon, const 
   same_shape(rows, out, "out");
   for (size_t row = 0; row < rows.shape(0); row++)
     kernels().make_row({row_of(rows, row), Prologue::rms_norm, weight.data(), epsilon}, columns_of(rows), row_of(out, row));
+}
+
+void layer_norm(const ConstRows& rows, const Vector& weight, const std::optional<Vector>& bias, float epsilon, const Rows& out) {
+  same_length(weight.shape(0), rows.shape(1), "the weight");
+  if (bias) same_length(bias->shape(0), rows.shape(1), "the bias");
+  same_shape(rows, out, "out");
+  for (size_t row = 0; row < rows.shape(0); row++)
+    kernels().make_row({row_of(rows, row), Prologue::layer_norm, weight.data(), epsilon, bias ? bias->data() : nullptr}, columns_of(rows), row_of(out, row));
+}
+
+template <Prologue before>
+void activation(const ConstRows& rows, const Rows& out) {
+  same_shape(rows, out, "out");
+  for (size_t row = 0; row < rows.shape(0); row++) kernels().make_row({row_of(rows, row), before}, columns_of(rows), row_of(out, row));
 }
 
 template <Prologue before>
@@ -82,6 +99,11 @@ void route(const ConstRows& logits, bool normalise, const Array<int32_t, 2>& cho
 void bind_rows(nb::module_& module) {
   using namespace nb::literals;
   module.def("rms_norm", rms_norm, "rows"_a, "weight"_a, "epsilon"_a, "out"_a);
+  module.def("layer_norm", layer_norm, "rows"_a, "weight"_a, "bias"_a.none(), "epsilon"_a, "out"_a);
+  module.def("gelu", activation<Prologue::gelu>, "rows"_a, "out"_a);
+  module.def("gelu_tanh", activation<Prologue::gelu_tanh>, "rows"_a, "out"_a);
+  module.def("tanh", activation<Prologue::tanh>, "rows"_a, "out"_a);
+  module.def("gelu_mul", gate_mul<Prologue::gelu_mul>, "gate"_a, "up"_a, "out"_a);
   module.def("silu_mul", gate_mul<Prologue::silu_mul>, "gate"_a, "up"_a, "out"_a);
   module.def("gelu_tanh_mul", gate_mul<Prologue::gelu_tanh_mul>, "gate"_a, "up"_a, "out"_a);
   module.def("add_scaled", add_scaled, "left"_a, "right"_a, "scale"_a, "out"_a);

@@ -16,6 +16,7 @@
 #include "kernels/cache.inl"
 #include "kernels/store.inl"
 #include "kernels/attention.inl"
+#include "kernels/text_attention.inl"
 #include "kernels/sampler.inl"
 
 namespace weft::WEFT_ISA {
@@ -24,7 +25,7 @@ extern const Kernels table;
 const Kernels table = {
     WEFT_ISA_NAME, quantise_row,  linear, unpack_row, make_row,   add_scaled,
     scale_and_cap, rotate,        route,  write_cache, move_block, move_scratch, attend, attend_scratch, attend_segment, attend_merge,
-    scan_scores,   mask_scores,   sum_exp, sum_weights, sum_weights_roughly, weigh_each, collect_scores, draw_scores,
+    attend_text,   scan_scores,   mask_scores,   sum_exp, sum_weights, sum_weights_roughly, weigh_each, collect_scores, draw_scores,
     multiply_in_registers,
 };
 

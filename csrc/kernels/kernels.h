@@ -147,13 +147,23 @@ struct QuantisedRows {
 };
 
 // The operation that is applied to a row just before a product.
-enum class Prologue : int { nothing = 0, rms_norm = 1, silu_mul = 2, gelu_tanh_mul = 3 };
+// The names that end in `mul` take rows of [gate | up].
+enum class Prologue : int {
+  nothing = 0, rms_norm = 1, silu_mul = 2, gelu_tanh_mul = 3, layer_norm = 4, gelu = 5, gelu_tanh = 6, gelu_mul = 7, tanh = 8
+};
+constexpr Prologue last_prologue = Prologue::tanh;
+
+constexpr bool is_gated(Prologue prologue) {
+  return prologue == Prologue::silu_mul || prologue == Prologue::gelu_tanh_mul || prologue == Prologue::gelu_mul;
+}
+constexpr bool is_norm(Prologue prologue) { return prologue == Prologue::rms_norm || prologue == Prologue::layer_norm; }
 
 struct RowInput {
   const float* row;
   Prologue prologue = Prologue::nothing;
   const float* other = nullptr;   // the norm's weights, or the values that the gate multiplies
   float epsilon = 0.0f;
+  const float* bias = nullptr;    // of a layer norm, or null
 };
 
 // Scratch floats that quantise_row needs. One part is the row, padded to whole scale blocks. The other has four floats
@@ -357,6 +367,31 @@ struct AttendTask {
   int64_t partial_floats() const { return group * (2 + cache.head_size); }
 };
 
+// --- attention over whole texts -----------------------------------------------------------------------------------------------------
+
+// Queries [first, end) of one text of `tokens` tokens, for the query heads of one KV head. All keys and values of the
+// text are rows of the same step, in floats: there is no cache. `queries`, `keys`, `values` and `out` point to the first
+// token of the text. The `group` query heads are contiguous.
+struct TextTask {
+  const float *queries, *keys, *values;
+  int64_t stride;            // of the three
+  int64_t tokens, first, end;
+  int64_t group, head_size;
+  int64_t window;            // position p sees p - window + 1 .. p + window - 1; 0: all
+  bool causal;               // position p sees nothing after p
+  float scale, cap;          // cap 0: none
+  float* out;
+  int64_t out_stride;
+
+  // Queries whose scores are in memory at a time: whole tiles of every instruction set, and about 128 KB of scores.
+  int64_t queries_at_once() const {
+    const int64_t fitting = 32768 / padded(tokens) / 12 * 12;
+    return fitting < 12 ? 12 : fitting < 48 ? fitting : 48;
+  }
+  static constexpr int64_t padded(int64_t n) { return (n + strip_outputs - 1) / strip_outputs * strip_outputs; }
+  int64_t scratch_floats() const { return padded(tokens) * (head_size + queries_at_once()) + padded(head_size) * tokens; }
+};
+
 // --- sampling -----------------------------------------------------------------------------------------------------------------------
 
 // A row of scores is scanned in sections of 1024 scores. Each section has 16 maxima, one for each lane (every sixteenth
@@ -414,6 +449,9 @@ struct Kernels {
   // each segment to its own partial result. The second merges all partial results, in segment order, into task.out.
   void (*attend_segment)(const AttendTask& task, int64_t segment, float* partial, float* scratch);
   void (*attend_merge)(const AttendTask& task, const float* partials);
+
+  // text_attention.inl; needs `scratch_floats` floats
+  void (*attend_text)(const TextTask& task, float* scratch);
 
   // sampler.inl. A token is the index of a score in its row; `below` is the distance from the best score: best - score,
   // in float

@@ -20,6 +20,33 @@ class TimesSigmoid {
   const vec::Vec one_ = vec::in_register(vec::all(1.0f));
 };
 
+// x * Phi(x), where Phi is the normal distribution, to about 2e-7. The polynomial approximates erfc(|x| / sqrt 2) with an
+// absolute error of 1.5e-7 (Abramowitz and Stegun, 7.1.26). It multiplies |x| and is subtracted from max(x, 0). So a
+// negative x loses no digits by cancellation.
+class Gelu {
+ public:
+  template <int count>
+  __attribute__((always_inline)) void operator()(vec::Vec (&x)[count]) const {
+    vec::Vec t[count], p[count], e[count];
+    vec::each<count>([&](int k) { e[k] = x[k] * x[k] * vec::all(-0.5f); });
+    exp_(e);
+    vec::each<count>([&](int k) {
+      t[k] = vec::all(1.0f) / vec::fma(vec::all(0.3275911f * 0.70710678f), vec::magnitude(x[k]), vec::all(1.0f));
+    });
+    vec::each<count>([&](int k) { p[k] = vec::fma(vec::all(1.061405429f), t[k], vec::all(-1.453152027f)); });
+    vec::each<count>([&](int k) { p[k] = vec::fma(p[k], t[k], vec::all(1.421413741f)); });
+    vec::each<count>([&](int k) { p[k] = vec::fma(p[k], t[k], vec::all(-0.284496736f)); });
+    vec::each<count>([&](int k) { p[k] = vec::fma(p[k], t[k], vec::all(0.254829592f)); });
+    vec::each<count>([&](int k) {
+      const vec::Vec half = vec::magnitude(x[k]) * vec::all(0.5f), least = vec::where_less(x[k], vec::all(0.0f), vec::all(0.0f), x[k]);
+      x[k] = vec::fnma(half * t[k], p[k] * e[k], least);
+    });
+  }
+
+ private:
+  const vec::Exponential exp_{};
+};
+
 template <int count, typename Lanes>
 inline void load_each(const float* from, Lanes n, vec::Vec (&into)[count]) {
   vec::each<count>([&](int k) { into[k] = vec::load(from + k * vec::lanes, n); });
@@ -58,17 +85,53 @@ inline void with_values(const RowInput& input, int64_t columns, Use&& use) {
         multiply_each(into, other + i, n);
       });
     }
+    case Prologue::gelu_tanh:
     case Prologue::gelu_tanh_mul: {
       // 0.5 x (1 + tanh(t / 2)) = x * sigmoid(t). The sigmoid is used because 1 + tanh loses digits where tanh is near
       // -1.
       const TimesSigmoid times_sigmoid;
+      const bool multiplies = is_gated(input.prologue);
       return use([&](int64_t i, auto n, auto& into) {
         std::remove_reference_t<decltype(into)> t;
         load_each(row + i, n, into);
         for (int k = 0; k < static_cast<int>(sizeof into / sizeof into[0]); k++)
           t[k] = vec::all(2.0f * 0.7978845608028654f) * vec::fma(vec::all(0.044715f) * into[k] * into[k], into[k], into[k]);
         times_sigmoid(into, t);
+        if (multiplies) multiply_each(into, other + i, n);
+      });
+    }
+    case Prologue::gelu:
+    case Prologue::gelu_mul: {
+      const Gelu gelu;
+      const bool multiplies = is_gated(input.prologue);
+      return use([&](int64_t i, auto n, auto& into) {
+        load_each(row + i, n, into);
+        gelu(into);
+        if (multiplies) multiply_each(into, other + i, n);
+      });
+    }
+    case Prologue::tanh:
+      return use([=](int64_t i, auto n, auto& into) {
+        load_each(row + i, n, into);
+        for (vec::Vec& x : into) x = vec::tanh(x);
+      });
+    case Prologue::layer_norm: {
+      const float count = static_cast<float>(columns), *bias = input.bias;
+      const vec::Vec mean = vec::all(vec::sum_row(columns, [&](vec::Vec sum, int64_t i, auto n) { return sum + vec::load(row + i, n); }) / count);
+      const float squares = vec::sum_row(columns, [&](vec::Vec sum, int64_t i, auto n) {
+        vec::Vec x = vec::load(row + i, n) - mean;
+        if constexpr (!std::is_same_v<decltype(n), vec::Full>) {   // the unused lanes are not part of the row
+          static const float ones[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+          x = x * vec::load(ones, n);
+        }
+        return vec::fma(x, x, sum);
+      });
+      const vec::Vec factor = vec::all(1.0f / std::sqrt(squares / count + input.epsilon));
+      return use([=](int64_t i, auto n, auto& into) {
+        load_each(row + i, n, into);
+        for (vec::Vec& x : into) x = (x - mean) * factor;
         multiply_each(into, other + i, n);
+        if (bias) vec::each<sizeof into / sizeof into[0]>([&](int k) { into[k] = into[k] + vec::load(bias + i + k * vec::lanes, n); });
       });
     }
   }

@@ -31,6 +31,12 @@ void each_row(Pool& pool, int64_t rows, Work&& work) {
   });
 }
 
+// The input of an instruction with a prologue, for rows of so many columns (after a gate).
+RowInput row_input(const Instruction& instruction, const float* row, int64_t columns) {
+  return RowInput{row, instruction.prologue, is_gated(instruction.prologue) ? row + columns : instruction.norm.data, instruction.epsilon,
+                  instruction.norm_bias.data};
+}
+
 void normalise(const float* row, const float* weight, int64_t columns, float epsilon, float* out) {
   kernels().make_row(RowInput{row, Prologue::rms_norm, weight, epsilon}, columns, out);
 }
@@ -58,24 +64,31 @@ const float* Program::forward(const Step& step, const Cache& cache, int64_t samp
     partition_attention();
     partition_rows();
   }
+  run_all(by_request || is_pipelined, is_pipelined, sampled);
+  return buffers_[rows_buffer_].data();
+}
+
+// Runs all instructions before the logits.
+void Program::run_all(bool attends_in_blocks, bool is_pipelined, int64_t sampled) {
   const bool all_selected = selects_all();
   const auto runs_in_blocks = [&](const Instruction& instruction) {
     return !row_blocks_.empty() &&
-           (instruction.is_by_row(all_selected) || ((by_request || is_pipelined) && instruction.kind == Instruction::Kind::attention));
+           (instruction.is_by_row(all_selected) ||
+            (attends_in_blocks && (instruction.kind == Instruction::Kind::attention || instruction.kind == Instruction::Kind::text_attention)));
   };
   for (size_t i = 0, end; i < logits_begin_; i = end) {
     for (end = i; end < logits_begin_ && runs_in_blocks(instructions_[end]); end++) {}
     if (end > i && is_pipelined) {
       run_pipeline(i, end);
     } else if (end > i) {
-      run_in_blocks(i, end, end == logits_begin_ && sampled == step.tokens && logits_begin_with_product());
+      run_in_blocks(i, end, end == logits_begin_ && sampled == step_.tokens && logits_begin_with_product());
     } else {
-      const bool selected = instructions_[i].kind == Instruction::Kind::select_rows || instructions_[i].after_selection;
-      run(instructions_[i], selected ? step.selected : step.tokens);
+      const Instruction::Kind kind = instructions_[i].kind;
+      const bool selected = kind == Instruction::Kind::select_rows || kind == Instruction::Kind::mean_rows || instructions_[i].after_selection;
+      run(instructions_[i], selected ? step_.selected : step_.tokens);
       end = i + 1;
     }
   }
-  return buffers_[rows_buffer_].data();
 }
 
 void Program::prepare(const Step& step, const Cache& cache) {
@@ -140,6 +153,7 @@ void Program::make_room_for_blocks(size_t first, size_t end) {
     if (instruction.input >= 0) rows_of(instruction.input, rows);
     rows_of(instruction.output, rows);
     if (instruction.kind == Instruction::Kind::attention) make_room_for_attention(instruction);
+    if (instruction.kind == Instruction::Kind::text_attention) make_room_for_texts(instruction);
     for (Worker& worker : workers_) {
       worker.scratch.at_least(quantise_scratch(instruction.weight.inputs));
       if (instruction.kind == Instruction::Kind::linear && !instruction.reuses_rows)
@@ -164,6 +178,7 @@ void Program::execute_block(size_t first, size_t end, size_t index, Worker& work
     const Stopwatch watch(measured_ ? &worker.seconds[static_cast<size_t>(instruction.kind)] : nullptr);
     if (instruction.kind == Instruction::Kind::linear) linear_of_block(instruction, block.first, block.end - block.first, worker);
     else if (instruction.kind == Instruction::Kind::attention) attend_tasks(instruction, task_ranges_[index], worker);
+    else if (instruction.kind == Instruction::Kind::text_attention) attend_texts(instruction, block, worker);
     else for (int64_t row = block.first; row < block.end; row++) execute_row(instruction, row);
   }
 }
@@ -174,6 +189,8 @@ void Program::execute(const Instruction& instruction, int64_t rows) {
     case Instruction::Kind::attention: return attention(instruction);
     case Instruction::Kind::mixture: return mixture(instruction, rows);
     case Instruction::Kind::select_rows: return select_rows(instruction);
+    case Instruction::Kind::text_attention: return text_attention(instruction);
+    case Instruction::Kind::mean_rows: return mean_rows(instruction);
     default: break;
   }
   if (instruction.input >= 0) rows_of(instruction.input, rows);
@@ -187,11 +204,16 @@ void Program::execute_row(const Instruction& instruction, int64_t row) {
   float* output = row_of(instruction.output, row);
   const int64_t columns = columns_[static_cast<size_t>(instruction.output)];
   switch (instruction.kind) {
-    case Instruction::Kind::embed:
-      kernels().unpack_row(instruction.weight, step_.token_ids[row], output);
+    case Instruction::Kind::embed: {
+      const int64_t* indices = instruction.index == Instruction::Index::tokens      ? step_.token_ids
+                               : instruction.index == Instruction::Index::positions ? step_.positions
+                                                                                    : step_.types;
+      kernels().unpack_row(instruction.weight, instruction.first_row + indices[row], output);
       if (instruction.scale != 1.0f) kernels().scale_and_cap(output, columns, instruction.scale, 0.0f);
       break;
-    case Instruction::Kind::norm: normalise(input, instruction.norm.data, columns, instruction.epsilon, output); break;
+    }
+    case Instruction::Kind::norm: kernels().make_row(row_input(instruction, input, columns), columns, output); break;
+    case Instruction::Kind::rope: rope(instruction, row, output); break;
     case Instruction::Kind::rope_and_write: rope_and_write(instruction, row); break;
     case Instruction::Kind::add: kernels().add_scaled(output, input, instruction.scale, columns, output); break;
     case Instruction::Kind::scale_and_cap: kernels().scale_and_cap(output, columns, instruction.scale, instruction.cap); break;
@@ -248,9 +270,7 @@ void Program::product(const Weight& weight, int64_t rows, float* out, int64_t ou
 }
 
 RowInput Program::input_of_linear(const Instruction& instruction, int64_t row) const {
-  const float* values = row_of(instruction.input, row);
-  const bool gated = instruction.prologue == Prologue::silu_mul || instruction.prologue == Prologue::gelu_tanh_mul;
-  return RowInput{values, instruction.prologue, gated ? values + instruction.weight.inputs : instruction.norm.data, instruction.epsilon};
+  return row_input(instruction, row_of(instruction.input, row), instruction.weight.inputs);
 }
 
 void Program::linear(const Instruction& instruction, int64_t rows) {
@@ -279,6 +299,17 @@ void Program::prepare_block(const Instruction& instruction, int64_t first, int64
 
 void Program::rope_and_write(const Instruction& instruction, int64_t token) {
   const CacheLayer layer = layer_of(instruction.layer);
+  const int64_t cell = step_.cells[token], block = cell / layer.block_size, position = cell % layer.block_size;
+  float* queries = row_of(instruction.input, token);
+  rope(instruction, token, queries);
+  const float* keys = queries + shape_.heads * shape_.head_size;
+  const float* values = keys + shape_.kv_heads * shape_.head_size;
+  for (int64_t head = 0; head < shape_.kv_heads; head++)
+    kernels().write_cache(keys + head * shape_.head_size, values + head * shape_.head_size, layer.head(block, head), position);
+}
+
+// Normalises and rotates the queries and keys of a row, in place.
+void Program::rope(const Instruction& instruction, int64_t token, float* queries) {
   const Rope& rope_settings = ropes_[static_cast<size_t>(patterns_[static_cast<size_t>(instruction.pattern)].rope)];
   const size_t rope = static_cast<size_t>(patterns_[static_cast<size_t>(instruction.pattern)].rope);
   const int64_t pairs = static_cast<int64_t>(rope_settings.frequencies.size());
@@ -293,18 +324,13 @@ void Program::rope_and_write(const Instruction& instruction, int64_t token) {
       normalise(heads, weight.data, count * size, instruction.epsilon, heads);
     }
   };
-  const int64_t cell = step_.cells[token], block = cell / layer.block_size, position = cell % layer.block_size;
-  float* queries = row_of(instruction.input, token);
   float* keys = queries + shape_.heads * size;
-  const float* values = keys + shape_.kv_heads * size;
   const float* cosine = cosines_[rope].data() + token * pairs;
   const float* sine = sines_[rope].data() + token * pairs;
   normalise_heads(queries, shape_.heads, instruction.query_norm);
   normalise_heads(keys, shape_.kv_heads, instruction.key_norm);
   for (int64_t head = 0; head < shape_.heads + shape_.kv_heads; head++)
     table.rotate(queries + head * size, size, pairs, rope_settings.interleaved, cosine, sine, queries + head * size);
-  for (int64_t head = 0; head < shape_.kv_heads; head++)
-    table.write_cache(keys + head * size, values + head * size, layer.head(block, head), position);
 }
 
 void Program::mixture(const Instruction& instruction, int64_t rows) {

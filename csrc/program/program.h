@@ -55,8 +55,11 @@ struct Experts {
 };
 
 struct Instruction {
-  enum class Kind : int { embed, norm, linear, rope_and_write, attention, mixture, add, select_rows, scale_and_cap };
-  static constexpr size_t kinds = 9;
+  enum class Kind : int {
+    embed, norm, linear, rope_and_write, attention, mixture, add, select_rows, scale_and_cap, rope, text_attention, mean_rows
+  };
+  static constexpr size_t kinds = 12;
+  enum class Index : int { tokens, positions, types };
   Kind kind;
   int input = -1, output = -1;   // buffer numbers
   int layer = 0, pattern = 0;
@@ -67,13 +70,16 @@ struct Instruction {
   bool after_selection = false;   // works on the selected rows: tokens that need logits
   float scale = 1.0f, epsilon = 0.0f, cap = 0.0f;
   Weight weight{};
-  Vector norm{}, query_norm{}, key_norm{};
+  Vector norm{}, norm_bias{}, query_norm{}, key_norm{};
+  Index index = Index::tokens;    // what selects the rows of an embedding, counted from `first_row`
+  int64_t first_row = 0;
+  bool causal = true;             // for attention over whole texts
   std::shared_ptr<Experts> experts;
 
   // True if an output row depends on its own input row alone. This includes the selection of rows, if all rows are
   // selected.
   bool is_by_row(bool all_selected) const {
-    if (kind == Kind::attention || kind == Kind::mixture) return false;
+    if (kind == Kind::attention || kind == Kind::mixture || kind == Kind::text_attention || kind == Kind::mean_rows) return false;
     return all_selected || (kind != Kind::select_rows && !after_selection);
   }
 };
@@ -97,6 +103,10 @@ struct Step {
   // With a two-tier cache.
   const int64_t *store_tables = nullptr, *moved_from = nullptr, *moved_to = nullptr;
   int64_t store_table_stride = 0, moves = 0;
+
+  // With whole texts instead of requests: the part of a pair that each token belongs to. Text r has the tokens
+  // query_starts[r] .. query_starts[r + 1] - 1.
+  const int64_t* types = nullptr;
 };
 
 class Program {
@@ -130,6 +140,10 @@ class Program {
   // Runs the step. Returns the selected rows, [selected, columns], valid until the next call. `sampled`: the caller
   // will ask for logits of the first `sampled` of them next.
   const float* forward(const Step& step, const Cache& cache, int64_t sampled);
+  // Runs a step of whole texts. Returns one row for each text, [texts, columns], valid until the next call.
+  const float* forward_texts(const Step& step);
+  // The last instruction writes this buffer. It takes the place of `begin_logits` and `end_logits`.
+  void end_texts(int rows_buffer) { begin_logits(rows_buffer); }
   // Logits of the first `count` selected rows, or of the given rows.
   const float* logits(int64_t count);
   const float* logits_of(const float* rows, int64_t count);
@@ -214,6 +228,14 @@ class Program {
     return buffers_[static_cast<size_t>(buffer)].data() + row * strides_[static_cast<size_t>(buffer)];
   }
   void prepare(const Step& step, const Cache& cache);
+  void run_all(bool attends_in_blocks, bool is_pipelined, int64_t sampled);
+  bool partition_texts();
+  TextTask text_task(const Instruction& instruction, int64_t text, int64_t kv_head) const;
+  void make_room_for_texts(const Instruction& instruction);
+  void attend_texts(const Instruction& instruction, const RowBlock& block, Worker& worker);
+  void text_attention(const Instruction& instruction);
+  void mean_rows(const Instruction& instruction);
+  void rope(const Instruction& instruction, int64_t token, float* queries);
   void cut_into_query_runs();
   void partition_attention();
   void partition_rows();
@@ -289,6 +311,7 @@ class Program {
   bool has_head_products_ = false;           // threads computed a part of this step's logits while they waited
   std::vector<Segment> segments_;
   Aligned<float> partials_;
+  std::vector<QueryRun> text_parts_;   // queries of one text that a thread takes at a time
 
   PreparedRows prepared_;   // shared by all threads
   std::vector<Worker> workers_;

@@ -274,7 +274,7 @@ class LLM:
         expect before a query or a document. `dimensions` keeps the first numbers of each vector, scaled to length 1
         again; only models that were trained for it (Matryoshka) keep their quality. `truncate` cuts long texts.
         """
-        vectors = self._require_vectors().embed(
+        vectors = self.vectors.embed(
             [texts] if isinstance(texts, str) else texts, kind, dimensions, truncate
         )
         return vectors[0] if isinstance(texts, str) else vectors
@@ -282,9 +282,11 @@ class LLM:
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
         """The score of each document for a query, in their order; higher is more relevant. The model must be a
         reranker. Long documents are cut."""
-        return self._require_vectors().rerank(query, documents)
+        return self.vectors.rerank(query, documents)
 
-    def _require_vectors(self) -> LocalVectors:
+    @property
+    def vectors(self) -> LocalVectors:
+        """What `embed` and `rerank` use. Raises if the model generates text."""
         if self._vectors is None:
             raise InvalidRequestError(
                 "the model generates text and makes no vectors; open an embedding model, such as "

@@ -39,3 +39,30 @@ def test_a_text_model_agrees_with_transformers(name: str, tmp_path: Path) -> Non
     correct = np.array([expected(case, model, text) for text in asked])
     found = vectors(open_embedder(folder, dtype=np.float64), asked)
     assert np.abs(found - correct).max() < 2e-6 * np.abs(correct).max()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_agree_with_transformers_and_batches_change_no_bit(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = pytest.importorskip("weft._kernels")
+    case = CASES[name]
+    model = build(case)
+    folder = write_folder(case, model, tmp_path / "model")
+    monkeypatch.setenv("WEFT_HOME", str(tmp_path / "home"))
+    asked = texts(40)
+    correct = np.array([expected(case, model, text) for text in asked[:9]])
+    used = kernels.in_use()
+    try:
+        for instruction_set in ("portable", "avx2", used):
+            if instruction_set not in kernels.available():
+                continue
+            monkeypatch.setenv("WEFT_KERNELS", instruction_set)
+            backend = open_embedder(folder, threads=2)
+            found = vectors(backend, asked)
+            assert np.abs(found[:9] - correct).max() < 5e-5 * np.abs(correct).max(), instruction_set
+            for index in (0, 1, 7, 30):
+                alone = vectors(open_embedder(folder, threads=1 + index % 2), [asked[index]])[0]
+                assert alone.tobytes() == found[index].tobytes(), (instruction_set, len(asked[index]))
+    finally:
+        kernels.use(used)

@@ -21,6 +21,7 @@ from vector_models import (
     RERANKER,
     embedder,
     embedder_path,
+    embedder_server,
     noop_embedder,
     reranker,
 )
@@ -333,9 +334,7 @@ def test_a_server_without_such_models_says_what_to_set(default_model_path: Path)
 
 
 def test_a_server_of_an_embedding_model_refuses_to_generate_in_every_api() -> None:
-    one = embedder()
-    settings = {"spec": one["spec"], "backend": "embedder", "backend_options": one["backend_options"]}
-    with running_server(embedder_path(), names=[EMBEDDER], **settings) as server:
+    with embedder_server() as server:
         assert vectors_of(server, TEXTS).shape == (4, DIMENSIONS)
         for path, body in GENERATING.items():
             refused(server, path, 400, EMBEDDER, "makes embeddings", **body)
@@ -497,3 +496,24 @@ def kill(pid: int) -> None:
     import signal
 
     os.kill(pid, signal.SIGKILL)
+
+
+def test_a_batch_makes_vectors_of_its_lines(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    lines = [
+        {"custom_id": str(index), "method": "POST", "url": EMBEDDINGS, "body": {"input": text}}
+        for index, text in enumerate([*TEXTS, ""])
+    ]
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    file = client.files.create(file=("lines.jsonl", content), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=EMBEDDINGS, completion_window="24h")
+    wait_for(lambda: client.batches.retrieve(batch.id).status == "completed")
+    ended = client.batches.retrieve(batch.id)
+    assert ended.request_counts is not None and ended.request_counts.failed == 1
+    assert ended.output_file_id is not None
+    found = {
+        one["custom_id"]: one["response"]["body"]["data"][0]["embedding"]
+        for one in map(json.loads, client.files.content(ended.output_file_id).text.splitlines())
+    }
+    for index, text in enumerate(TEXTS):
+        assert np.allclose(found[str(index)], vectors_of(server, text)[0], atol=1e-6)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 from server_process import MODEL, Server
+from vector_models import embedder_server
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = [
-    pytest.param(code, printed, id=f"{page.name} {number}")
+    pytest.param(
+        code,
+        printed,
+        "embedding_server" if page.name == "embeddings.md" else "real_server",
+        id=f"{page.name} {number}",
+    )
     for page in (ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md")))
     for number, (code, printed) in enumerate(
         re.findall(
@@ -23,11 +30,21 @@ EXAMPLES = [
 ]
 
 
-@pytest.mark.parametrize(("code", "printed"), EXAMPLES)
-def test_an_example_runs_and_prints_what_the_page_shows(real_server: Server, code: str, printed: str) -> None:
+@pytest.fixture(scope="module")
+def embedding_server() -> Iterator[Server]:
+    """A server of the default embedder alone."""
+    with embedder_server() as server:
+        yield server
+
+
+@pytest.mark.parametrize(("code", "printed", "server"), EXAMPLES)
+def test_an_example_runs_and_prints_what_the_page_shows(
+    request: pytest.FixtureRequest, code: str, printed: str, server: str
+) -> None:
     """The text may differ: rounding depends on the processor. The number of lines and the names before "=" must
     match."""
-    code = code.replace("http://127.0.0.1:8000", real_server.url).replace('"default"', f'"{MODEL}"')
+    url = request.getfixturevalue(server).url
+    code = code.replace("http://127.0.0.1:8000", url).replace('"default"', f'"{MODEL}"')
     output = io.StringIO()
     with redirect_stdout(output):
         exec(compile(code, "example", "exec"), {"__name__": "example"})

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from in_process import in_process
 from server_process import Server, api_key, running_server
+from vector_models import embedder_path, noop_embedder, noop_reranker
 
 from weft.errors import InvalidRequestError
 from weft.request import InferenceRequest, SamplingParams
@@ -31,6 +32,14 @@ KINDS = {
     *(operation.request for operation in OPERATIONS.values() if operation.request is not None),
     *(StreamOptions, OllamaOptions, OutputExpiry),
 }
+
+
+@pytest.fixture(scope="module")
+def server_of_all_kinds(default_model_path: Path) -> Iterator[Server]:
+    """Also makes vectors and scores."""
+    models = [noop_embedder(embedder_path()), noop_reranker(embedder_path())]
+    with running_server(default_model_path, vector_models=models) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +132,9 @@ CASES = [
 
 @pytest.mark.parametrize(("path", "example"), CASES)
 def test_the_response_to_every_example_has_the_documented_type(
-    server: Server, path: str, example: Any
+    server_of_all_kinds: Server, path: str, example: Any
 ) -> None:
+    server = server_of_all_kinds
     operation = OPERATIONS["post", path]
     response = server.client.post(path, json={**example})
     assert response.status_code == 200, response.text

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
+from server_process import Server, running_server
 
 from weft.loading.default_model import DEFAULT_EMBEDDER_NAME
 from weft.loading.pull import pull
@@ -86,6 +89,15 @@ def embedder(**options: Any) -> dict[str, Any]:
     return _setting(spec, path, EMBEDDER, "embedder", {"checkpoint": path, "threads": 2, **options})
 
 
+@contextmanager
+def embedder_server() -> Iterator[Server]:
+    """A server of the default embedder alone."""
+    one = embedder()
+    settings = {"spec": one["spec"], "backend": one["backend"], "backend_options": one["backend_options"]}
+    with running_server(embedder_path(), names=[EMBEDDER], **settings) as server:
+        yield server
+
+
 def reranker(folder: Path) -> dict[str, Any]:
     spec = {
         **{"kind": "rerank", "pooling": "cls", "dimensions": 1, "max_tokens": 2 * MAX_TOKENS},
@@ -100,6 +112,12 @@ def noop_embedder(path: Path, *, max_tokens: int = 64, dimensions: int = 8, **op
     spec = {"kind": "embed", "pooling": "mean", "dimensions": dimensions, "max_tokens": max_tokens}
     sizes = {"vocabulary_size": 30522, "max_context": max_tokens + 1, "vector_size": dimensions}
     return _setting(spec, str(path), "noop-embedder", "noop", {**sizes, **options})
+
+
+def noop_reranker(path: Path) -> dict[str, Any]:
+    """A reranker without weights. Its scores are from -1 to 1."""
+    one = noop_embedder(path, dimensions=1)
+    return {**one, "spec": {**one["spec"], "kind": "rerank"}, "names": ["noop-reranker"]}
 
 
 def _setting(

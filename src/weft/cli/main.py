@@ -232,6 +232,75 @@ def generate(
 
 
 @app.command()
+def embed(
+    texts: Annotated[list[str] | None, typer.Argument(metavar="TEXT", hidden=True)] = None,
+    input: Annotated[
+        Path | None,
+        typer.Option("--input", "-i", metavar="PATH", help="A file of JSON lines; '-': standard input."),
+    ] = None,
+    lines: Annotated[
+        Path | None,
+        typer.Option(
+            "--lines", metavar="PATH", help="A file with one text in each line; '-': standard input."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="PATH", help="Write the vectors to this file."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Write numbers with spaces between them instead of JSON lines.")
+    ] = False,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            help="'default' (all-MiniLM-L6-v2), 'hf:owner/name', or the path of an embedding model.",
+        ),
+    ] = "default",
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND", help="query or document: the prompt of the model to put before each text."
+        ),
+    ] = None,
+    dimensions: Annotated[
+        int | None, typer.Option(metavar="N", help="Keep this many numbers of each vector.")
+    ] = None,
+    truncate: Annotated[bool, typer.Option("--truncate", help="Cut long texts instead of an error.")] = False,
+    threads: Threads = None,
+    quantize: Quantize = None,
+) -> None:
+    """Make vectors of texts.
+
+    TEXT is one text; several may be given. Without TEXT, --lines and --input, standard input has one text in each line.
+
+    A line of --input is a string, or an object with "text" and optionally "id". Each text gets one output line, in the
+    order of the input: {"index": 0, "embedding": [...]}, or with the "id". A line that fails gets an error and does not
+    stop the others. Exit code 1: some failed.
+    """
+    from weft.cli.embed import embed_command
+
+    embed_command(
+        texts or [],
+        input_path=input,
+        lines_path=lines,
+        output_path=output,
+        overwrite=overwrite,
+        plain=plain,
+        model=model,
+        kind=kind,  # type: ignore[arg-type]
+        dimensions=dimensions,
+        truncate=truncate,
+        threads=threads,
+        quantize=quantize,
+    )
+
+
+@app.command()
 def chat(
     model: Model = "default",
     system: Annotated[

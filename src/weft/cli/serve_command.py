@@ -129,6 +129,8 @@ def _announce(
     url = f"{address}/v1"
     message = f"Serving the APIs of OpenAI at {url}, of Anthropic and Ollama at {address}"
     of_ollama: dict[str, Any] = {}
+    others = [each.names[0] for each in vector_models]
+    of_vectors: dict[str, Any] = {"vector_models": others} if others else {}
     if started.ollama_port is not None:
         of_ollama = {"ollama_url": f"http://{host}:{started.ollama_port}"}
         message += f", of Ollama also at {of_ollama['ollama_url']}"
@@ -161,11 +163,7 @@ def _announce(
         version=__version__,
         model=settings.names[0],
         url=url,
-        **(
-            {"vector_models": [name for each in vector_models for name in each.names[:1]]}
-            if vector_models
-            else {}
-        ),
+        **of_vectors,
         **of_ollama,
         weight_bytes=weights,
         kv_cache_bytes=kv_cache,

@@ -20,6 +20,9 @@ NO_STEP: Any = None
 """Stands for the step of a recorded forward pass. Recording reads nothing of it."""
 
 
+GateKind = Literal["silu_mul", "gelu_tanh_mul", "gelu_mul", "gelu", "gelu_tanh", "tanh"]
+
+
 @dataclass(eq=False)
 class Buffer:
     """An array with one row per token of the step, or one row per token with logits."""
@@ -32,19 +35,28 @@ class Embed:
     table: Any
     scale: float
     output: Buffer
+    index: Literal["tokens", "positions", "types"] = "tokens"
+    first: int = 0
+    """The row of the table for the index 0."""
 
 
 @dataclass(frozen=True, eq=False)
 class Norm:
+    """An RMS norm; a layer norm if `is_centred`."""
+
     input: Buffer
     weight: Any
     epsilon: float
     output: Buffer
+    bias: Any | None = None
+    is_centred: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Gate:
-    kind: Literal["silu_mul", "gelu_tanh_mul"]
+    """An activation. Those with "mul" take rows of [gate | up]."""
+
+    kind: GateKind
     input: Buffer
     output: Buffer
 
@@ -71,6 +83,30 @@ class Attention:
     queries: Buffer
     layer: int
     pattern: int
+    output: Buffer
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """Changes Q and K of the rows in place. Nothing is written to a cache."""
+
+    rows: Buffer
+    pattern: int
+    norm: QkNorm | None
+
+
+@dataclass(frozen=True, eq=False)
+class TextAttention:
+    """Attention over whole texts."""
+
+    input: Buffer
+    pattern: int
+    output: Buffer
+
+
+@dataclass(frozen=True, eq=False)
+class MeanRows:
+    input: Buffer
     output: Buffer
 
 
@@ -109,7 +145,19 @@ class ScaleAndCap:
 
 
 Operation = (
-    Embed | Norm | Gate | Product | RopeAndWrite | Attention | Mixture | Add | SelectRows | ScaleAndCap
+    Embed
+    | Norm
+    | Gate
+    | Product
+    | RopeAndWrite
+    | Attention
+    | Rope
+    | TextAttention
+    | MeanRows
+    | Mixture
+    | Add
+    | SelectRows
+    | ScaleAndCap
 )
 
 
@@ -136,26 +184,26 @@ class RecordingOps:
 
     def embedding(self, prepared: Recording, table: Any, scale: float = 1.0) -> Buffer:
         output = Buffer(table.inputs)
-        self._record(Embed(table, scale, output))
+        self.record(Embed(table, scale, output))
         return output
 
     def select_logit_rows(self, prepared: Recording, hidden: Buffer) -> Buffer:
         output = Buffer(hidden.columns)
-        self._record(SelectRows(hidden, output))
+        self.record(SelectRows(hidden, output))
         return output
 
     def scale_and_cap(self, logits: Buffer, scale: float, cap: float | None) -> Buffer:
-        self._record(ScaleAndCap(logits, scale, cap))
+        self.record(ScaleAndCap(logits, scale, cap))
         return logits
 
     def linear(self, inputs: Buffer, weight: Any) -> Buffer:
         output = Buffer(weight.outputs)
-        self._record(Product(inputs, weight, output))
+        self.record(Product(inputs, weight, output))
         return output
 
     def rms_norm(self, inputs: Buffer, weight: Any, epsilon: float) -> Buffer:
         output = Buffer(inputs.columns)
-        self._record(Norm(inputs, weight, epsilon, output))
+        self.record(Norm(inputs, weight, epsilon, output))
         return output
 
     def rope_and_write(
@@ -167,37 +215,37 @@ class RecordingOps:
         pattern: int,
         norm: QkNorm | None = None,
     ) -> Buffer:
-        self._record(RopeAndWrite(qkv, layer, pattern, norm))
+        self.record(RopeAndWrite(qkv, layer, pattern, norm))
         return qkv
 
     def paged_attention(
         self, prepared: Recording, queries: Buffer, cache: Any, layer: int, pattern: int
     ) -> Buffer:
         output = Buffer(prepared.shape.heads * prepared.shape.head_size)
-        self._record(Attention(queries, layer, pattern, output))
+        self.record(Attention(queries, layer, pattern, output))
         return output
 
     def silu_mul(self, gate_up: Buffer) -> Buffer:
-        return self._gate("silu_mul", gate_up)
+        return self.gate("silu_mul", gate_up)
 
     def gelu_tanh_mul(self, gate_up: Buffer) -> Buffer:
-        return self._gate("gelu_tanh_mul", gate_up)
+        return self.gate("gelu_tanh_mul", gate_up)
 
     def mixture(self, inputs: Buffer, router: Any, experts: Any, per_token: int, normalise: bool) -> Buffer:
         output = Buffer(inputs.columns)
-        self._record(Mixture(inputs, router, experts, per_token, normalise, output))
+        self.record(Mixture(inputs, router, experts, per_token, normalise, output))
         return output
 
     def add(self, left: Buffer, right: Buffer, scale: float = 1.0) -> Buffer:
-        self._record(Add(left, right, scale))
+        self.record(Add(left, right, scale))
         return left
 
-    def _gate(self, kind: Literal["silu_mul", "gelu_tanh_mul"], gate_up: Buffer) -> Buffer:
-        output = Buffer(gate_up.columns // 2)
-        self._record(Gate(kind, gate_up, output))
+    def gate(self, kind: GateKind, rows: Buffer) -> Buffer:
+        output = Buffer(rows.columns // 2 if kind.endswith("mul") else rows.columns)
+        self.record(Gate(kind, rows, output))
         return output
 
-    def _record(self, operation: Operation) -> None:
+    def record(self, operation: Operation) -> None:
         assert self.recording is not None, "a forward pass begins with `prepare`"
         self.recording.operations.append(operation)
 
@@ -241,7 +289,6 @@ def fused(operations: Sequence[Operation], kept: set[Buffer]) -> list[Instructio
             writers[operation.output] = operation
             is_fused = has_one_reader(operation.output) and isinstance(readers[operation.output][0], Product)
             if not is_fused:
-                assert isinstance(operation, Norm), "a gate is always followed by one product"
                 instructions.append(operation)
         elif isinstance(operation, Product):
             before = writers.get(operation.input)
@@ -265,7 +312,12 @@ def read_by(instruction: Instruction) -> Iterator[Buffer]:
     match instruction:
         case Embed():
             pass
-        case RopeAndWrite(rows=buffer) | Attention(queries=buffer) | ScaleAndCap(values=buffer):
+        case (
+            RopeAndWrite(rows=buffer)
+            | Rope(rows=buffer)
+            | Attention(queries=buffer)
+            | ScaleAndCap(values=buffer)
+        ):
             yield buffer
         case Add(left=left, right=right):
             yield left

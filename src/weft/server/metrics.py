@@ -265,8 +265,8 @@ class _EngineMetrics:
     def __init__(
         self, families: Mapping[str, Any], labels: Mapping[str, str], series: Sequence[EngineSeries]
     ) -> None:
-        names = ("engine_restarts", "engine_stalls", "engine_up", "num_requests_waiting")
-        names = (*names, *(one.name for one in series))
+        own = ("engine_restarts", "engine_stalls", "engine_up", "num_requests_waiting")
+        names = (*own, *(one.name for one in series))
         children = {name: families[name].labels(**labels) for name in names}
         self._restarts = _MirroredCounter(children["engine_restarts"])
         self._stalls = _MirroredCounter(children["engine_stalls"])

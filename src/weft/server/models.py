@@ -74,6 +74,12 @@ class ModelRegistry:
             message = f"the model {name!r:.200} {_DOES[uses[0]]}; send its requests to {_ROUTES[uses[0]]}"
             raise refusal(message, "model", "wrong_model")
 
+    def engine_of_route(self, path: str) -> EngineClient | None:
+        """The engine that answers the requests of a route; None: the server has no model for it."""
+        if path == _ROUTES["embed"]:
+            return None if self.embedder is None else self.embedder.engine
+        return self.generator
+
     def vector_model(self, name: str) -> VectorModel | None:
         """The model with this name, if it makes vectors or scores; None: the model that generates. Raises a 404."""
         use = self._known_uses(name)[0]

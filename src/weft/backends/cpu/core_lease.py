@@ -20,7 +20,7 @@ import threading
 import time
 from queue import SimpleQueue
 
-_PLACES = 64
+_PLACES = 8
 """How many processes the file has room for."""
 _NEXT, _CORES = 8 * _PLACES, 8 * _PLACES + 1
 _MAX_WAIT = 1.0
@@ -70,9 +70,7 @@ class CoreLease:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _CORES)
 
     def _longest_step_of_others(self) -> float:
-        seconds = self._seconds[:_PLACES].tolist()
-        seconds[self._place] = 0.0
-        return float(max(seconds))
+        return max(self._seconds[place] for place in range(_PLACES) if place != self._place)
 
     def _try(self) -> bool:
         """Takes the lease if no process holds it or waits for it."""

@@ -10,6 +10,7 @@ is its separator, so a single text has type 0 throughout.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from weft.backends.cpu.core_lease import CoreLease
+from weft.backends.cpu.kernels import has_kernels, instruction_set
+from weft.backends.cpu.packed_weights import check_quantize, keep_packed
 from weft.backends.cpu.step_thread import QueuedStep, StepThread
 from weft.backends.cpu.threads import thread_count
 from weft.config import KvCachePoolConfig
@@ -26,7 +29,7 @@ from weft.loading.checkpoint import Checkpoint, open_checkpoint
 from weft.loading.embedding_files import dense_layers, embedding_spec, separator_id
 from weft.models.text_model import HeadLayer, TextModel, build_text_model
 from weft.ops.reference_texts import ReferenceTextOps
-from weft.ops.texts import TextIndices
+from weft.ops.texts import TextIndices, TextOps
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import Failure, FailureKind, Grammar, RequestId
 
@@ -166,11 +169,15 @@ def open_embedder(
             f"{checkpoint.path}: is neither an embedding model nor a reranker: it has no modules.json, no "
             "...ForSequenceClassification in config.json, and no pooling_type; use it as a model that generates text"
         )
+    is_native = dtype is None and has_kernels()
+    check_quantize(quantize, checkpoint, is_native)
     try:
         dense = [HeadLayer(layer.weight, layer.bias, layer.activation) for layer in dense_layers(checkpoint)]
-        layout, metadata, tensors = checkpoint.layout, checkpoint.metadata, checkpoint.tensors
-        ops = ReferenceTextOps(np.float32 if dtype is None else dtype)
-        model = build_text_model(layout, metadata, tensors, ops, spec, dense)
+        forward: Forward | None = None
+        if is_native:
+            model, forward = _native(checkpoint, spec, dense, threads, quantize)
+        else:
+            model = _build(checkpoint, ReferenceTextOps(np.float32 if dtype is None else dtype), spec, dense)
     except ModelFileError as error:
         raise _named(checkpoint, error) from error
     separator = separator_id(checkpoint)
@@ -179,7 +186,37 @@ def open_embedder(
             f"{checkpoint.path}: sep_token: missing; without it weft cannot tell the texts of a pair apart"
         )
     lease = None if core_lease is None else CoreLease(*core_lease)
-    return EmbedderBackend(model, separator, lease=lease)
+    return EmbedderBackend(model, separator, forward, lease)
+
+
+def _build(
+    checkpoint: Checkpoint, ops: TextOps, spec: EmbeddingSpec, dense: Sequence[HeadLayer]
+) -> TextModel:
+    return build_text_model(checkpoint.layout, checkpoint.metadata, checkpoint.tensors, ops, spec, dense)
+
+
+def _native(
+    checkpoint: Checkpoint,
+    spec: EmbeddingSpec,
+    dense: Sequence[HeadLayer],
+    threads: int,
+    quantize: Quantize | None,
+) -> tuple[TextModel, Forward]:
+    """The model, and the C++ program recorded from it."""
+    from weft import _kernels
+    from weft.ops.cpu.program import record_texts
+    from weft.ops.cpu.text_ops import CpuTextOps
+    from weft.ops.cpu.weights import PACKING_VERSION, Packing
+    from weft.ops.recording import NO_STEP
+
+    if (name := instruction_set()) is not None:
+        _kernels.use(name)
+    ops = CpuTextOps(Packing(quantize))
+    model = _build(checkpoint, ops, spec, dense)
+    # The same files may also generate text, with other packed weights.
+    keep = keep_packed(checkpoint, f"texts-{quantize or 'stored'}-{PACKING_VERSION}", threads)
+    pool = _kernels.Pool(threads)
+    return model, record_texts(lambda: model.forward(NO_STEP), ops, keep, pool, spec.pooling)
 
 
 def _named(checkpoint: Checkpoint, error: ModelFileError) -> ModelFileError:

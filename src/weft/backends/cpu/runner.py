@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,6 +17,7 @@ import numpy as np
 from weft.backends.cpu.core_lease import CoreLease
 from weft.backends.cpu.kernels import has_kernels, instruction_set
 from weft.backends.cpu.memory_budget import MemoryBudget
+from weft.backends.cpu.packed_weights import check_quantize, keep_packed
 from weft.backends.cpu.prefault import Prefaulter
 from weft.backends.cpu.step_thread import QueuedStep, StepThread
 from weft.backends.cpu.swap import HostSwap
@@ -28,8 +29,6 @@ from weft.backends.step_arrays import PreparedStep, Rows, SampledEntries, Scored
 from weft.config import KvCachePoolConfig
 from weft.errors import InvalidRequestError, ModelFileError
 from weft.loading.checkpoint import Checkpoint, open_checkpoint
-from weft.loading.formats import SAFETENSORS_FORMATS as FLOAT_FORMATS
-from weft.loading.packed import identity_of, open_packed, packed_path
 from weft.models.decoder import Decoder
 from weft.models.registry import build_config, build_decoder
 from weft.ops.base import StepIndices, TwoTierCache
@@ -297,7 +296,7 @@ def open_cpu_backend(
     threads = thread_count(threads)
     memory = host_memory()
     is_native = dtype is None and has_kernels()
-    _check_quantize(quantize, checkpoint, is_native)
+    check_quantize(quantize, checkpoint, is_native)
     try:
         model_context = build_config(layout, metadata, tensors).max_context
         if max_context is not None:
@@ -328,48 +327,14 @@ def open_native(
     from weft.backends.cpu.native_sampler import NativeSampler
     from weft.ops.cpu.program import record
     from weft.ops.cpu.recording_ops import CpuOps
-    from weft.ops.cpu.weights import PACKING_VERSION, Packing, in_memory
+    from weft.ops.cpu.weights import PACKING_VERSION, Packing
     from weft.ops.recording import NO_STEP
 
     if (name := instruction_set()) is not None:
         _kernels.use(name)
     ops = CpuOps(Packing(quantize))
     decoder = build_decoder(checkpoint.layout, checkpoint.metadata, checkpoint.tensors, ops, max_context)
-    variant = f"{quantize or 'stored'}-{PACKING_VERSION}"
-    files = checkpoint.files
-
-    def keep(sizes: Mapping[str, int], fill: Callable[[str, np.ndarray], None]) -> dict[str, np.ndarray]:
-        with MemoryBudget(memory or host_memory(), sum(sizes.values())).for_weights():
-            if files:  # a random model has no files, and nothing worth keeping
-                path = packed_path(checkpoint.path, variant)
-                identity = identity_of(files, variant)
-                pieces = open_packed(path, identity, sizes, fill, _kernels.checksum, threads)
-                if pieces is not None:
-                    return pieces
-            return in_memory(sizes, fill)
-
+    keep = keep_packed(checkpoint, f"{quantize or 'stored'}-{PACKING_VERSION}", threads, memory)
     pool = _kernels.Pool(threads)
     forward = record(lambda: decoder.forward(NO_STEP, None), decoder.logits, ops, keep, pool)
     return decoder, Native(forward, NativeSampler(pool), pool)
-
-
-def _check_quantize(quantize: str | None, checkpoint: Checkpoint, is_native: bool) -> None:
-    if quantize is None:
-        return
-    if quantize not in ("int8", "int4"):
-        raise InvalidRequestError(f"quantize is {quantize!r}; allowed: int8, int4", field="quantize")
-    if not is_native:
-        raise InvalidRequestError(
-            "quantize needs the C++ kernels, and this install of weft has none (`weft doctor` says why)",
-            field="quantize",
-        )
-    if all(
-        tensor.format_name not in FLOAT_FORMATS
-        for tensor in checkpoint.tensors.values()
-        if len(tensor.shape) > 1
-    ):
-        raise InvalidRequestError(
-            f"quantize is {quantize!r}, but the weights of {checkpoint.path.name} are quantised already "
-            f"({checkpoint.stored_as})",
-            field="quantize",
-        )

@@ -16,32 +16,42 @@ from weft.ops.recording import (
     Buffer,
     Embed,
     FusedProduct,
+    Gate,
     Instruction,
+    MeanRows,
     Mixture,
     Norm,
     Recording,
+    Rope,
     RopeAndWrite,
     ScaleAndCap,
     SelectRows,
+    TextAttention,
     assigned_slots,
     fused,
 )
+from weft.ops.texts import Pooling, TextIndices
 
-_BEFORE = {"nothing": 0, "rms_norm": 1, "silu_mul": 2, "gelu_tanh_mul": 3}
+# Must equal the numbers of `Prologue` in csrc/kernels/kernels.h.
+_BEFORE = {
+    "nothing": 0,
+    "rms_norm": 1,
+    "silu_mul": 2,
+    "gelu_tanh_mul": 3,
+    "layer_norm": 4,
+    "gelu": 5,
+    "gelu_tanh": 6,
+    "gelu_mul": 7,
+    "tanh": 8,
+}
+_INDICES = {"tokens": 0, "positions": 1, "types": 2}
 
 
 def assemble(
     recording: Recording, rows: Buffer, logits: Buffer, logits_from: int, pool: _kernels.Pool
 ) -> _kernels.Program:
     """Builds the program of a recording. The operations from index `logits_from` on compute `logits` from `rows`."""
-    shape = recording.shape
-    ropes = list(dict.fromkeys(pattern.rope for pattern in recording.patterns))
-    program = _kernels.Program(
-        pool,
-        (shape.heads, shape.kv_heads, shape.head_size, shape.scale, shape.score_cap or 0.0),
-        [(rope.frequencies, rope.interleaved, rope.scale) for rope in ropes],
-        [(ropes.index(pattern.rope), pattern.window or 0) for pattern in recording.patterns],
-    )
+    program = _new_program(recording, pool)
     # The two parts are fused separately, because `NativeForward.logits` runs the second part alone, on other rows.
     instructions = fused(recording.operations[:logits_from], {rows})
     first_of_logits = len(instructions)
@@ -50,24 +60,54 @@ def assemble(
     for index, instruction in enumerate(instructions):
         if index == first_of_logits:
             program.begin_logits(slots[rows])
-        _append(program, instruction, slots)
+        _append(program, instruction, slots, recording)
     program.end_logits(slots[logits])
     return program
 
 
-def _append(program: _kernels.Program, instruction: Instruction, slots: dict[Buffer, int]) -> None:
+def assemble_texts(recording: Recording, rows: Buffer, pool: _kernels.Pool) -> _kernels.Program:
+    """Builds the program of a text model, which computes `rows`: one for each text."""
+    program = _new_program(recording, pool)
+    instructions = fused(recording.operations, {rows})
+    slots = assigned_slots(instructions, {rows}, program.buffer)
+    for instruction in instructions:
+        _append(program, instruction, slots, recording)
+    program.end_texts(slots[rows])
+    return program
+
+
+def _new_program(recording: Recording, pool: _kernels.Pool) -> _kernels.Program:
+    shape = recording.shape
+    ropes = list(dict.fromkeys(pattern.rope for pattern in recording.patterns))
+    return _kernels.Program(
+        pool,
+        (shape.heads, shape.kv_heads, shape.head_size, shape.scale, shape.score_cap or 0.0),
+        [(rope.frequencies, rope.interleaved, rope.scale) for rope in ropes],
+        [(ropes.index(pattern.rope), pattern.window or 0) for pattern in recording.patterns],
+    )
+
+
+def _append(
+    program: _kernels.Program, instruction: Instruction, slots: dict[Buffer, int], recording: Recording
+) -> None:
     match instruction:
         case Embed():
             [part] = instruction.table.parts
-            program.embed(_weight(part), slots[instruction.output], instruction.scale)
-        case Norm(weight=weight, epsilon=epsilon):
-            program.norm(slots[instruction.input], weight, epsilon, slots[instruction.output])
+            program.embed(
+                _weight(part),
+                slots[instruction.output],
+                instruction.scale,
+                _INDICES[instruction.index],
+                instruction.first,
+            )
+        case Norm() | Gate():
+            program.norm(slots[instruction.input], *_prologue(instruction), slots[instruction.output])
         case FusedProduct():
             _append_product(program, instruction, slots)
-        case RopeAndWrite(norm=norm):
+        case RopeAndWrite(norm=norm) | Rope(norm=norm):
             program.rope_and_write(
                 slots[instruction.rows],
-                instruction.layer,
+                instruction.layer if isinstance(instruction, RopeAndWrite) else -1,
                 instruction.pattern,
                 None if norm is None else norm.query,
                 None if norm is None else norm.key,
@@ -77,6 +117,11 @@ def _append(program: _kernels.Program, instruction: Instruction, slots: dict[Buf
             program.attention(
                 slots[instruction.queries], instruction.layer, instruction.pattern, slots[instruction.output]
             )
+        case TextAttention(pattern=pattern):
+            causal = recording.patterns[pattern].causal
+            program.text_attention(slots[instruction.input], pattern, causal, slots[instruction.output])
+        case MeanRows():
+            program.mean_rows(slots[instruction.input], slots[instruction.output])
         case Mixture(experts=experts):
             [router] = instruction.router.parts
             program.mixture(
@@ -100,8 +145,6 @@ def _append(program: _kernels.Program, instruction: Instruction, slots: dict[Buf
 
 
 def _append_product(program: _kernels.Program, instruction: FusedProduct, slots: dict[Buffer, int]) -> None:
-    before = instruction.before
-    kind = "nothing" if before is None else "rms_norm" if isinstance(before, Norm) else before.kind
     column = 0
     # How the previous part has prepared the input: True: quantised, False: as floats, None: there is no previous part.
     # If this part needs the same form, it reuses the prepared input (`again`).
@@ -109,9 +152,7 @@ def _append_product(program: _kernels.Program, instruction: FusedProduct, slots:
     for part in instruction.product.layer.parts:
         program.linear(
             slots[instruction.input],
-            _BEFORE[kind],
-            before.weight if isinstance(before, Norm) else None,
-            before.epsilon if isinstance(before, Norm) else 0.0,
+            *_prologue(instruction.before),
             _weight(part),
             slots[instruction.output],
             column,
@@ -121,6 +162,14 @@ def _append_product(program: _kernels.Program, instruction: FusedProduct, slots:
         )
         column += part.outputs
         prepared_quantised = part.is_quantised
+
+
+def _prologue(before: Norm | Gate | None) -> tuple[int, np.ndarray | None, np.ndarray | None, float]:
+    """The operation on rows before a product: its kind, the weight and bias of a norm, and its epsilon."""
+    if not isinstance(before, Norm):
+        return _BEFORE["nothing" if before is None else before.kind], None, None, 0.0
+    kind = "layer_norm" if before.is_centred else "rms_norm"
+    return _BEFORE[kind], before.weight, before.bias, before.epsilon
 
 
 def _weight(part: Part) -> _kernels.LinearWeight:
@@ -180,3 +229,27 @@ class NativeForward:
 
     def logits(self, rows: np.ndarray) -> np.ndarray:
         return self._program.logits(np.ascontiguousarray(rows))
+
+
+def record_texts(
+    forward: Callable[[], Buffer], ops: CpuOps, keep: Keep, pool: _kernels.Pool, pooling: Pooling
+) -> NativeTexts:
+    """Records the `forward` of a text model, packs its weights, and builds its program."""
+    rows = forward()
+    recording = ops.recording
+    assert recording is not None, "the forward pass was not recorded by these ops"
+    ops.packing.pack(keep)
+    return NativeTexts(assemble_texts(recording, rows, pool), pooling)
+
+
+class NativeTexts:
+    """Runs the program of a text model."""
+
+    def __init__(self, program: _kernels.Program, pooling: Pooling) -> None:
+        self.program = program
+        self._pooling = pooling
+
+    def forward(self, step: TextIndices) -> np.ndarray:
+        """One row for each text. The next call overwrites them."""
+        selected = step.starts[1:] - 1 if self._pooling == "last" else step.starts[:-1].copy()
+        return self.program.run_texts(step.token_ids, step.positions, step.types, step.starts, selected)

@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from weft.server.api import schema
 from weft.server.api.answer_format import Operation
+from weft.server.api.embeddings import PATH as EMBEDDINGS
 from weft.server.api.files import MAX_SECONDS, MIN_SECONDS, check_seconds, not_found
 from weft.server.api.listing import Page, counted_list, owner_of, page_parameters, page_query, page_response
 from weft.server.api.response_shapes import Shape
@@ -171,7 +172,7 @@ class _Batches:
             message = f"the body has {len(body)} bytes; allowed: {_MAX_BODY_BYTES}"
             raise ApiError(413, message, code="body_too_large")
         given, unknown = schema.read(BatchRequest, bytes(body))
-        endpoints = [path for path in self._services.formats if path.startswith("/v1/")]
+        endpoints = [path for path in self._services.formats if path.startswith("/v1/")] + [EMBEDDINGS]
         if given.endpoint not in endpoints:
             message = f"endpoint is {given.endpoint!r:.80}; allowed: {', '.join(endpoints)}"
             raise refusal(message, "endpoint")

@@ -36,11 +36,11 @@ class LineSender:
         delay, crashes = _FIRST_DELAY, 0
         while True:
             async with self._alone if crashes > 1 else nullcontext():
-                await self._wait_until_ready()
+                await self._wait_until_ready(endpoint)
                 reply = await self._services.send_internal(endpoint, body, request)
             if reply.status not in (429, 503):
                 return reply
-            is_dead = self._services.engine.state is not EngineState.READY
+            is_dead = not self._has_engine(endpoint)
             # A server that drains stops the engine itself.
             if reply.status == 503 and is_dead and not self._is_draining():
                 crashes += 1
@@ -49,7 +49,12 @@ class LineSender:
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LONGEST_DELAY)
 
-    async def _wait_until_ready(self) -> None:
+    def _has_engine(self, endpoint: str) -> bool:
+        """Whether the engine of this route is ready. Without a model for the route, its lines get errors at once."""
+        engine = self._services.models.engine_of_route(endpoint)
+        return engine is None or engine.state is EngineState.READY
+
+    async def _wait_until_ready(self, endpoint: str) -> None:
         """Waits until the engine is ready. Never returns while the server drains: the lines run after its restart."""
-        while self._is_draining() or self._services.engine.state is not EngineState.READY:
+        while self._is_draining() or not self._has_engine(endpoint):
             await asyncio.sleep(_LOOK_SECONDS)
