@@ -487,7 +487,9 @@ def test_file_search_puts_passages_into_the_prompt_and_cites_them(server: Server
     lines = one.send("POST", "/v1/chat/completions", {**body, "stream": True}).text.splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     deltas = [choice["delta"] for event in events for choice in event["choices"]]
-    assert [each["annotations"] for each in deltas if "annotations" in each] == [[cited]]
+    text = "".join(each.get("content") or "" for each in deltas)
+    [annotations] = [each["annotations"] for each in deltas if "annotations" in each]
+    assert annotations == [{**cited, "index": len(text)}]
     one.send("DELETE", f"/v1/vector_stores/{store}")
 
 
