@@ -274,9 +274,7 @@ class LLM:
         expect before a query or a document. `dimensions` keeps the first numbers of each vector, scaled to length 1
         again; only models that were trained for it (Matryoshka) keep their quality. `truncate` cuts long texts.
         """
-        vectors = self.vectors.embed(
-            [texts] if isinstance(texts, str) else texts, kind, dimensions, truncate
-        )
+        vectors = self.vectors.embed([texts] if isinstance(texts, str) else texts, kind, dimensions, truncate)
         return vectors[0] if isinstance(texts, str) else vectors
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:

@@ -123,12 +123,12 @@ def test_passages_are_numbered_before_the_question() -> None:
 
 def test_citations_are_the_numbers_in_the_answer_or_else_the_best_passage() -> None:
     found = citations("One [2]. Two [1, 2] and [7] [x].", SOURCES)
-    assert [(one.source.file_id, one.index) for one in found] == [
+    assert [(one.source.file_id, one.offset) for one in found] == [
         ("file-b", 4),
         ("file-a", 13),
         ("file-b", 13),
     ]
-    assert [(one.source.file_id, one.index) for one in citations("No number.", SOURCES)] == [("file-a", 10)]
+    assert [(one.source.file_id, one.offset) for one in citations("No number.", SOURCES)] == [("file-a", 10)]
     assert citations("", SOURCES) == [] and citations("text", []) == []
 
 

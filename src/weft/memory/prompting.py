@@ -40,7 +40,7 @@ class Source(msgspec.Struct, frozen=True):
 
 class Citation(NamedTuple):
     source: Source
-    index: int
+    offset: int
     """Characters of the answer before the citation."""
 
 

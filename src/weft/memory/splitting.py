@@ -101,7 +101,7 @@ def _strengths(document: Document, starts: Sequence[int], ends: Sequence[int]) -
     text = document.text
     headings = {mark.start for mark in document.headings}
     blocks = {*document.paragraphs, *(mark.start for mark in document.pages)}
-    found = []
+    found: list[int] = []
     before = 0
     for start, end in zip(starts, ends, strict=True):
         gap = text[before:start]

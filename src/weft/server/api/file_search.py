@@ -71,7 +71,7 @@ class FoundPassages:
         return [
             {
                 "type": "file_citation",
-                "index": one.index,
+                "index": one.offset,
                 "file_id": one.source.file_id,
                 "filename": one.source.name,
             }

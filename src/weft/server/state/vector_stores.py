@@ -328,7 +328,10 @@ def add_batch(connection: Connection, store: VectorStore, batch_id: str, now: fl
 def find_batch(connection: Connection, store: int, batch_id: str) -> FileBatch | None:
     query = "SELECT id, store, created_at, is_cancelled FROM vector_store_batches WHERE id = ? AND store = ?"
     row = connection.execute(query, (batch_id, store)).fetchone()
-    return None if row is None else FileBatch(*row[:3], bool(row[3]))
+    if row is None:
+        return None
+    found_id, number, created_at, is_cancelled = row
+    return FileBatch(found_id, number, created_at, bool(is_cancelled))
 
 
 def cancel_batch(connection: Connection, batch: FileBatch) -> None:
@@ -349,8 +352,8 @@ def _expiry(details: StoreDetails, now: float) -> float | None:
 
 
 def _store(*row: Any) -> VectorStore:
-    return VectorStore(*row[:-1], msgspec.json.decode(row[-1], type=StoreDetails))
+    return VectorStore(*(*row[:-1], msgspec.json.decode(row[-1], type=StoreDetails)))
 
 
 def _file(*row: Any) -> AttachedFile:
-    return AttachedFile(*row[:-1], msgspec.json.decode(row[-1], type=FileDetails))
+    return AttachedFile(*(*row[:-1], msgspec.json.decode(row[-1], type=FileDetails)))
