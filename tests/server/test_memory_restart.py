@@ -7,6 +7,7 @@ import random
 import signal
 import sqlite3
 import threading
+import time
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,8 @@ from server_process import Server, running_server, wait_for
 
 NUM_KILLS = int(os.environ.get("WEFT_MEMORY_KILLS", "10"))
 _PARAGRAPHS = (1, 6, 250)
+_DOCUMENTS = 8
+"""Attached in the life of a server."""
 
 _SMALL = {"type": "static", "static": {"max_chunk_size_tokens": 100, "chunk_overlap_tokens": 50}}
 """So that the longest documents are added in several transactions."""
@@ -42,9 +45,9 @@ def check_whole(client: MemoryClient, store: str, known: dict[str, int]) -> int:
 
 
 def attach_until_dead(client: MemoryClient, store: str, seeds: list[int], known: dict[str, int]) -> None:
-    """Attaches documents until the server dies. `known` gets those whose attachment was acknowledged."""
+    """Attaches documents until there are enough, or the server dies. `known` gets those that were acknowledged."""
     try:
-        while True:
+        for _ in range(_DOCUMENTS):
             seed = len(seeds)
             seeds.append(seed)
             _, text = document(seed, _PARAGRAPHS[seed % 3])
@@ -53,15 +56,38 @@ def attach_until_dead(client: MemoryClient, store: str, seeds: list[int], known:
         return
 
 
-def kill_later(server: Server, seconds: float) -> None:
-    threading.Timer(seconds, server.process.send_signal, [signal.SIGKILL]).start()
+def kill_later(server: Server, state: Path, chance: random.Random) -> threading.Thread:
+    """Kills the server after a random time. Every other time it waits first until a document is in part in the
+    database."""
+    waits_for_part, seconds = chance.random() < 0.5, chance.random()
+
+    def kill() -> None:
+        give_up_at = time.monotonic() + 30
+        while waits_for_part and not num_partial(state) and time.monotonic() < give_up_at:
+            time.sleep(0.005)
+        time.sleep(seconds * (0.2 if waits_for_part else 2))
+        server.process.send_signal(signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    return thread
+
+
+def num_partial(state: Path) -> int:
+    """Documents that have passages and are not completed."""
+    query = (
+        "SELECT COUNT(DISTINCT file) FROM passages WHERE file NOT IN"
+        " (SELECT number FROM vector_store_files WHERE status = 'completed')"
+    )
+    with closing(sqlite3.connect(state / "state.db", timeout=30)) as connection:
+        return int(connection.execute(query).fetchone()[0])
 
 
 def test_after_kill_9_every_acknowledged_document_is_found_and_none_in_half(
     default_model_path: Path, tmp_path: Path
 ) -> None:
     chance = random.Random(26)
-    settings = {"state_path": str(tmp_path), "vector_models": noop_memory(seconds_per_step=0.002)}
+    settings = {"state_path": str(tmp_path), "vector_models": noop_memory(seconds_per_step=0.01)}
     known: dict[str, int] = {}
     seeds: list[int] = []
     store = ""
@@ -70,14 +96,14 @@ def test_after_kill_9_every_acknowledged_document_is_found_and_none_in_half(
         with running_server(default_model_path, **settings) as server:
             client = MemoryClient(server)
             store = store or client.create(name="crash")
-            kill_later(server, 0.1 + 1.5 * chance.random())
+            killing = kill_later(server, tmp_path, chance)
             attach_until_dead(client, store, seeds, known)
+            killing.join()
             server.process.wait()
         with closing(sqlite3.connect(tmp_path / "state.db")) as connection:
             query = "SELECT id, status FROM vector_store_files"
             rows = dict(connection.execute(query).fetchall())
-            cut = "SELECT COUNT(DISTINCT file) FROM passages WHERE file NOT IN (SELECT number FROM vector_store_files WHERE status = 'completed')"
-            num_cut += connection.execute(cut).fetchone()[0]
+        num_cut += num_partial(tmp_path)
         assert known.keys() <= rows.keys(), "an acknowledged document was lost"
     with running_server(default_model_path, **settings) as server:
         client = MemoryClient(server)

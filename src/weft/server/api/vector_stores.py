@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +17,7 @@ from weft.server.api.files import not_found as file_not_found
 from weft.server.api.listing import counted_list, owner_of, page_parameters, page_query, page_response
 from weft.server.api.services import Services
 from weft.server.api.vector_store_shapes import (
+    MAX_FILES,
     MAX_FILES_AT_ONCE,
     MAX_STORES,
     DeletedStore,
@@ -40,6 +42,7 @@ from weft.server.errors import ApiError, json_response, refusal, warning_header
 from weft.server.http.bodies import read_body
 from weft.server.logs import current_record
 from weft.server.memory.search import SearchRequest, store_not_found
+from weft.server.plain_requests import PlainRequest
 from weft.server.state import files as file_rows
 from weft.server.state import vector_stores as rows
 from weft.server.state.vector_stores import FileDetails, StoreDetails, VectorStore
@@ -186,7 +189,12 @@ class _VectorStores:
         return json_response({"id": deleted, "object": "vector_store.deleted", "deleted": True})
 
     async def search(self, request: Request) -> Response:
-        given, unknown = await read_request(request, StoreSearch)
+        return await self._services.plain_requests.handle(
+            request, StoreSearch, partial(self._search, request)
+        )
+
+    async def _search(self, request: Request, plain: PlainRequest[StoreSearch]) -> Response:
+        given = plain.fields
         queries = checked_queries(given.query)
         asked = SearchRequest(
             owner_of(request),
@@ -195,7 +203,7 @@ class _VectorStores:
             checked_count(given.max_num_results),
             checked_filter(given.filters),
             **checked_ranking(given.ranking_options),
-            client_id=owner_of(request),
+            client_id=plain.client_id,
         )
         found = await self._services.memory.search(asked)
         content = {
@@ -205,7 +213,7 @@ class _VectorStores:
             "has_more": False,
             "next_page": None,
         }
-        return json_response(content, headers=warning_header(unknown))
+        return counted_list(request, content)
 
 
 async def read_request(request: Request, kind: type[T], *, nulls: bool = False) -> tuple[Any, list[str]]:
@@ -236,8 +244,6 @@ def attach(
     batch_id: str | None = None,
 ) -> None:
     """Attaches files of the owner: all, or none if one does not exist."""
-    from weft.server.api.vector_store_shapes import MAX_FILES
-
     if len(files) > MAX_FILES_AT_ONCE:
         raise refusal(f"{len(files)} files are attached at once; allowed: {MAX_FILES_AT_ONCE}", "file_ids")
     total = rows.count_files(connection, store.number).total + len(files)
