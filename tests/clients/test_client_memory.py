@@ -13,11 +13,24 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from server_process import MODEL, running_server
-from vector_models import embedder
+
+from weft.loading.default_model import DEFAULT_EMBEDDER_NAME
+from weft.loading.pull import pull
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide"
 PAGES = ("ollama.md", "health.md")
 QUESTION = "Which port do programs written for Ollama expect?"
+
+
+def embedder() -> dict[str, Any]:
+    path = str(pull(DEFAULT_EMBEDDER_NAME))
+    return {
+        "spec": {"kind": "embed", "pooling": "mean", "dimensions": 384, "max_tokens": 256},
+        "path": path,
+        "names": [DEFAULT_EMBEDDER_NAME],
+        "backend": "embedder",
+        "backend_options": {"checkpoint": path, "threads": 2},
+    }
 
 
 @pytest.fixture(scope="module")
