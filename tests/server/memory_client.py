@@ -94,7 +94,7 @@ class MemoryClient:
             found.update(self.get(f"/v1/vector_stores/{store}"))
             return found["status"] == "completed"
 
-        wait_for(is_read, 120)
+        wait_for(is_read, 600)
         counts: Mapping[str, int] = found["file_counts"]
         return counts
 

@@ -19,7 +19,7 @@ from server_process import Server, running_server, wait_for
 
 NUM_KILLS = int(os.environ.get("WEFT_MEMORY_KILLS", "10"))
 _PARAGRAPHS = (1, 6, 250)
-_DOCUMENTS = 8
+_DOCUMENTS = 8 if NUM_KILLS <= 20 else 4
 """Attached in the life of a server."""
 
 _SMALL = {"type": "static", "static": {"max_chunk_size_tokens": 100, "chunk_overlap_tokens": 50}}
@@ -92,7 +92,7 @@ def test_after_kill_9_every_acknowledged_document_is_found_and_none_in_half(
     seeds: list[int] = []
     store = ""
     num_cut = 0
-    for _ in range(NUM_KILLS):
+    for number in range(NUM_KILLS):
         with running_server(default_model_path, **settings) as server:
             client = MemoryClient(server)
             store = store or client.create(name="crash")
@@ -105,6 +105,7 @@ def test_after_kill_9_every_acknowledged_document_is_found_and_none_in_half(
             rows = dict(connection.execute(query).fetchall())
         num_cut += num_partial(tmp_path)
         assert known.keys() <= rows.keys(), "an acknowledged document was lost"
+        print(f"kill {number + 1}: {len(known)} documents, {num_cut} cut", flush=True)
     with running_server(default_model_path, **settings) as server:
         client = MemoryClient(server)
         check_whole(client, store, dict(random.Random(1).sample(sorted(known.items()), min(20, len(known)))))

@@ -148,7 +148,7 @@ def _text(item: Item) -> str:
 def _within_context(sources: Sequence[Source], max_tokens: int) -> list[Source]:
     """The best passages that leave room for the conversation."""
     room = max_tokens * _CHARACTERS_PER_TOKEN // _PROMPT_PART
-    found = []
+    found: list[Source] = []
     for one in sources:
         room -= len(one.text)
         if room < 0 and found:

@@ -109,9 +109,9 @@ def sources(connection: Connection, scores: Sequence[tuple[int, float]]) -> list
     for passage_id, score in scores:
         row = connection.execute(query, (passage_id,)).fetchone()
         if row is not None:
-            file_id, name, *rest, details = row
+            file_id, name, text, heading, page, start, end, details = row
             attributes = msgspec.json.decode(details, type=FileDetails).attributes
-            found.append(Source(file_id, name, score, *rest, attributes))
+            found.append(Source(file_id, name, score, text, heading, page, start, end, attributes))
     return found
 
 
