@@ -57,15 +57,15 @@ def attach_until_dead(client: MemoryClient, store: str, seeds: list[int], known:
 
 
 def kill_later(server: Server, state: Path, chance: random.Random) -> threading.Thread:
-    """Kills the server after a random time. Every other time it waits first until a document is in part in the
-    database."""
+    """Kills the server after a random time, or as soon as a document is in part in the database."""
     waits_for_part, seconds = chance.random() < 0.5, chance.random()
 
     def kill() -> None:
         give_up_at = time.monotonic() + 30
         while waits_for_part and not num_partial(state) and time.monotonic() < give_up_at:
             time.sleep(0.005)
-        time.sleep(seconds * (0.2 if waits_for_part else 2))
+        if not waits_for_part:
+            time.sleep(2 * seconds)
         server.process.send_signal(signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
