@@ -17,6 +17,7 @@ import openai
 import pytest
 from memory_client import MemoryClient, document, noop_memory
 from server_process import Server, api_key, running_server, wait_for
+from vector_models import RERANKER, reranker
 
 from weft.server.api.vector_store_shapes import (
     FileBatchObject,
@@ -409,6 +410,49 @@ def test_another_embedding_model_cannot_search_the_vectors(default_model_path: P
         file_id = client.attach(store, "more words")
         client.wait(store)
         assert "same embedding model" in client.file(store, file_id)["last_error"]["message"]
+
+
+def test_a_reranker_orders_the_passages_and_gives_the_scores(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    models = [*noop_memory(), reranker(tmp_path / "model")]
+    with running_server(default_model_path, vector_models=models) as server:
+        client = MemoryClient(server)
+        store = client.create()
+        client.attach(store, document(1, 30)[1])
+        client.wait(store)
+        query = document(1)[0]
+        reranked = client.search(store, query, max_num_results=5)
+        texts = [each["content"][0]["text"] for each in reranked]
+        asked = {"model": RERANKER, "query": query, "documents": texts}
+        scores = client.send("POST", "/v1/rerank", asked).json()["results"]
+        by_index = {each["index"]: each["relevance_score"] for each in scores}
+        assert [each["score"] for each in reranked] == pytest.approx([by_index[i] for i in range(len(texts))])
+        assert sorted(by_index.values(), reverse=True) == pytest.approx(
+            list(dict(sorted(by_index.items())).values())
+        )
+        plain = client.search(store, query, max_num_results=5, ranking_options={"ranker": "none"})
+        assert [each["score"] for each in plain] != [each["score"] for each in reranked]
+
+
+def test_a_second_server_with_the_same_folder_finds_what_the_first_adds_and_removes(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"state_path": str(tmp_path), "vector_models": noop_memory()}
+    with running_server(default_model_path, **settings) as first:
+        one = MemoryClient(first)
+        store = one.create()
+        names = [document(seed)[0] for seed in (1, 2)]
+        ids = [one.attach(store, document(1)[1])]
+        one.wait(store)
+        with running_server(default_model_path, **settings) as second:
+            two = MemoryClient(second)
+            assert two.search(store, names[0]) and two.named(store, names[1]) == []
+            ids.append(one.attach(store, document(2)[1]))
+            one.wait(store)
+            assert {each["file_id"] for each in two.search(store, names[1], max_num_results=50)} == {*ids}
+            one.send("DELETE", f"/v1/vector_stores/{store}/files/{ids[0]}")
+            assert {each["file_id"] for each in two.search(store, names[0], max_num_results=50)} == {ids[1]}
 
 
 def test_the_openai_package_uses_vector_stores_in_strict_types(server: Server) -> None:
