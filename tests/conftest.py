@@ -56,6 +56,11 @@ def default_model_path() -> Path:
 
 
 @pytest.fixture(scope="session")
+def default_embedder_path() -> Path:
+    return pull("all-MiniLM-L6-v2")
+
+
+@pytest.fixture(scope="session")
 def default_model_file(default_model_path: Path) -> GgufFile:
     return read_gguf(default_model_path)
 

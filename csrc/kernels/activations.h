@@ -11,12 +11,13 @@ namespace weft {
 class Activations {
  public:
   // Makes room for `rows` rows; quantise_row may then fill any of them on any thread. Previous content may be lost.
-  QuantisedRows at_least(int64_t rows, int64_t columns, bool with_outliers = true) {
+  QuantisedRows at_least(int64_t rows, int64_t columns, bool with_outliers = true, int64_t ratio = outlier_ratio) {
     const int64_t groups = (columns + group_inputs - 1) / group_inputs, blocks = (groups + scale_block_groups - 1) / scale_block_groups;
     const int64_t panels = (rows + panel_rows - 1) / panel_rows, padded = panels * panel_rows;
     view_ = QuantisedRows{groups, blocks, data_.at_least(padded * groups), scales_.at_least(padded * blocks)};
     if (with_outliers) {
-      view_.outlier_room = most_outliers(columns);
+      view_.ratio = ratio;
+      view_.outlier_room = most_outliers(columns, ratio);
       view_.outliers = outliers_.at_least(rows * view_.outlier_room);
       view_.outlier_counts = outlier_counts_.at_least(rows);
       view_.shared_outliers = shared_outliers_.at_least(rows * view_.outlier_room);

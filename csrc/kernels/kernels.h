@@ -81,6 +81,8 @@ struct Outlier {
 // An outlier is larger than this many times the mean magnitude of its row. With 12, about 7% of the groups of a chat
 // prompt have an outlier, and the noise of the logits is halved.
 constexpr int64_t outlier_ratio = 12;
+// For models of whole texts. The vector of a short text shows the noise of every product, and costs little.
+constexpr int64_t text_outlier_ratio = 8;
 
 // Activation rows in signed bytes. A scale block is 64 inputs of a row (two groups) that share one scale: value = code
 // * scale. The last scale block of a row may have fewer groups.
@@ -136,6 +138,7 @@ struct QuantisedRows {
 
   // Outliers of row r, by ascending input: outlier_counts[r] elements from outliers[r * outlier_room] on. Null:
   // outliers are not separated.
+  int64_t ratio = outlier_ratio;
   Outlier* outliers = nullptr;
   int32_t* outlier_counts = nullptr;    // [rows]
   int64_t outlier_room = 0;
@@ -173,8 +176,8 @@ constexpr int64_t quantise_scratch(int64_t columns) {
   return blocks * scale_block_inputs + (blocks + 7) / 8 * 8 * 4;
 }
 
-// At most this many values of a row can exceed `outlier_ratio` times the mean magnitude of the row.
-constexpr int64_t most_outliers(int64_t columns) { return columns / outlier_ratio + 1; }
+// At most this many values of a row can exceed `ratio` times the mean magnitude of the row.
+constexpr int64_t most_outliers(int64_t columns, int64_t ratio) { return columns / ratio + 1; }
 
 // Part of a product: rows [first_row, end_row) of the activations times strips [first_strip, end_strip) of the
 // weight. out = product + bias, or with `add` out += scale * (product + bias). The scale blocks of a row are added in

@@ -94,7 +94,7 @@ void quantise_row(const RowInput& input, int64_t columns, float* scratch, const 
   // A value with a magnitude above this is an outlier. If a value is not finite, the bound is infinite or NaN, and no
   // value is above it. The bound is at least 2^-100: near the smallest floats the mean is so inexact that most values
   // could exceed it.
-  float bound = out.outliers ? sum / static_cast<float>(columns) * static_cast<float>(outlier_ratio) : NAN;
+  float bound = out.outliers ? sum / static_cast<float>(columns) * static_cast<float>(out.ratio) : NAN;
   if (bound < 0x1p-100f) bound = 0x1p-100f;
   Outlier* outliers = out.outliers ? out.outliers + out_row * out.outlier_room : nullptr;
   int32_t taken = 0;

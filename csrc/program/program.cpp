@@ -226,7 +226,7 @@ void Program::execute_row(const Instruction& instruction, int64_t row) {
 void Program::PreparedRows::make_room(int64_t rows, int64_t row_columns, bool in_bytes) {
   columns = row_columns;
   is_quantised = in_bytes;
-  if (in_bytes) quantised = activations.at_least(rows, columns);
+  if (in_bytes) quantised = activations.at_least(rows, columns, true, ratio);
   else floats.at_least(rows * columns);
 }
 
@@ -250,7 +250,12 @@ void Program::prepare_rows(int64_t rows, int64_t columns, bool quantised, Get&& 
 
 // Multiplies the prepared rows.
 void Program::product(const Weight& weight, int64_t rows, float* out, int64_t out_stride, bool add, float scale) {
-  if (rows == 0) return;
+  if (rows > 0) product(prepared_.product_task(weight, rows, out, out_stride, add, scale));
+}
+
+void Program::product(const LinearTask& whole) {
+  const Weight& weight = *whole.weight;
+  const int64_t rows = whole.end_row;
   const int64_t row_items = ceil_divide(rows, most_rows_per_item);
   const int64_t rows_each = ceil_divide(ceil_divide(rows, row_items), panel_rows) * panel_rows;
   const int64_t strips = weight.strips();
@@ -258,7 +263,6 @@ void Program::product(const Weight& weight, int64_t rows, float* out, int64_t ou
   const int64_t most = pool_.threads() * items_per_thread, fewest = pool_.threads() * fewest_items_per_thread;
   const int64_t strips_each = ceil_divide(strips, std::min(strips, std::clamp(target_items, fewest, most)));
   const int64_t strip_items = ceil_divide(strips, strips_each);
-  const LinearTask whole = prepared_.product_task(weight, rows, out, out_stride, add, scale);
   pool_.run(row_items * strip_items, [&](int64_t item, int) {
     LinearTask task = whole;
     task.first_row = item % row_items * rows_each;
@@ -276,6 +280,10 @@ RowInput Program::input_of_linear(const Instruction& instruction, int64_t row) c
 void Program::linear(const Instruction& instruction, int64_t rows) {
   const Weight& weight = instruction.weight;
   rows_of(instruction.input, rows);
+  if (reads_rows_directly(instruction)) {
+    rows_of(instruction.output, rows);
+    return product(direct_task(instruction, 0, rows));
+  }
   if (!instruction.reuses_rows)
     prepare_rows(rows, weight.inputs, weight.quantised(),
                [&](int64_t row) { return input_of_linear(instruction, row); });
@@ -285,9 +293,17 @@ void Program::linear(const Instruction& instruction, int64_t rows) {
 
 // Runs on one worker thread. `make_room_for_blocks` has allocated all memory.
 void Program::linear_of_block(const Instruction& instruction, int64_t first, int64_t count, Worker& worker) {
+  if (reads_rows_directly(instruction)) return kernels().linear(direct_task(instruction, first, count));
   if (!instruction.reuses_rows) prepare_block(instruction, first, count, worker.prepared, worker);
   kernels().linear(worker.prepared.product_task(instruction.weight, count, row_of(instruction.output, first) + instruction.column,
                                       strides_[static_cast<size_t>(instruction.output)], instruction.add, instruction.scale));
+}
+
+// Float weights can read the rows where they are.
+LinearTask Program::direct_task(const Instruction& instruction, int64_t first, int64_t count) const {
+  return LinearTask{&instruction.weight, {}, row_of(instruction.input, first), strides_[static_cast<size_t>(instruction.input)], 0, count, 0,
+                    instruction.weight.strips(), row_of(instruction.output, first) + instruction.column,
+                    strides_[static_cast<size_t>(instruction.output)], instruction.add, instruction.scale};
 }
 
 void Program::prepare_block(const Instruction& instruction, int64_t first, int64_t count, PreparedRows& prepared, Worker& worker) {

@@ -143,7 +143,11 @@ class Program {
   // Runs a step of whole texts. Returns one row for each text, [texts, columns], valid until the next call.
   const float* forward_texts(const Step& step);
   // The last instruction writes this buffer. It takes the place of `begin_logits` and `end_logits`.
-  void end_texts(int rows_buffer) { begin_logits(rows_buffer); }
+  void end_texts(int rows_buffer) {
+    begin_logits(rows_buffer);
+    prepared_.ratio = text_outlier_ratio;
+    for (Worker& worker : workers_) worker.prepared.ratio = text_outlier_ratio;
+  }
   // Logits of the first `count` selected rows, or of the given rows.
   const float* logits(int64_t count);
   const float* logits_of(const float* rows, int64_t count);
@@ -197,7 +201,7 @@ class Program {
     Activations activations;
     QuantisedRows quantised{};   // the rows, quantised to bytes, for quantised weights
     Aligned<float> floats;       // the rows as floats, for other weights: [rows, columns]
-    int64_t columns = 0;
+    int64_t columns = 0, ratio = outlier_ratio;
     bool is_quantised = false;
 
     void make_room(int64_t rows, int64_t row_columns, bool in_bytes);
@@ -278,6 +282,11 @@ class Program {
   template <typename Get>
   void prepare_rows(int64_t rows, int64_t columns, bool quantised, Get&& get);
   void product(const Weight& weight, int64_t rows, float* out, int64_t out_stride, bool add, float scale);
+  void product(const LinearTask& whole);
+  static bool reads_rows_directly(const Instruction& instruction) {
+    return instruction.prologue == Prologue::nothing && !instruction.weight.quantised();
+  }
+  LinearTask direct_task(const Instruction& instruction, int64_t first, int64_t count) const;
   CacheLayer layer_of(int layer) const;
   StoreLayer store_of(int layer) const;
 

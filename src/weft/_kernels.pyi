@@ -62,13 +62,28 @@ class Program:
         """`shape`: heads, kv heads, head size, scale, cap (0: none). `patterns`: RoPE index, window (0: none)."""
 
     def buffer(self, columns: int) -> int: ...
-    def embed(self, table: LinearWeight, output: int, scale: float) -> None: ...
-    def norm(self, input: int, weight: NDArray[np.float32], epsilon: float, output: int) -> None: ...
+    def embed(
+        self, table: LinearWeight, output: int, scale: float, index: int = 0, first_row: int = 0
+    ) -> None:
+        """`index` selects the rows: 0 token ids, 1 positions, 2 types. `first_row` is added to them."""
+
+    def norm(
+        self,
+        input: int,
+        kind: int,
+        weight: NDArray[np.float32] | None,
+        bias: NDArray[np.float32] | None,
+        epsilon: float,
+        output: int,
+    ) -> None:
+        """An operation on rows, with the numbers of `linear`: a norm, an activation or a gate."""
+
     def linear(
         self,
         input: int,
         before: int,
         norm: NDArray[np.float32] | None,
+        norm_bias: NDArray[np.float32] | None,
         epsilon: float,
         weight: LinearWeight,
         output: int,
@@ -85,7 +100,27 @@ class Program:
         query_norm: NDArray[np.float32] | None,
         key_norm: NDArray[np.float32] | None,
         epsilon: float,
-    ) -> None: ...
+    ) -> None:
+        """With `layer` -1, K and V are not written to a cache."""
+
+    def text_attention(self, rows: int, pattern: int, causal: bool, output: int) -> None:
+        """Attention over whole texts, from packed Q, K and V."""
+
+    def mean_rows(self, input: int, output: int) -> None: ...
+    def end_texts(self, rows: int) -> None:
+        """The program computes one row for each text, in this buffer."""
+
+    def run_texts(
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        types: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        selected: NDArray[np.int64],
+    ) -> NDArray[np.float32]:
+        """Runs a step of whole texts. Returns one row for each: a view, valid until the next call. `selected` has a token
+        of each text, for `select_rows`."""
+
     def attention(self, queries: int, layer: int, pattern: int, output: int) -> None: ...
     def mixture(
         self,
@@ -259,6 +294,11 @@ def measure_products(pool: Pool, seconds: float) -> float:
 
 # Rows: each function works on every row alone; `out` may alias the input.
 def rms_norm(rows: Floats, weight: Floats, epsilon: float, out: Floats) -> None: ...
+def layer_norm(rows: Floats, weight: Floats, bias: Floats | None, epsilon: float, out: Floats) -> None: ...
+def gelu(rows: Floats, out: Floats) -> None: ...
+def gelu_tanh(rows: Floats, out: Floats) -> None: ...
+def tanh(rows: Floats, out: Floats) -> None: ...
+def gelu_mul(gate: Floats, up: Floats, out: Floats) -> None: ...
 def silu_mul(gate: Floats, up: Floats, out: Floats) -> None: ...
 def gelu_tanh_mul(gate: Floats, up: Floats, out: Floats) -> None: ...
 def add_scaled(left: Floats, right: Floats, scale: float, out: Floats) -> None:
@@ -288,6 +328,20 @@ def attend(
     a cache [blocks, layers, kv heads, block size, room]. A window or cap of 0 means none. `split` computes the
     context of a single query in segments, as several threads would. `two_tier`: a store [blocks, layers, kv heads,
     bytes], its bits, the tail blocks, and the store table of the request."""
+
+def attend_text(
+    rows: Floats,
+    heads: int,
+    kv_heads: int,
+    window: int,
+    causal: bool,
+    scale: float,
+    cap: float,
+    first: int,
+    end: int,
+    out: Floats,
+) -> None:
+    """Attention over one text of packed Q, K and V rows, for its tokens from `first` to `end` - 1."""
 
 def write_cache(key: Floats, value: Floats, cache: Codes, layer: int, kv_head: int, cell: int) -> None:
     """Writes key and value of one token and KV head to one layer of a cache."""

@@ -119,11 +119,11 @@ class LLM:
             "invariant": invariant,
         }
         device = registry.chosen(device, options)
+        engine_config = build_config(config, device)
         checkpoint = model if isinstance(model, Checkpoint) else _opened(model, progress)
         spec = embedding_spec(checkpoint) if checkpoint.has_text else None
         if spec is not None:
-            device = "embedder"
-        engine_config = build_config(config, device) if spec is None else vector_config(config, spec)
+            device, engine_config = "embedder", vector_config(config, spec)
         text = EmbeddingText(checkpoint, spec) if spec is not None else None
         if text is not None:
             self._text: ModelText | None = ModelText(text.tokenizer, None)

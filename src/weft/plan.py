@@ -222,6 +222,8 @@ class StepResult:
     failed_swaps: Mapping[int, str] = field(default_factory=dict)
     vectors: Mapping[RequestId, bytes] = field(default_factory=dict)
     """The vectors of prompts, if the model makes any: float32, little-endian."""
+    waited: float = 0.0
+    """Seconds for which the step waited for an engine on the same cores. They are no part of its cost."""
 
     @property
     def failed(self) -> bool:

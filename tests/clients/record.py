@@ -24,7 +24,7 @@ PAGES = {
     "browser": DOCS / "internals" / "testing.md",
 }
 AGENTS = ROOT / "tests" / "agents"
-PACKAGES = ("openai", "litellm", "langchain-openai", "llm", "instructor", "lm_eval")
+PACKAGES = ("openai", "litellm", "langchain-openai", "llm", "instructor", "lm_eval", "cohere")
 OFFLINE = ("unshare", "-rn", "sh", "-c", 'ip link set lo up; exec "$@"', "sh")
 """Runs a command in a network namespace with nothing but the loopback device."""
 LINE = re.compile(r"^tests/\w+/test_(\w+)\.py::(.+?) (PASSED|FAILED|ERROR|SKIPPED|X\w+)\b", re.M)

@@ -1,4 +1,4 @@
-"""langchain-openai: invoke, stream, batch, structured output and tools."""
+"""langchain-openai: invoke, stream, batch, structured output, tools and embeddings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import langchain_openai
 import pytest
 from client_questions import ABOUT_A_PERSON, ABOUT_WEATHER, QUESTION, TOOL, Person
 from langchain_core.messages import HumanMessage, ToolMessage
+from vector_models import DIMENSIONS, EMBEDDER
 
 TEXT = QUESTION[0]["content"]
 Chat = Callable[..., langchain_openai.ChatOpenAI]
@@ -64,3 +65,20 @@ def test_a_bound_tool_is_called_and_the_model_continues_after_its_result(chat: C
     result = ToolMessage("sunny", tool_call_id=call["id"])
     after = chat(20).bind_tools([TOOL]).invoke([question, answer, result])
     assert after.content or after.tool_calls
+
+
+def test_embeddings_are_those_of_the_server(base_url: str) -> None:
+    embeddings = langchain_openai.OpenAIEmbeddings(
+        model=EMBEDDER,
+        base_url=base_url,
+        api_key="secret",  # type: ignore[arg-type]
+        check_embedding_ctx_length=False,  # else it sends token ids of OpenAI's models
+    )
+    texts = ["How do I cook rice?", "Boil rice in water.", "The stock market fell."]
+    query, near, far = embeddings.embed_documents(texts)
+    assert len(query) == DIMENSIONS and embeddings.embed_query(texts[0]) == query
+
+    def similarity(other: list[float]) -> float:
+        return sum(a * b for a, b in zip(query, other, strict=True))
+
+    assert similarity(near) > 0.4 > similarity(far)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -79,7 +80,7 @@ def dense_weights(case: TextCase) -> list[np.ndarray]:
     numbers = np.random.default_rng(5)
     return [
         numbers.standard_normal((outputs, inputs)).astype(np.float32) / inputs**0.5
-        for inputs, outputs in zip(sizes[:-1], sizes[1:], strict=True)
+        for inputs, outputs in itertools.pairwise(sizes)
     ]
 
 

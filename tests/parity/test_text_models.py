@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from small_text_models import CASES, build, expected, texts, write_folder
+from small_text_models import CASES, SEPARATOR, build, expected, texts, write_folder
 
 from weft.backends.cpu.embedder import EmbedderBackend, open_embedder
 from weft.engine.serving import ServingEngine
+from weft.loading.checkpoint import open_checkpoint
+from weft.loading.embedding_files import embedding_spec
 from weft.request import InferenceRequest, SamplingParams
 
 
@@ -66,3 +69,46 @@ def test_the_kernels_agree_with_transformers_and_batches_change_no_bit(
                 assert alone.tobytes() == found[index].tobytes(), (instruction_set, len(asked[index]))
     finally:
         kernels.use(used)
+
+
+GGUF_CASES = [
+    "bert, mean",
+    "bert, first token",
+    "xlm-roberta",
+    "xlm-roberta, reranker",
+    "modernbert",
+    "qwen3",
+    "qwen3, reranker with yes and no",
+    "gemma3",
+]
+
+
+@pytest.mark.parametrize("name", GGUF_CASES)
+def test_a_gguf_file_gives_the_vectors_of_the_folder(name: str, tmp_path: Path) -> None:
+    from gguf_text_files import write_text_gguf
+
+    case = replace(CASES[name], normalise=True)  # GGUF files do not say, and llama.cpp always normalises
+    model = build(case)
+    folder = write_folder(case, model, tmp_path / "model")
+    path = write_text_gguf(case, folder, tmp_path / "model.gguf")
+    asked = [[token for token in text if token != SEPARATOR] for text in texts(longest=60)]
+    assert embedding_spec(open_checkpoint(path)) is not None
+    found = vectors(open_embedder(path, dtype=np.float64), asked)
+    correct = vectors(open_embedder(folder, dtype=np.float64), asked)
+    assert np.abs(found - correct).max() < 1e-6 * np.abs(correct).max()
+
+
+def test_the_matrices_of_a_gguf_file_may_be_quantised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gguf_text_files import write_text_gguf
+
+    monkeypatch.setenv("WEFT_HOME", str(tmp_path / "home"))
+    case = CASES["bert, mean"]
+    model = build(case)
+    folder = write_folder(case, model, tmp_path / "model")
+    path = write_text_gguf(case, folder, tmp_path / "model.gguf", quantised=True)
+    asked = texts()
+    correct = np.array([expected(case, model, text) for text in asked])
+    found = vectors(open_embedder(path), asked)
+    assert (found * correct).sum(axis=1).min() > 0.995

@@ -155,7 +155,7 @@ def test_a_batch_with_too_many_lines_fails(default_model_path: Path, monkeypatch
 
 REFUSED: tuple[tuple[dict[str, Any], int, str | None], ...] = (
     ({"input_file_id": "file-none"}, 404, "input_file_id"),
-    ({"endpoint": "/v1/embeddings"}, 400, "endpoint"),
+    ({"endpoint": "/v1/models"}, 400, "endpoint"),
     ({"endpoint": "/v1/batches"}, 400, "endpoint"),
     ({"endpoint": None}, 400, "endpoint"),
     ({"completion_window": "soon"}, 400, "completion_window"),

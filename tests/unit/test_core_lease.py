@@ -21,18 +21,20 @@ import sys, time
 from weft.backends.cpu.core_lease import CoreLease
 lease = CoreLease(int(sys.argv[1]), 1)
 for command in sys.stdin:
-    name, _, value = command.strip().partition(" ")
+    name = command.strip()
     if name == "take":
         lease.take()
     elif name == "end":
-        lease.end_step(has_next=value == "more")
-    elif name == "steps":
-        while True:
-            lease.take()
-            time.sleep(float(value))
-            lease.end_step(has_next=True)
+        lease.end_step()
+        lease.release()
     print(name, flush=True)
 """
+
+
+def end(lease: CoreLease) -> None:
+    """Ends a step after which none follows."""
+    lease.end_step()
+    lease.release()
 
 
 class Other:
@@ -87,12 +89,12 @@ def test_a_step_waits_for_the_step_of_another_process(descriptor: int, patient: 
         lease.take()
         other.send("take")
         time.sleep(0.1)
-        lease.end_step(has_next=False)
+        end(lease)
         other.wait()
         other.send("end")
         lease.take()
         other.wait()
-        lease.end_step(has_next=False)
+        end(lease)
 
 
 def test_the_lease_of_a_killed_process_is_free(descriptor: int, patient: None) -> None:
@@ -101,7 +103,7 @@ def test_the_lease_of_a_killed_process_is_free(descriptor: int, patient: None) -
         other.do("take")
         other.process.kill()
         lease.take()
-        lease.end_step(has_next=False)
+        end(lease)
 
 
 def test_a_process_killed_while_it_waits_blocks_nothing(descriptor: int, patient: None) -> None:
@@ -113,9 +115,9 @@ def test_a_process_killed_while_it_waits_blocks_nothing(descriptor: int, patient
         other.process.kill()
         other.process.wait()
         for _ in range(3):
-            lease.end_step(has_next=False)
+            end(lease)
             lease.take()
-        lease.end_step(has_next=False)
+        end(lease)
 
 
 def test_a_stopped_process_does_not_stop_the_others(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,35 +128,39 @@ def test_a_stopped_process_does_not_stop_the_others(descriptor: int, monkeypatch
         os.kill(other.process.pid, signal.SIGSTOP)
         for _ in range(100):  # only the first one waits
             lease.take()
-            lease.end_step(has_next=True)
+            end(lease)
         os.kill(other.process.pid, signal.SIGCONT)
         other.do("end")
         monkeypatch.setattr(core_lease, "_MAX_WAIT", 3600.0)
         give_up_at = time.monotonic() + 60
-        while not lease._is_held:  # the lease that was asked for first is given back, then it is free
+        while not lease.is_held:  # the lease that was asked for first is given back, then it is free
             assert time.monotonic() < give_up_at
             lease.take()
-            if not lease._is_held:
-                lease.end_step(has_next=False)
-        lease.end_step(has_next=False)
+            if not lease.is_held:
+                end(lease)
+        end(lease)
 
 
-def test_a_process_with_short_steps_keeps_the_cores_as_long_as_a_step_of_the_others_takes(
-    descriptor: int, patient: None
+def test_a_process_with_short_steps_keeps_the_cores_as_long_as_a_step_of_the_others_took(
+    descriptor: int, patient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = CoreLease(descriptor, 0)
     with other_process(descriptor) as other:
         other.do("take")
-        other.do("end more")
-        assert lease._seconds[1] > 0, "how long its step took"
+        other.do("end")
+        assert lease._seconds[1] > 0 and lease._ended_at[1] > 0
+        monkeypatch.setattr(core_lease, "_RECENT_SECONDS", 3600.0)
         for seconds, is_kept in ((3600.0, True), (0.0, False)):
             lease._seconds[1] = seconds
             lease.take()
             for _ in range(3):
-                lease.end_step(has_next=True)
-                assert lease._is_held is is_kept
-            lease.end_step(has_next=False)
-            assert not lease._is_held, "no step follows"
-        other.do("take")
-        other.do("end")
-        assert lease._seconds[1] == 0, "a process without work delays no one"
+                lease.end_step()
+                assert lease.is_held is is_kept
+            lease.release()
+            other.do("take")  # no process has the cores now
+            other.do("end")
+        lease._seconds[1] = 3600.0
+        monkeypatch.setattr(core_lease, "_RECENT_SECONDS", 0.0)
+        lease.take()
+        lease.end_step()
+        assert not lease.is_held, "the other process is idle"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from weft.engine.ipc.client import EngineClient
 from weft.server.api.model_names import is_model_name
+from weft.server.errors import ApiError
+from weft.server.models import ModelRegistry
 from weft.server.settings import ServerSettings
 
 
@@ -24,3 +27,19 @@ def test_aliases_replace_those_of_the_vendors() -> None:
     assert not is_model_name("big", settings), "the alias of a model that is not served"
     assert not is_model_name("gpt-5.5", settings)
     assert is_model_name("anything", ServerSettings(names=("llama",), aliases={"*": ""}))
+
+
+def test_an_alias_means_the_model_that_serves_the_route_and_an_own_name_only_itself() -> None:
+    settings = ServerSettings(names=("llama",), aliases={"*": "", "small": "mini", "gpt-*": "llama"})
+    models = ModelRegistry(settings, EngineClient("noop", {}, settings.engine), ())
+    models._names["embed"] = ("mini", "default-embedder")  # without starting its engine
+    assert models.uses_of("anything") == ["generate", "embed"]
+    assert models.uses_of("llama") == ["generate"] and models.uses_of("mini:latest") == ["embed"]
+    assert models.uses_of("small") == ["generate", "embed"], "'*' fits too"
+    models.check("gpt-5", "embed")
+    with pytest.raises(ApiError, match="generates text") as caught:
+        models.check("llama", "embed")
+    assert caught.value.status == 400 and caught.value.code == "wrong_model"
+    with pytest.raises(ApiError, match="--reranker") as caught:
+        models.check(None, "rerank")
+    assert caught.value.status == 400

@@ -12,7 +12,7 @@ ROOM = 100
 
 def run(work: Callable[[VectorGate], Awaitable[None]]) -> None:
     async def in_time() -> None:
-        await asyncio.wait_for(work(VectorGate(ROOM)), 60)
+        await asyncio.wait_for(work(VectorGate(lambda: ROOM)), 60)
 
     asyncio.run(in_time())
 

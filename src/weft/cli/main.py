@@ -386,9 +386,9 @@ def serve(
 ) -> None:
     """Serve the APIs of OpenAI, Anthropic and Ollama over HTTP.
 
-    MODEL is 'default', 'hf:owner/name', or the path of a GGUF file or of a folder with safetensors. Try it at /docs.
+    MODEL is 'default', 'hf:owner/name', a GGUF file or a folder with safetensors.
 
-    Flags override variables (WEFT_SERVE_...); these override --config. SIGTERM and Ctrl-C let active requests end; a second signal does not.
+    Flags override variables (WEFT_SERVE_...); these override --config.
     """
     from weft.cli.serve_command import serve_command
 

@@ -111,8 +111,8 @@ def _announce(
     settings: ServerSettings,
     started: Started,
     log: ServerLog,
-    spec: EmbeddingSpec | None,
-    vector_models: Sequence[VectorModelFiles],
+    spec: EmbeddingSpec | None = None,
+    vector_models: Sequence[VectorModelFiles] = (),
 ) -> None:
     """Logs what is served and where: several lines in text format, one event in JSON format."""
     info = started.info

@@ -133,7 +133,7 @@ class EngineCore:
             self._num_failed_steps = 0
             with self._lock:
                 self._in_flight.popleft()
-                self.scheduler.apply(step.plan, result, seconds)
+                self.scheduler.apply(step.plan, result, max(0.0, seconds - result.waited))
 
     def _count_failure(self, error: str | None) -> None:
         """Raises after too many failures in a row: the backend is broken, and the engine must be replaced."""

@@ -61,7 +61,7 @@ class _ReadingsClock:
         return taken
 
 
-_NOT_REPLAYED = ("metadata", "vectors")
+_NOT_REPLAYED = ("metadata", "vectors", "waited")
 """Fields that no plan depends on."""
 
 

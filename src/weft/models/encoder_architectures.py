@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from weft.models.encoder import EncoderConfig
@@ -32,8 +32,9 @@ class EncoderArchitecture:
     model_type: str
     """`model_type` in config.json."""
     configure: Callable[[Fields], EncoderConfig]
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    """Tensor names in a layer that mean a different part than in other architectures."""
+    names: _Names
+    """Of safetensors files."""
+    gguf_names: _Names
 
 
 def _bert(fields: Fields) -> EncoderConfig:
@@ -119,15 +120,6 @@ def _modern_bert(fields: Fields) -> EncoderConfig:
     )
 
 
-ENCODERS = (
-    EncoderArchitecture("bert", "bert", _bert),
-    EncoderArchitecture("bert", "roberta", _bert),
-    EncoderArchitecture("bert", "xlm-roberta", _bert),
-    # In GGUF files of ModernBERT, ffn_up holds gate and up as one matrix.
-    EncoderArchitecture("modern-bert", "modernbert", _modern_bert, renamed={"ffn_up": "w_gate_up"}),
-)
-
-
 def _padding(section: Section) -> int:
     return section.size("pad_token_id", 1, smallest=0)
 
@@ -156,60 +148,97 @@ def _activation(fields: Fields) -> Literal["gelu", "gelu_tanh"]:
 
 # --- tensor names -------------------------------------------------------------------------------------------------
 
-_WHOLE = {
-    "embeddings.word_embeddings": "embedding",
-    "embeddings.tok_embeddings": "embedding",
+
+@dataclass(frozen=True)
+class _Names:
+    """The tensor names of one kind of file: name in the file (followed by .weight or .bias) -> encoder's name."""
+
+    layer: str
+    """What precedes the number of a layer."""
+    whole: Mapping[str, str]
+    parts: Mapping[str, str]
+
+
+_BERT_NAMES = _Names(
+    "encoder.layer.",
+    {
+        "embeddings.word_embeddings": "embedding",
+        "embeddings.position_embeddings": "positions",
+        "embeddings.token_type_embeddings": "types",
+        "embeddings.LayerNorm": "embedding_norm",
+        "pooler.dense": "head.dense",
+        "classifier.dense": "head.dense",
+        "classifier": "head.out",
+        "classifier.out_proj": "head.out",
+    },
+    {
+        "attention.self.query": "wq",
+        "attention.self.key": "wk",
+        "attention.self.value": "wv",
+        "attention.output.dense": "wo",
+        "attention.output.LayerNorm": "attention_post_norm",
+        "intermediate.dense": "w_up",
+        "output.dense": "w_down",
+        "output.LayerNorm": "feed_forward_post_norm",
+    },
+)
+_MODERN_BERT_NAMES = _Names(
+    "layers.",
+    {
+        "embeddings.tok_embeddings": "embedding",
+        "embeddings.norm": "embedding_norm",
+        "final_norm": "final_norm",
+        "head.dense": "head.dense",
+        "head.norm": "head.norm",
+        "classifier": "head.out",
+    },
+    {
+        "attn_norm": "attention_norm",
+        "attn.Wqkv": "wqkv",
+        "attn.Wo": "wo",
+        "mlp_norm": "feed_forward_norm",
+        "mlp.Wi": "w_gate_up",
+        "mlp.Wo": "w_down",
+    },
+)
+_GGUF_WHOLE = {
     "token_embd": "embedding",
-    "embeddings.position_embeddings": "positions",
     "position_embd": "positions",
-    "embeddings.token_type_embeddings": "types",
     "token_types": "types",
-    "embeddings.LayerNorm": "embedding_norm",
-    "embeddings.norm": "embedding_norm",
     "token_embd_norm": "embedding_norm",
-    "final_norm": "final_norm",
     "output_norm": "final_norm",
-    # heads of rerankers
-    "pooler.dense": "head.dense",
-    "classifier.dense": "head.dense",
-    "head.dense": "head.dense",
     "cls": "head.dense",
-    "head.norm": "head.norm",
     "cls.norm": "head.norm",
-    "classifier": "head.out",
-    "classifier.out_proj": "head.out",
     "cls.output": "head.out",
 }
-_PARTS = {
-    "attention.self.query": "wq",
+_GGUF_PARTS = {
     "attn_q": "wq",
-    "attention.self.key": "wk",
     "attn_k": "wk",
-    "attention.self.value": "wv",
     "attn_v": "wv",
-    "attn.Wqkv": "wqkv",
     "attn_qkv": "wqkv",
-    "attention.output.dense": "wo",
-    "attn.Wo": "wo",
     "attn_output": "wo",
-    "attention.output.LayerNorm": "attention_post_norm",
     "attn_output_norm": "attention_post_norm",
-    "intermediate.dense": "w_up",
     "ffn_up": "w_up",
-    "mlp.Wi": "w_gate_up",
-    "output.dense": "w_down",
-    "mlp.Wo": "w_down",
     "ffn_down": "w_down",
-    "output.LayerNorm": "feed_forward_post_norm",
     "layer_output_norm": "feed_forward_post_norm",
     "attn_norm": "attention_norm",
-    "mlp_norm": "feed_forward_norm",
     "ffn_norm": "feed_forward_norm",
 }
-_LAYER = re.compile(r"(?:encoder\.layer|layers|blk)\.(0|[1-9][0-9]{0,5})\.(.+)")
+_GGUF_NAMES = _Names("blk.", _GGUF_WHOLE, _GGUF_PARTS)
+# In GGUF files of ModernBERT, ffn_up holds gate and up as one matrix.
+_GGUF_MODERN_NAMES = _Names("blk.", _GGUF_WHOLE, {**_GGUF_PARTS, "ffn_up": "w_gate_up"})
+
+ENCODERS = (
+    EncoderArchitecture("bert", "bert", _bert, _BERT_NAMES, _GGUF_NAMES),
+    EncoderArchitecture("bert", "roberta", _bert, _BERT_NAMES, _GGUF_NAMES),
+    EncoderArchitecture("bert", "xlm-roberta", _bert, _BERT_NAMES, _GGUF_NAMES),
+    EncoderArchitecture("modern-bert", "modernbert", _modern_bert, _MODERN_BERT_NAMES, _GGUF_MODERN_NAMES),
+)
+
 # A checkpoint with a head has the name of the model before the names of the encoder.
 _PREFIX = re.compile(r"(?:bert|roberta|model)\.")
 _KIND = re.compile(r"(.+)\.(weight|bias|gamma|beta)")
+_LAYER_NUMBER = re.compile(r"(0|[1-9][0-9]{0,5})\.(.+)")
 # Redundant tensors, and the heads of the pretraining task: no vector depends on them.
 _IGNORED = re.compile(
     r"embeddings\.position_ids|cls\.(predictions|seq_relationship)\..*|lm_head\..*|decoder\..*"
@@ -217,33 +246,49 @@ _IGNORED = re.compile(
 
 
 def by_encoder_name(
-    layout: Layout, tensors: Mapping[str, T], renamed: Mapping[str, str]
-) -> tuple[dict[str, T], dict[str, str]]:
-    """The tensors by the encoder's names, and the file's name of each. An unknown tensor keeps its name."""
+    layout: Layout, tensors: Mapping[str, T], architecture: EncoderArchitecture
+) -> tuple[dict[str, T], Callable[[str], str]]:
+    """The tensors by the encoder's names, and a function that gives the file's name of each, for errors. An unknown
+    tensor keeps its name."""
+    names = architecture.gguf_names if layout == "gguf" else architecture.names
     named: dict[str, T] = {}
     file_names: dict[str, str] = {}
+    prefix = ""
     for file_name, tensor in tensors.items():
-        is_ours = layout == "gguf" or not _PREFIX.match(file_name)
-        name = file_name if is_ours else _PREFIX.sub("", file_name, count=1)
-        if layout == "huggingface" and _IGNORED.fullmatch(name):
-            continue
-        ours = _encoder_name(name, renamed) or file_name
+        name = file_name
+        if layout == "huggingface":
+            found = _PREFIX.match(file_name)
+            name = file_name[found.end() :] if found else file_name
+            prefix = found[0] if found else prefix
+            if _IGNORED.fullmatch(name):
+                continue
+        ours = _encoder_name(name, names) or file_name
         if ours in named and name.startswith("pooler."):
             continue  # RoBERTa has a head of its own, and may have the pooler that it does not use
         named[ours] = tensor
         file_names[ours] = file_name
-    return named, file_names
+    return named, lambda ours: file_names.get(ours) or prefix + _file_name(ours, names)
 
 
-def _encoder_name(name: str, renamed: Mapping[str, str]) -> str | None:
+def _encoder_name(name: str, names: _Names) -> str | None:
     match = _KIND.fullmatch(name)
     if match is None:
         return None
     base, kind = match.groups()
     suffix = ".bias" if kind in ("bias", "beta") else ""  # early BERT files have gamma and beta
-    layer = _LAYER.fullmatch(base)
-    if layer is not None:
-        part = renamed.get(layer[2]) or _PARTS.get(layer[2])
+    if base.startswith(names.layer) and (layer := _LAYER_NUMBER.fullmatch(base[len(names.layer) :])):
+        part = names.parts.get(layer[2])
         return None if part is None else f"layers.{layer[1]}.{part}{suffix}"
-    whole = _WHOLE.get(base)
+    whole = names.whole.get(base)
     return None if whole is None else whole + suffix
+
+
+def _file_name(ours: str, names: _Names) -> str:
+    """The name in the file of a tensor that is missing there: the inverse of `_encoder_name`."""
+    base, suffix = (ours.removesuffix(".bias"), "bias") if ours.endswith(".bias") else (ours, "weight")
+    for theirs, whole in names.whole.items():
+        if whole == base:
+            return f"{theirs}.{suffix}"
+    number, _, part = base.removeprefix("layers.").partition(".")
+    found = [theirs for theirs, name in names.parts.items() if name == part]
+    return f"{names.layer}{number}.{found[0]}.{suffix}" if found else ours

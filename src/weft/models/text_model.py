@@ -143,7 +143,7 @@ def _encoder(
 ) -> tuple[Encoder, list[HeadLayer]]:
     if layout == "huggingface":
         metadata = {**ENCODER_DEFAULTS[architecture.model_type], **metadata}
-    named, file_names = by_encoder_name(layout, tensors, architecture.renamed)
+    named, name_of = by_encoder_name(layout, tensors, architecture)
     config = architecture.configure(Fields(layout, architecture.gguf_name, metadata, named))
     head = {name: named.pop(name) for name in [*named] if name.startswith("head.")}
     layers: list[HeadLayer] = []
@@ -164,7 +164,7 @@ def _encoder(
                 )
             )
         layers.append(HeadLayer(head["head.out"], head.get("head.out.bias")))
-    return Encoder(config, named, ops, lambda name: file_names.get(name, name)), layers
+    return Encoder(config, named, ops, name_of), layers
 
 
 def _decoder(

@@ -221,7 +221,10 @@ class _ServerRun:
         if self._spec is not None:
             found.append(_open_vector_model(self._spec, settings.model, settings.names, self._engine))
         for each, engine in self._vector_models:
-            found.append(_open_vector_model(each.spec, each.path, each.names, engine))
+            model = _open_vector_model(each.spec, each.path, each.names, engine)
+            if self._spec is None and "core_lease" in settings.backend_options:
+                model.beside = self._engine
+            found.append(model)
         return found
 
     async def _bind(self) -> None:

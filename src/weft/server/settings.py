@@ -77,12 +77,12 @@ class ServerSettings:
     answered."""
     embedder: Annotated[
         str | None,
-        Flag("--embedder", "MODEL", "Also serve this embedding model; 'default': all-MiniLM-L6-v2."),
+        Flag("--embedder", "MODEL", "Also serve this embedding model, or 'default'."),
     ] = None
     """An embedding model to serve beside MODEL: 'default' (all-MiniLM-L6-v2), 'hf:owner/name', or a path. Not set: none,
     unless MODEL is one."""
     reranker: Annotated[
-        str | None, Flag("--reranker", "MODEL", "Also serve this model that scores documents for a query.")
+        str | None, Flag("--reranker", "MODEL", "Also serve this model that scores documents.")
     ] = None
     """A reranker to serve beside MODEL: 'hf:owner/name', or a path. Not set: none, unless MODEL is one."""
     context: Annotated[

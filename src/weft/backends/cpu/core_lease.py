@@ -8,8 +8,11 @@ process dies:
     CORES   held by the process that computes
 
 A process takes NEXT, then CORES, and gives NEXT back. So a process that releases the cores cannot take them again while
-another one waits. Each process also writes down how long its last step took. A process with short steps keeps the cores
-for several steps: until it has had them as long as one step of the others takes. So all get the same time.
+another one waits.
+
+A step of one model may take many times as long as a step of another. Each process writes down how long its last step
+took. A process that takes the cores right after another one keeps them for as long as that step took, if it has so much
+work. So all get the same time.
 """
 
 from __future__ import annotations
@@ -22,7 +25,11 @@ from queue import SimpleQueue
 
 _PLACES = 8
 """How many processes the file has room for."""
-_NEXT, _CORES = 8 * _PLACES, 8 * _PLACES + 1
+_NEXT, _CORES = 16 * _PLACES, 16 * _PLACES + 1
+KEPT_SECONDS = 0.003
+"""A process keeps the cores for so long after a step. The next decode of a sequence follows within this time."""
+_RECENT_SECONDS = 0.05
+"""A process whose last step ended longer ago is idle."""
 _MAX_WAIT = 1.0
 """After so many seconds a step computes without the lease: the process that holds it may be stopped or stuck."""
 
@@ -40,37 +47,46 @@ class CoreLease:
 
     def __init__(self, descriptor: int, place: int) -> None:
         """`descriptor`: the shared file. `place`: the number of this process among those that share it."""
+        self.is_held = False
         self._file = descriptor
-        self._seconds = memoryview(mmap.mmap(descriptor, mmap.PAGESIZE)).cast("d")
-        """By place: the duration of the last step of a process that has another step to run, else 0."""
+        shared = memoryview(mmap.mmap(descriptor, mmap.PAGESIZE)).cast("d")
+        self._seconds = shared[:_PLACES]
+        """By place: the duration of the last step."""
+        self._ended_at = shared[_PLACES : 2 * _PLACES]
+        """By place: when that step ended. The clock is the same for all processes."""
         self._place = place
-        self._seconds[place] = 0.0
-        self._is_held = False
-        self._taken_at = self._began_at = 0.0
+        self._seconds[place] = self._ended_at[place] = 0.0
+        self._began_at = self._keep_until = 0.0
         self._mutex = threading.Lock()
         self._waiters: SimpleQueue[_Waiter] = SimpleQueue()
         self._waiting: _Waiter | None = None
         """The wait that a thread does now: locks of files have no timeout."""
         self._thread: threading.Thread | None = None
 
-    def take(self) -> None:
-        """Called before a step computes. Waits until the other processes do not."""
-        if not self._is_held:
-            self._is_held = self._try() or self._wait()
-            self._taken_at = time.monotonic()
-        self._began_at = time.monotonic()
+    def take(self) -> float:
+        """Called before a step computes. Waits until no other process computes. Returns the seconds of this wait."""
+        began = now = time.monotonic()
+        if not self.is_held:
+            self.is_held = self._try() or self._wait()
+            now = time.monotonic()
+            others = (place for place in range(_PLACES) if place != self._place)
+            recent = (each for each in others if now - self._ended_at[each] < _RECENT_SECONDS)
+            self._keep_until = now + max((self._seconds[each] for each in recent), default=0.0)
+        self._began_at = now
+        return now - began
 
-    def end_step(self, *, has_next: bool) -> None:
-        """Called after a step. Gives the lease back, unless another step follows and the time of this process is not
-        over."""
-        now = time.monotonic()
-        self._seconds[self._place] = now - self._began_at if has_next else 0.0
-        if self._is_held and not (has_next and now - self._taken_at < self._longest_step_of_others()):
-            self._is_held = False
+    def end_step(self) -> None:
+        """Called after a step. Releases the cores if the time of this process is over. Otherwise it keeps them: the next
+        step may follow soon (`KEPT_SECONDS`)."""
+        now = self._ended_at[self._place] = time.monotonic()
+        self._seconds[self._place] = now - self._began_at
+        if now >= self._keep_until:
+            self.release()
+
+    def release(self) -> None:
+        if self.is_held:
+            self.is_held = False
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _CORES)
-
-    def _longest_step_of_others(self) -> float:
-        return max(self._seconds[place] for place in range(_PLACES) if place != self._place)
 
     def _try(self) -> bool:
         """Takes the lease if no process holds it or waits for it."""

@@ -13,9 +13,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 
-from weft.backends.cpu.core_lease import CoreLease
+from weft.backends.cpu.core_lease import KEPT_SECONDS, CoreLease
 from weft.backends.cpu.prefault import Prefaulter
 from weft.plan import StepResult
 
@@ -79,11 +81,13 @@ class StepThread:
     def __init__(self, name: str, lease: CoreLease | None = None) -> None:
         """`lease`: other engines compute on the same cores."""
         self._lease = lease
+        self._waited = 0.0
+        """Seconds for which the running step has waited for the cores."""
         self._steps: SimpleQueue[QueuedStep | Prefaulter | None] = SimpleQueue()
         self._newest: QueuedStep | None = None
         self._running: QueuedStep | None = None
         self._unreported: tuple[QueuedStep, StepResult | BaseException] | None = None
-        thread = threading.Thread(target=_work, args=(self._steps,), name=name, daemon=True)
+        thread = threading.Thread(target=_work, args=(self._steps, lease), name=name, daemon=True)
         # Ends the thread if `close` was not called: at garbage collection, or when the interpreter exits during a step.
         self._end = weakref.finalize(self, _end, self._steps, thread)
         thread.start()
@@ -115,7 +119,7 @@ class StepThread:
         for the cores if other engines share them."""
         self._report()
         if self._lease is not None:
-            self._lease.take()
+            self._waited += self._lease.take()
 
     def _report(self) -> None:
         if self._running is not None:
@@ -132,21 +136,24 @@ class StepThread:
         except BaseException as error:
             outcome = error
         self._report()  # has no effect, unless `run` ended before it computed anything
+        if self._waited and isinstance(outcome, StepResult):
+            outcome = replace(outcome, waited=self._waited)
+        self._waited = 0.0
         self._running = None
         self._unreported = step, outcome
         is_last = (
             self._steps.empty() or not self._end.alive
         )  # after `close`, the next item may be the end marker
         if self._lease is not None:
-            self._lease.end_step(has_next=not is_last)
+            self._lease.end_step()
         if is_last:
             self._report()
 
 
-def _work(steps: SimpleQueue[QueuedStep | Prefaulter | None]) -> None:
+def _work(steps: SimpleQueue[QueuedStep | Prefaulter | None], lease: CoreLease | None) -> None:
     """The main function of the thread. Refers to no StepThread and no backend, so that both can be collected."""
     memory: Prefaulter | None = None
-    while (item := _next(steps, memory)) is not None:
+    while (item := _next(steps, memory, lease)) is not None:
         if isinstance(item, QueuedStep):
             item.run()
         else:
@@ -155,9 +162,13 @@ def _work(steps: SimpleQueue[QueuedStep | Prefaulter | None]) -> None:
 
 
 def _next(
-    steps: SimpleQueue[QueuedStep | Prefaulter | None], memory: Prefaulter | None
+    steps: SimpleQueue[QueuedStep | Prefaulter | None], memory: Prefaulter | None, lease: CoreLease | None
 ) -> QueuedStep | Prefaulter | None:
     """Waits for the next item, and prefaults memory meanwhile."""
+    if lease is not None and lease.is_held:
+        with suppress(Empty):
+            return steps.get(timeout=KEPT_SECONDS)
+        lease.release()
     timeout = _IDLE_SECONDS
     while memory is not None and memory.needs_more:
         try:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from weft.ops.base import AttentionPattern, AttentionShape, QkNorm, WeightSource
 from weft.ops.cpu.recording_ops import CpuOps
+from weft.ops.cpu.weights import Linear
 from weft.ops.recording import Buffer, Embed, MeanRows, Norm, Recording, Rope, SelectRows, TextAttention
 from weft.ops.reference_texts import SourceOfRows
 from weft.ops.texts import Activation, Pooling
@@ -14,6 +15,10 @@ from weft.ops.texts import Activation, Pooling
 
 class CpuTextOps(CpuOps):
     """`TextOps` that records the forward pass and collects the weights in `packing`."""
+
+    def load_embedding(self, source: WeightSource) -> Linear:
+        """Keeps the precision of the file: the vector of a short text depends on few rows."""
+        return self.packing.linear([source], role="router")
 
     def rows_of(self, source: WeightSource, rows: Sequence[int]) -> WeightSource:
         return SourceOfRows(source, tuple(rows))

@@ -9,6 +9,7 @@ work is released only while no other request waits.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 
 class _Account:
@@ -52,7 +53,7 @@ class GateTicket(_Account):
 class VectorGate:
     """At most `max_tokens` are in the engine, or one group. Belongs to one event loop."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: Callable[[], int]) -> None:
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._num_requests = 0
@@ -108,7 +109,9 @@ class VectorGate:
     def _release(self) -> None:
         while self._waiting:
             ticket = min(self._waiting, key=lambda one: one.rank)
-            room = self._max_tokens // 2 if ticket.is_idle_work else self._max_tokens
+            room = self._max_tokens()
+            if ticket.is_idle_work:
+                room //= 2
             if self._num_tokens and self._num_tokens + ticket.num_tokens > room:
                 return
             self._waiting.remove(ticket)

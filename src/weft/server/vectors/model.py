@@ -23,6 +23,7 @@ _ONE_TOKEN = SamplingParams(max_tokens=1)
 """The engine reports a vector with the one token that it samples. The token means nothing."""
 _STEPS = 3
 """Steps of inputs that are in the engine at a time: one runs, one is submitted, and one is planned next."""
+_SHORT_STEP_TOKENS = 256
 _GROUP_TOKENS = 256
 _GROUP_INPUTS = 16
 """Inputs go to the engine in groups of at most this size. A larger group makes others wait longer."""
@@ -51,12 +52,21 @@ class VectorModel:
         self.engine = engine
         self.texts = texts
         self.vocabulary_size = engine.info.vocabulary_size
-        step_tokens = spec.engine_config().scheduler.max_prefill_tokens
-        self.gate = VectorGate(_STEPS * step_tokens)
+        self.beside: EngineClient | None = None
+        """An engine on the same cores that generates text. While it has answers to generate, the steps of this model are
+        short: those answers wait for their ends."""
+        self._step_tokens = spec.engine_config().scheduler.max_prefill_tokens
+        self.gate = VectorGate(self._max_tokens)
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    def _max_tokens(self) -> int:
+        """How many tokens may be in the engine."""
+        if self.beside is not None and self.beside.num_unfinished:
+            return 2 * _SHORT_STEP_TOKENS
+        return _STEPS * self._step_tokens
 
     def check_ready(self) -> None:
         """Raises a 503 while the engine of the model is not ready."""
