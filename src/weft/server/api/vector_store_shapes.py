@@ -79,9 +79,9 @@ class StoreRequest(msgspec.Struct, frozen=True):
 class StoreChange(msgspec.Struct, frozen=True):
     """New values for a vector store. What is left out stays."""
 
-    name: str | None = None
+    name: Annotated[str | None, Meta(description=f"At most {_MAX_NAME} characters.")] = None
     expires_after: Annotated[ExpiresAfter | None, Meta(description="null: never.")] = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, Meta(description="Replaces the old one.")] = None
 
 
 class FileRequest(msgspec.Struct, frozen=True):
