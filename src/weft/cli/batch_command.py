@@ -48,7 +48,7 @@ def submit_command(
         print_json(batch)
         return
     print(f"{batch['id']}  {file.name}, {uploaded['bytes']:,} bytes, to {endpoint}")
-    print_hint(f"It runs while clients leave capacity. Progress: weft batch get {batch['id']}{_at(url)}")
+    print_hint(f"It runs while clients leave capacity. Progress: weft batch get {batch['id']}{at_url(url)}")
 
 
 def list_command(limit: int, url: str, api_key: str | None, as_json: bool) -> None:
@@ -76,7 +76,7 @@ def get_command(
         _print_batch(batch)
     if output is None:
         if not as_json and batch["output_file_id"]:
-            print_hint(f"Its results: weft batch get {batch_id} --output results.jsonl{_at(url)}")
+            print_hint(f"Its results: weft batch get {batch_id} --output results.jsonl{at_url(url)}")
         return
     if batch["status"] not in _ENDED:
         raise WeftError(f"{batch_id} is {batch['status']}; its output is there when it has ended")
@@ -269,7 +269,7 @@ def _progress_of(batch: dict[str, Any]) -> str:
     return f"{counts['completed']:,} of {counts['total']:,} lines{failed}"
 
 
-def _at(url: str) -> str:
+def at_url(url: str) -> str:
     """The option for a server at another address than the default."""
     return "" if url == BatchClient.default_url else f" --url {url}"
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from weft import __version__
-from weft.cli.batch import DEFAULT_URL, Key, Url, batch_app
+from weft.cli.batch import DEFAULT_URL, Key, batch_app
 from weft.cli.bench import AsJson, bench_app
 from weft.cli.entry import run
 from weft.cli.memory import memory_app
@@ -324,7 +324,7 @@ def chat(
             metavar="NAME", help="Answer from this vector store of a server; `weft memory add` makes one."
         ),
     ] = None,
-    url: Url = DEFAULT_URL,
+    url: Annotated[str, typer.Option(metavar="URL", help="The server of --memory.")] = DEFAULT_URL,
     api_key: Key = None,
 ) -> None:
     """Talk to a model. Ctrl-D or /exit ends the conversation; /help lists the other commands.

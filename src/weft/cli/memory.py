@@ -9,7 +9,7 @@ from weft.cli.batch import DEFAULT_URL, Key, Url
 from weft.cli.bench import AsJson
 
 memory_app = typer.Typer(
-    help="Add documents to the vector stores of a server, and search them.",
+    help="Add documents to a server, and search them.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -20,7 +20,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", hidden=True)]
 @memory_app.command("add")
 def add(
     name: Name,
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", hidden=True)],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH", hidden=True)],
     url: Url = DEFAULT_URL,
     api_key: Key = None,
     json: AsJson = False,
@@ -38,7 +38,7 @@ def add(
 @memory_app.command("search")
 def search(
     name: Name,
-    query: Annotated[list[str], typer.Argument(metavar="QUERY...", hidden=True)],
+    query: Annotated[list[str], typer.Argument(metavar="QUERY", hidden=True)],
     count: Annotated[
         int, typer.Option("--count", "-n", min=1, max=50, metavar="N", help="How many passages to show.")
     ] = 5,
@@ -57,7 +57,7 @@ def search(
 
 @memory_app.command("list")
 def list_stores(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", hidden=True)] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", hidden=True)] = None,
     url: Url = DEFAULT_URL,
     api_key: Key = None,
     json: AsJson = False,
@@ -74,7 +74,7 @@ def list_stores(
 @memory_app.command("remove")
 def remove(
     name: Name,
-    files: Annotated[list[str] | None, typer.Argument(metavar="[FILE...]", hidden=True)] = None,
+    files: Annotated[list[str] | None, typer.Argument(metavar="FILE", hidden=True)] = None,
     url: Url = DEFAULT_URL,
     api_key: Key = None,
     json: AsJson = False,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from weft.cli.batch_command import BatchClient, opened, print_hint, print_json
+from weft.cli.batch_command import BatchClient, at_url, opened, print_hint, print_json
 from weft.errors import InvalidRequestError, WeftError
 from weft.memory.prompting import Source
 from weft.terminal import printable
@@ -35,7 +35,7 @@ def add_command(name: str, paths: Sequence[Path], url: str, api_key: str | None,
         for one in ended:
             error = f": {printable(one['last_error']['message'])}" if one["last_error"] else ""
             print(f"{one['id']}  {one['status']}  {printable(one['filename'])}{error}")
-        print_hint(f"Search them: weft memory search {name} QUESTION")
+        print_hint(f"Search them: weft memory search {name} QUESTION{at_url(url)}")
     if failed:
         raise WeftError(f"{len(failed)} of {len(ended)} files could not be read")
 
