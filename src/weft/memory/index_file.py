@@ -18,7 +18,7 @@ PARTIAL = ".new-"
 _CONNECTIVITY = 32
 _EXPANSION_ADD = 128
 _EXPANSION_SEARCH = 192
-"""Candidates that a search follows. 64 gave a recall of 0.97 on the vectors of docs/lab/2026-11-19-memory.md."""
+"""Candidates that a search follows. 96 gave a recall of 0.97 on small clustered vectors (docs/lab/2026-11-19-memory.md)."""
 _PIECE_BYTES = 4 << 20
 
 Keys = NDArray[np.uint64]

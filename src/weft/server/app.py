@@ -137,10 +137,6 @@ class ServerApp:
         """Runs batches until it is cancelled."""
         await self._batches.run()
 
-    async def run_memory(self) -> None:
-        """Reads files of vector stores until it is cancelled."""
-        await self.memory.run()
-
     def record_vectors(self, model: str, num_inputs: int, num_tokens: int, seconds: float) -> None:
         self._metrics.vectors(model, num_inputs, num_tokens, seconds)
 
