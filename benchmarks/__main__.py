@@ -275,6 +275,29 @@ def peers(
         raise typer.Exit(1)
 
 
+@app.command("embeddings")
+def embeddings(
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Rounds; the engines take turns.")] = 5,
+    home: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory of the installed peers; default: peers in WEFT_HOME."),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Default: one for each physical core.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Compare embeddings with other engines on this machine.
+
+    all-MiniLM-L6-v2 in weft, sentence-transformers, onnxruntime and llama.cpp: a batch of 256 texts, and single queries.
+    Exit code 1: an engine could not be measured.
+    """
+    from benchmarks.embeddings import main as run
+
+    if not run(rounds=rounds, home=home, threads=threads, as_json=json):
+        raise typer.Exit(1)
+
+
 @app.command("revisions")
 def revisions(
     before: Annotated[Path, typer.Argument(metavar="BEFORE", help="A checkout after `make kernels`.")],

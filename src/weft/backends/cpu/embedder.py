@@ -94,9 +94,9 @@ class EmbedderBackend:
         for start in plan.row_starts:
             self._rows[start.row] = np.array(start.tokens[: start.prompt_length], np.int64)
         texts = []
-        for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+        for row, first, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
             text = self._rows[row]
-            assert start == 0 and count == len(text), "a step holds whole prompts"
+            assert first == 0 and count == len(text), "a step holds whole prompts"
             texts.append(text)
         return self._thread.submit(partial(self._run, plan.request_ids, texts))
 

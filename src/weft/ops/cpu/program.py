@@ -27,6 +27,7 @@ from weft.ops.recording import (
     ScaleAndCap,
     SelectRows,
     TextAttention,
+    TextGate,
     assigned_slots,
     fused,
 )
@@ -100,7 +101,7 @@ def _append(
                 _INDICES[instruction.index],
                 instruction.first,
             )
-        case Norm() | Gate():
+        case Norm() | Gate() | TextGate():
             program.norm(slots[instruction.input], *_prologue(instruction), slots[instruction.output])
         case FusedProduct():
             _append_product(program, instruction, slots)
@@ -164,7 +165,9 @@ def _append_product(program: _kernels.Program, instruction: FusedProduct, slots:
         prepared_quantised = part.is_quantised
 
 
-def _prologue(before: Norm | Gate | None) -> tuple[int, np.ndarray | None, np.ndarray | None, float]:
+def _prologue(
+    before: Norm | Gate | TextGate | None,
+) -> tuple[int, np.ndarray | None, np.ndarray | None, float]:
     """The operation on rows before a product: its kind, the weight and bias of a norm, and its epsilon."""
     if not isinstance(before, Norm):
         return _BEFORE["nothing" if before is None else before.kind], None, None, 0.0

@@ -8,7 +8,17 @@ from typing import Any, Literal
 from weft.ops.base import AttentionPattern, AttentionShape, QkNorm, WeightSource
 from weft.ops.cpu.recording_ops import CpuOps
 from weft.ops.cpu.weights import Linear
-from weft.ops.recording import Buffer, Embed, MeanRows, Norm, Recording, Rope, SelectRows, TextAttention
+from weft.ops.recording import (
+    Buffer,
+    Embed,
+    MeanRows,
+    Norm,
+    Recording,
+    Rope,
+    SelectRows,
+    TextAttention,
+    TextGate,
+)
 from weft.ops.reference_texts import SourceOfRows
 from weft.ops.texts import Activation, Pooling
 
@@ -51,10 +61,14 @@ class CpuTextOps(CpuOps):
         return output
 
     def activation(self, inputs: Buffer, kind: Activation) -> Buffer:
-        return self.gate(kind, inputs)
+        output = Buffer(inputs.columns)
+        self.record(TextGate(kind, inputs, output))
+        return output
 
     def gelu_mul(self, gate_up: Buffer) -> Buffer:
-        return self.gate("gelu_mul", gate_up)
+        output = Buffer(gate_up.columns // 2)
+        self.record(TextGate("gelu_mul", gate_up, output))
+        return output
 
     def pool(self, prepared: Recording, rows: Buffer, pooling: Pooling) -> Buffer:
         output = Buffer(rows.columns)

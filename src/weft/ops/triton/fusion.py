@@ -18,13 +18,17 @@ from weft.ops.recording import (
     Buffer,
     Embed,
     Gate,
+    MeanRows,
     Mixture,
     Norm,
     Operation,
     Product,
+    Rope,
     RopeAndWrite,
     ScaleAndCap,
     SelectRows,
+    TextAttention,
+    TextGate,
     read_by,
 )
 
@@ -111,6 +115,8 @@ def fuse(operations: Sequence[Operation], kept: set[Buffer]) -> list[FusedOperat
             case Attention(queries, layer, pattern, output):
                 assert isinstance(previous, RopeAndWrite), "RoPE must come before attention"
                 fused.append(FusedAttention(queries, layer, pattern, previous.norm, output))
+            case Rope() | TextAttention() | TextGate() | MeanRows():
+                raise AssertionError("text models run on the CPU only")
             case _:
                 fused.append(operation)
         previous = operation

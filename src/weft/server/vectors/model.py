@@ -21,9 +21,11 @@ from weft.vectors import Vectors
 
 _ONE_TOKEN = SamplingParams(max_tokens=1)
 """The engine reports a vector with the one token that it samples. The token means nothing."""
-_STEPS = 3
-"""Steps of inputs that are in the engine at a time: one runs, one is submitted, and one is planned next."""
-_SHORT_STEP_TOKENS = 256
+_ROOM_TOKENS = 1536
+"""Tokens that are in the engine at a time: those of the running step, and those of the next. A text that arrives waits
+for them. With 1,536 all-MiniLM-L6-v2 needs 3% more CPU time for a text than with 3,072, and the wait is half as long."""
+_ROOM_BESIDE_ANSWERS = 512
+"""The same while the model that generates has answers to compute on the same cores. They wait for each step."""
 _GROUP_TOKENS = 256
 _GROUP_INPUTS = 16
 """Inputs go to the engine in groups of at most this size. A larger group makes others wait longer."""
@@ -55,7 +57,6 @@ class VectorModel:
         self.beside: EngineClient | None = None
         """An engine on the same cores that generates text. While it has answers to generate, the steps of this model are
         short: those answers wait for their ends."""
-        self._step_tokens = spec.engine_config().scheduler.max_prefill_tokens
         self.gate = VectorGate(self._max_tokens)
 
     @property
@@ -64,9 +65,8 @@ class VectorModel:
 
     def _max_tokens(self) -> int:
         """How many tokens may be in the engine."""
-        if self.beside is not None and self.beside.num_unfinished:
-            return 2 * _SHORT_STEP_TOKENS
-        return _STEPS * self._step_tokens
+        has_answers = self.beside is not None and self.beside.num_unfinished > 0
+        return _ROOM_BESIDE_ANSWERS if has_answers else _ROOM_TOKENS
 
     def check_ready(self) -> None:
         """Raises a 503 while the engine of the model is not ready."""

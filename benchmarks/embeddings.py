@@ -1,0 +1,238 @@
+"""`python -m benchmarks embeddings`: vectors of all-MiniLM-L6-v2, weft beside other engines in one run.
+
+The engines take turns in every round, with the same texts: one batch of 256 passages, and single queries. All engines get
+strings and normalise their vectors. The cosine is the lowest against sentence-transformers.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers_environment import (
+    Environment,
+    PeerError,
+    clean_environment,
+    last_error,
+    peers_directory,
+    python_of,
+    script,
+)
+from weft.backends.cpu.embedder import open_embedder
+from weft.backends.cpu.threads import thread_count
+from weft.bench.report import machine, print_json, print_line, print_table
+from weft.engine.serving import ServingEngine
+from weft.loading.checkpoint import open_checkpoint
+from weft.loading.embedding_files import embedding_spec
+from weft.loading.pull import pull
+from weft.request import InferenceRequest, SamplingParams
+from weft.text.embedding_text import EmbeddingText
+
+ENVIRONMENT = Environment(
+    "embeddings",
+    "sentence-transformers 6.2, onnxruntime 1.31, llama.cpp (xllamacpp 2026.10)",
+    (
+        "sentence-transformers==6.2.0",
+        "torch==2.13.0",
+        "transformers==5.22.2",
+        "onnxruntime==1.31.1",
+        "onnx==1.23.2",
+        "onnxscript==0.7.2",
+        "gguf==0.19.0",
+        "xllamacpp==2026.10.11549",
+    ),
+    1500,
+)
+REFERENCE = "sentence-transformers f32"
+PEERS = {
+    REFERENCE: "sentence-transformers",
+    "onnxruntime int8": "onnxruntime",
+    "llama.cpp Q8_0": "llama.cpp",
+}
+WEFT: dict[str, Any] = {"weft f32": None, "weft int8": "int8"}
+_PASSAGES, _QUERIES = 256, 64
+_DOCUMENTS = Path(__file__).parents[1] / "docs"
+
+Embed = Callable[[Sequence[str], bool], tuple[list[float], np.ndarray]]
+"""Takes texts, and whether to send them one by one. Returns the seconds of each call, and the vectors."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    engine: str
+    texts_per_second: float
+    """Of the batch: the median of the rounds."""
+    query_ms: float
+    """Of a single query: the median of all."""
+    least_cosine: float
+
+
+def main(rounds: int, home: Path | None, threads: int | None, as_json: bool) -> bool:
+    """Returns false if a peer could not be measured."""
+    count, folder = thread_count(threads), pull("all-MiniLM-L6-v2")
+    directory = home or peers_directory()
+    passages, queries = _texts()
+    engines: dict[str, Embed] = {name: _weft(folder, count, quantize) for name, quantize in WEFT.items()}
+    drivers = []
+    for name, kind in PEERS.items():
+        try:
+            driver = _Driver(kind, folder, count, directory)
+            drivers.append(driver)
+            driver(queries[:2], True)  # a start takes long, and some engines compile
+            engines[name] = driver
+        except (PeerError, OSError, ValueError) as error:
+            print_line(f"{name}: {error}")
+    try:
+        speeds = _measure(engines, passages, queries, rounds)
+    finally:
+        for driver in drivers:
+            driver.close()
+    if as_json:
+        print_json({"speeds": [asdict(speed) for speed in speeds], "rounds": rounds, "machine": machine()})
+    else:
+        _print(speeds, count, rounds)
+    return len(engines) == len(PEERS) + len(WEFT)
+
+
+def _texts() -> tuple[list[str], list[str]]:
+    """Passages of the documentation with 4 to 120 words, and queries of 3 to 12 words."""
+    words = re.findall(
+        r"[A-Za-z][\w'-]*", " ".join(path.read_text() for path in sorted(_DOCUMENTS.rglob("*.md")))
+    )
+    numbers = np.random.default_rng(6)
+
+    def piece(count: int) -> str:
+        start = int(numbers.integers(0, len(words) - count))
+        return " ".join(words[start : start + count])
+
+    passages = [piece(int(np.clip(numbers.lognormal(3.6, 0.9), 4, 120))) for _ in range(_PASSAGES)]
+    return passages, [piece(int(numbers.integers(3, 13))) for _ in range(_QUERIES)]
+
+
+def _weft(folder: Path, threads: int, quantize: Any) -> Embed:
+    checkpoint = open_checkpoint(folder)
+    spec = embedding_spec(checkpoint)
+    assert spec is not None
+    text = EmbeddingText(checkpoint, spec)
+    engine = ServingEngine(open_embedder(checkpoint, threads, quantize), spec.engine_config())
+    one = SamplingParams(max_tokens=1)
+
+    def embed(texts: Sequence[str], one_by_one: bool) -> tuple[list[float], np.ndarray]:
+        seconds, vectors = [], []
+        for call in [[text] for text in texts] if one_by_one else [texts]:
+            began = perf_counter()
+            ids = [
+                engine.submit(InferenceRequest(tuple(tokens), one))
+                for tokens in text.tokens_of(call, truncate=True)
+            ]
+            engine.run_until_idle()
+            results = [engine.get_result(request_id) for request_id in ids]
+            vectors += [np.frombuffer(result.vector, "<f4") for result in results if result and result.vector]
+            seconds.append(perf_counter() - began)
+        return seconds, np.array(vectors)
+
+    return embed
+
+
+class _Driver:
+    """Another engine in its own process."""
+
+    def __init__(self, kind: str, folder: Path, threads: int, home: Path) -> None:
+        home.mkdir(parents=True, exist_ok=True)
+        python = python_of(ENVIRONMENT, home, print_line)
+        work = home / "embeddings-models"
+        work.mkdir(exist_ok=True)
+        self._log = work / f"{kind}.log"
+        model = folder
+        if kind == "llama.cpp":
+            model = work / "all-MiniLM-L6-v2-Q8_0.gguf"
+            convert = (str(python), str(script("convert_bert")), str(folder), str(model))
+            if not model.exists() and subprocess.run(convert, capture_output=True).returncode:
+                raise PeerError("the model cannot be converted to GGUF")
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                (str(python), str(script("drive_embeddings")), kind, str(model), str(threads), str(work)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=clean_environment({"OMP_NUM_THREADS": str(threads)}),
+                text=True,
+            )
+
+    def __call__(self, texts: Sequence[str], one_by_one: bool) -> tuple[list[float], np.ndarray]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps({"texts": list(texts), "one_by_one": one_by_one}) + "\n")
+            self._process.stdin.flush()
+            answer = json.loads(self._process.stdout.readline() or "null")
+        except BrokenPipeError:
+            answer = None
+        if answer is None:
+            raise PeerError(f"the engine ended: {last_error(self._log)}")
+        vectors = np.frombuffer(base64.b64decode(answer["vectors"]), "<f4").reshape(len(texts), -1)
+        return answer["seconds"], vectors
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _measure(engines: dict[str, Embed], passages: list[str], queries: list[str], rounds: int) -> list[Speed]:
+    batch_seconds: dict[str, list[float]] = {name: [] for name in engines}
+    query_seconds: dict[str, list[float]] = {name: [] for name in engines}
+    vectors: dict[str, np.ndarray] = {}
+    for embed in engines.values():
+        embed(passages, False)
+    for number in range(rounds):
+        order = list(engines) if number % 2 == 0 else list(engines)[::-1]
+        for name in order:
+            seconds, vectors[name] = engines[name](passages, False)
+            batch_seconds[name] += seconds
+            query_seconds[name] += engines[name](queries, True)[0]
+    reference = vectors.get(REFERENCE, vectors["weft f32"])
+    return [
+        Speed(
+            name,
+            len(passages) / statistics.median(batch_seconds[name]),
+            1e3 * statistics.median(query_seconds[name]),
+            float((vectors[name] * reference).sum(axis=1).min()),
+        )
+        for name in engines
+    ]
+
+
+def _print(speeds: Sequence[Speed], threads: int, rounds: int) -> None:
+    print_line(machine())
+    by_name = {speed.engine: speed for speed in speeds}
+    base = by_name.get(REFERENCE)
+    print_table(
+        f"all-MiniLM-L6-v2, {threads} threads, median of {rounds} rounds",
+        ("engine", f"texts/s, {_PASSAGES} at once", "ms, one query", "lowest cosine", "batch", "query"),
+        [
+            (
+                speed.engine,
+                f"{speed.texts_per_second:,.0f}",
+                f"{speed.query_ms:.2f}",
+                f"{speed.least_cosine:.5f}",
+                "" if base is None else f"{speed.texts_per_second / base.texts_per_second:.2f} x",
+                "" if base is None else f"{base.query_ms / speed.query_ms:.2f} x",
+            )
+            for speed in speeds
+        ],
+    )
+    print_line("batch, query: speed relative to sentence-transformers f32")
