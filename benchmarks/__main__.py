@@ -85,6 +85,27 @@ def apis(
         raise typer.Exit(1)
 
 
+@app.command("memory-index")
+def memory_index(
+    size: Annotated[int, typer.Option(help="Vectors in the index.")] = 100_000,
+    dimensions: Annotated[int, typer.Option(help="Numbers in a generated vector.")] = 384,
+    queries: Annotated[int, typer.Option(help="Searches.")] = 1000,
+    passages: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="A .npy file of real vectors instead of the generator."),
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Threads that build.")] = 2,
+    json: AsJson = False,
+) -> None:
+    """Measure the index of vector stores.
+
+    Recall at 10 against exact search, latency of a search, build rate, and memory.
+    """
+    from benchmarks.memory_index import main as run
+
+    run(size=size, dimensions=dimensions, queries=queries, passages=passages, threads=threads, json=json)
+
+
 @app.command("batching")
 def batching(
     device: Annotated[

@@ -9,15 +9,15 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from server_process import MODEL, Server
-from vector_models import embedder_server
+from server_process import MODEL, Server, running_server
+from vector_models import embedder, embedder_server
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = [
     pytest.param(
         code,
         printed,
-        "embedding_server" if page.name == "embeddings.md" else "real_server",
+        {"embeddings.md": "embedding_server", "memory.md": "memory_server"}.get(page.name, "real_server"),
         id=f"{page.name} {number}",
     )
     for page in (ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md")))
@@ -34,6 +34,16 @@ EXAMPLES = [
 def embedding_server() -> Iterator[Server]:
     """A server of the default embedder alone."""
     with embedder_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def memory_server(default_model_path: Path) -> Iterator[Server]:
+    """A server of the default model and the default embedder."""
+    options = {"checkpoint": str(default_model_path), "max_context": 2048}
+    with running_server(
+        default_model_path, backend="cpu", backend_options=options, vector_models=[embedder()]
+    ) as server:
         yield server
 
 

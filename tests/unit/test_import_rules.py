@@ -140,6 +140,13 @@ RULES = (
         weft=(*VOCABULARY, "weft._kernels"),
         never=ARRAY_LIBRARIES,
     ),
+    Rule(
+        ("weft.memory",),
+        "memory knows neither HTTP nor SQLite nor who embeds its texts",
+        weft=("weft.errors",),
+        third_party=("msgspec", "numpy", "pypdf", "usearch"),
+        never=("asyncio", "sqlite3", "socket"),
+    ),
     Rule(("weft.text",), "text knows the vocabulary and model files", weft=(*VOCABULARY, "weft.loading")),
     Rule(
         ("weft.server",),
@@ -155,6 +162,7 @@ RULES = (
             "weft.loading.checkpoint",
             "weft.loading.embedding_files",
             "weft.loading.pull",
+            "weft.memory",
             "weft.text",
             "weft.vectors",
         ),

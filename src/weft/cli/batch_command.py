@@ -36,7 +36,7 @@ def submit_command(
 ) -> None:
     """Uploads a file, makes a batch of it, and prints its id and the next command."""
     client = BatchClient(url, api_key)
-    with _opened(file) as source:
+    with opened(file) as source:
         endpoint = endpoint or _endpoint_of(source, file)
         uploaded = client.upload(source, file.name)
     batch = client.send(
@@ -45,23 +45,23 @@ def submit_command(
         {"input_file_id": uploaded["id"], "endpoint": endpoint, "completion_window": window},
     )
     if as_json:
-        _print_json(batch)
+        print_json(batch)
         return
     print(f"{batch['id']}  {file.name}, {uploaded['bytes']:,} bytes, to {endpoint}")
-    _print_hint(f"It runs while clients leave capacity. Progress: weft batch get {batch['id']}{_at(url)}")
+    print_hint(f"It runs while clients leave capacity. Progress: weft batch get {batch['id']}{at_url(url)}")
 
 
 def list_command(limit: int, url: str, api_key: str | None, as_json: bool) -> None:
     """Prints one line for each batch."""
     found = BatchClient(url, api_key).send("GET", f"/v1/batches?limit={limit}")
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
     for batch in found["data"]:
         made = datetime.fromtimestamp(batch["created_at"]).strftime("%Y-%m-%d %H:%M")
         print(f"{batch['id']}  {made}  {batch['status']:<11}  {_progress_of(batch)}")
     if not found["data"]:
-        _print_hint("There are no batches. Make one: weft batch submit FILE")
+        print_hint("There are no batches. Make one: weft batch submit FILE")
 
 
 def get_command(
@@ -71,12 +71,12 @@ def get_command(
     client = BatchClient(url, api_key)
     batch = client.send("GET", f"/v1/batches/{quote(batch_id, safe='')}")
     if as_json:
-        _print_json(batch)
+        print_json(batch)
     else:
         _print_batch(batch)
     if output is None:
         if not as_json and batch["output_file_id"]:
-            _print_hint(f"Its results: weft batch get {batch_id} --output results.jsonl{_at(url)}")
+            print_hint(f"Its results: weft batch get {batch_id} --output results.jsonl{at_url(url)}")
         return
     if batch["status"] not in _ENDED:
         raise WeftError(f"{batch_id} is {batch['status']}; its output is there when it has ended")
@@ -86,14 +86,14 @@ def get_command(
     for file_id, path in files:
         if file_id is not None:
             num_bytes = client.download(file_id, path, overwrite)
-            _print_hint(f"{path}: {num_bytes:,} bytes")
+            print_hint(f"{path}: {num_bytes:,} bytes")
 
 
 def cancel_command(batch_id: str, url: str, api_key: str | None, as_json: bool) -> None:
     """Cancels a batch and prints it."""
     batch = BatchClient(url, api_key).send("POST", f"/v1/batches/{quote(batch_id, safe='')}/cancel")
     if as_json:
-        _print_json(batch)
+        print_json(batch)
     else:
         print(f"{batch['id']}  {batch['status']}  {_progress_of(batch)}")
 
@@ -124,12 +124,12 @@ class BatchClient:
         with self._response(method, path, content, {"Content-Type": "application/json"}) as response:
             return self._json(response)
 
-    def upload(self, source: IO[bytes], name: str) -> dict[str, Any]:
+    def upload(self, source: IO[bytes], name: str, purpose: str = "batch") -> dict[str, Any]:
         """Sends a file from its current position to its end."""
         boundary = secrets.token_hex(16)
         name = name.replace('"', "%22").replace("\r", " ").replace("\n", " ")
         head = (
-            f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+            f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n{purpose}\r\n'
             f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n\r\n'
         ).encode()
         tail = f"\r\n--{boundary}--\r\n".encode()
@@ -224,7 +224,7 @@ def _message_of(response: http.client.HTTPResponse) -> str:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
+def opened(path: Path) -> Iterator[IO[bytes]]:
     try:
         file = path.open("rb")
     except OSError as error:
@@ -269,16 +269,16 @@ def _progress_of(batch: dict[str, Any]) -> str:
     return f"{counts['completed']:,} of {counts['total']:,} lines{failed}"
 
 
-def _at(url: str) -> str:
+def at_url(url: str) -> str:
     """The option for a server at another address than the default."""
     return "" if url == BatchClient.default_url else f" --url {url}"
 
 
-def _print_json(content: dict[str, Any]) -> None:
+def print_json(content: dict[str, Any]) -> None:
     print(json.dumps(content, indent=2, ensure_ascii=False))
 
 
-def _print_hint(text: str) -> None:
+def print_hint(text: str) -> None:
     print(text, file=sys.stderr)
 
 

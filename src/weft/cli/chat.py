@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -20,6 +20,7 @@ from rich.console import Console
 from weft.cli.model import shown_name
 from weft.cli.start import check_sampling, command_params, start
 from weft.errors import InvalidRequestError, WeftError
+from weft.memory.prompting import Source, question_with_passages
 from weft.request import FinishReason, GenerationResult, SamplingParams
 from weft.terminal import one_line, printable
 
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
     from weft.llm import LLM
 
 Message = dict[str, str]
+Recall = Callable[[str], Sequence[Source]]
+"""Finds passages for a question."""
+
+_NUM_PASSAGES = 4
+_QUERY_CHARACTERS = 4096
 
 _RETRY_TEMPERATURE = 0.7
 """The temperature of /regenerate if the chat has temperature 0: a greedy answer would be the same again."""
@@ -53,10 +59,14 @@ def chat_command(
     device: str = "auto",
     quantize: str | None = None,
     cache: Mapping[str, Any] | None = None,
+    memory: str | None = None,
+    url: str = "",
+    api_key: str | None = None,
     **sampling: Any,
 ) -> None:
     """Reads messages and answers them until the end of the input."""
     check_sampling(sampling)
+    recall = None if memory is None else _recall(memory, url, api_key)
     console = Console(stderr=True, highlight=False)
     with start(model, context, threads, quantize, device, cache) as llm:
         llm.text.require_chat_template()
@@ -66,7 +76,16 @@ def chat_command(
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")  # an invalid byte must not end the conversation
         with _Interrupts() as interrupts:
-            _Conversation(llm, params, system, console, interrupts).run()
+            _Conversation(llm, params, system, console, interrupts, recall).run()
+
+
+def _recall(name: str, url: str, api_key: str | None) -> Recall:
+    """Searches a vector store of a server. Raises WeftError if there is none with this name."""
+    from weft.cli.memory_command import MemoryClient
+
+    client = MemoryClient(url, api_key)
+    store = client.named(name)["id"]
+    return lambda question: client.sources(store, question[-_QUERY_CHARACTERS:], _NUM_PASSAGES)
 
 
 class _Interrupts:
@@ -117,13 +136,20 @@ class _Conversation:
     """The messages of the conversation, and the commands that change them."""
 
     def __init__(
-        self, llm: LLM, params: SamplingParams, system: str | None, console: Console, interrupts: _Interrupts
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        system: str | None,
+        console: Console,
+        interrupts: _Interrupts,
+        recall: Recall | None = None,
     ) -> None:
         self._llm = llm
         self._params = params
         self._system = system
         self._console = console
         self._interrupts = interrupts
+        self._recall = recall
         self._num_tries = 0
         self._is_exit_hint_shown = False
         self._clear()
@@ -234,8 +260,13 @@ class _Conversation:
     def _ask(self, text: str, params: SamplingParams) -> bool:
         """Streams the answer and adds message and answer to the conversation. If it fails, adds neither."""
         messages = [*self._messages, {"role": "user", "content": text}]
+        sources: Sequence[Source] = ()
         try:
-            answer = self._answer(messages, params)
+            if self._recall is not None:
+                sources = self._recall(text)
+            # The conversation keeps the question alone: the next one has passages of its own.
+            asked = {"role": "user", "content": question_with_passages(text, sources)}
+            answer = self._answer([*self._messages, asked], params)
         except WeftError as error:
             self._say(one_line(error), "red")
             if isinstance(error, InvalidRequestError) and error.code == "context_length_exceeded":
@@ -244,6 +275,8 @@ class _Conversation:
         if answer is None:
             return False
         self._messages = [*messages, {"role": "assistant", "content": answer}]
+        for number, one in enumerate(sources, 1):
+            self._say(f"[{number}] {printable(one.place)}")
         return True
 
     def _answer(self, messages: list[Message], params: SamplingParams) -> str | None:

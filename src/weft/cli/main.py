@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from weft import __version__
-from weft.cli.batch import batch_app
+from weft.cli.batch import DEFAULT_URL, Key, batch_app
 from weft.cli.bench import AsJson, bench_app
 from weft.cli.entry import run
+from weft.cli.memory import memory_app
 from weft.server.settings import FLAGS, flag_type
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(batch_app, name="batch")
+app.add_typer(memory_app, name="memory")
 
 Model = Annotated[
     str,
@@ -316,6 +318,14 @@ def chat(
     kv_cache: KvCache = None,
     tail_length: TailLength = None,
     store_bits: StoreBits = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Answer from this vector store of a server; `weft memory add` makes one."
+        ),
+    ] = None,
+    url: Annotated[str, typer.Option(metavar="URL", help="The server of --memory.")] = DEFAULT_URL,
+    api_key: Key = None,
 ) -> None:
     """Talk to a model. Ctrl-D or /exit ends the conversation; /help lists the other commands.
 
@@ -326,6 +336,9 @@ def chat(
     chat_command(
         model=model,
         system=system,
+        memory=memory,
+        url=url,
+        api_key=api_key,
         context=context,
         device=device,
         threads=threads,

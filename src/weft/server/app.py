@@ -49,6 +49,7 @@ from weft.server.live.feed import LiveFeed
 from weft.server.live.held import requests_of_server
 from weft.server.logs import ServerLog, current_record
 from weft.server.loop_lag import watch_lag
+from weft.server.memory.memory import Memory
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
 from weft.server.models import ModelRegistry
 from weft.server.otlp import OtlpExporter
@@ -127,6 +128,15 @@ class ServerApp:
             self._name, engine, lambda: requests_of_server(self.active_requests, time.monotonic())
         )
         self._batches = BatchRunner(self, self._metrics, log.event, lambda: self.is_draining)
+        self.memory = Memory(
+            self.store,
+            self.files,
+            lambda: self.models.embedder,
+            lambda: self.models.reranker,
+            log.event,
+            lambda: self.is_draining,
+            settings.threads,
+        )
 
     async def wait_until_idle(self, seconds: float) -> bool:
         """Returns whether all requests of clients ended within `seconds`. Lines of batches run again after a restart."""
@@ -155,6 +165,7 @@ class ServerApp:
         await self.tasks.close()
         await self._bodies.close()
         await self._preparer.close()
+        await self.memory.close()
         await self.models.close()
         await self.store.close()
         if self._traces is not None:

@@ -151,13 +151,13 @@ class ServerSettings:
     max_requests: AtLeastOne = 4096
     """Limit for active requests, waiting ones included."""
     state_path: str | None = None
-    """The folder of stored responses, files and batches. Not set: WEFT_HOME/state, or .cache/weft/state."""
+    """The folder of stored responses, files, batches and vector stores. Not set: WEFT_HOME/state, or .cache/weft/state."""
     max_file_bytes: AtLeastOne = 1 << 30
     """Largest file that can be uploaded."""
     response_days: Annotated[float, Range(0, 10_000)] = 30.0
     """A stored response is deleted after this many days."""
     max_stored_bytes: AtLeastOne = 4 << 30
-    """Limit for the responses and files that are stored, of all keys together."""
+    """Limit for the responses, files and vector stores that are stored, of all keys together."""
 
     def __post_init__(self) -> None:
         from weft.server.admission.keys import KeyRing

@@ -18,12 +18,21 @@ from weft.server.api.answer_format import (
     ParsedRequest,
     ServedModel,
 )
-from weft.server.api.chat_request import CHAT_FIELDS, ChatRequest, check_words, predicted_text, sampling_of
+from weft.server.api.chat_request import (
+    CHAT_FIELDS,
+    ChatRequest,
+    LoadedChat,
+    check_words,
+    predicted_text,
+    sampling_of,
+)
 from weft.server.api.chat_tools import chat_tools, custom_names, is_named
+from weft.server.api.file_search import FoundPassages, is_file_search, search_files, with_passages
 from weft.server.api.logprob_entries import TokenLogprob, logprob_entry
 from weft.server.api.openai import EVENT_NOTE, OpenAIFormat, OpenAIWriter, includes_usage, parsed_request
 from weft.server.api.requests import sampling_params
 from weft.server.api.response_shapes import FinishReason, Shape, Timings, Usage
+from weft.server.api.services import Caller
 from weft.server.stream.choices import Choice, Choices, Piece
 from weft.text.answer_parts import AnswerParts, Content, ParsedCall, Reasoning, ToolCallArguments
 from weft.text.conversation import Conversation
@@ -57,12 +66,22 @@ class ChatLogprobs(Shape):
     content: list[TokenLogprob]
 
 
+class FileCitation(Shape):
+    type: Literal["file_citation"]
+    index: Annotated[int, Meta(description="Characters of the content before the citation.")]
+    file_id: str
+    filename: str
+
+
 class AnswerMessage(Shape):
     role: Literal["assistant"]
     content: str | None
     refusal: None
     reasoning_content: str | UnsetType | None = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    annotations: Annotated[
+        list[FileCitation] | UnsetType, Meta(description="With the tool file_search, an extension.")
+    ] = UNSET
 
 
 class ChatChoice(Shape):
@@ -87,6 +106,7 @@ class Delta(Shape):
     content: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType | None = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    annotations: list[FileCitation] | UnsetType = UNSET
 
 
 class ChunkChoice(Shape):
@@ -155,13 +175,23 @@ class ChatFormat(OpenAIFormat[ChatRequest]):
     )
     fields = CHAT_FIELDS
 
+    async def load(self, api_request: ChatRequest, caller: Caller) -> ChatRequest:
+        tools = api_request.tools or ()
+        if not any(map(is_file_search, tools)):
+            return api_request
+        found = await search_files(tools, api_request.tool_choice, items_of(api_request.messages), caller)
+        if found is None:
+            return api_request
+        values = {name: getattr(api_request, name) for name in api_request.__struct_fields__}
+        return LoadedChat(**values, found=found)
+
     def parse(self, api_request: ChatRequest, model: ServedModel) -> ParsedRequest:
         params = sampling_params(api_request, model.generation_defaults, **sampling_of(api_request))
         grammar = structured.requested_grammar(api_request)
         check_words(api_request)
         tools = chat_tools(api_request.tools or [], api_request.tool_choice, api_request.parallel_tool_calls)
         conversation = Conversation(
-            items_of(api_request.messages),
+            with_passages(items_of(api_request.messages), getattr(api_request, "found", None)),
             api_request.documents,
             api_request.chat_template_kwargs,
             continues_last=api_request.continue_final_message,
@@ -178,6 +208,7 @@ class ChatFormat(OpenAIFormat[ChatRequest]):
             is_named_call=is_named(api_request.tool_choice),
             custom_tools=custom_names(api_request.tools or ()),
             has_prediction=api_request.prediction is not None,
+            found=getattr(api_request, "found", None),
         )
 
     def field_names(self, api_request: ChatRequest) -> Mapping[str, str]:
@@ -203,6 +234,7 @@ class ChatWriter(OpenAIWriter):
         is_named_call: bool = False,
         has_prediction: bool = False,
         custom_tools: frozenset[str] = frozenset(),
+        found: FoundPassages | None = None,
     ) -> None:
         """`is_named_call`: tool_choice names a tool. The finish reason is then "stop", as in the OpenAI API."""
         super().__init__(context, include_usage=include_usage)
@@ -210,6 +242,9 @@ class ChatWriter(OpenAIWriter):
         self._is_named_call = is_named_call
         self._token_bytes = context.tokenizer.token_bytes
         self._custom_tools = custom_tools
+        self._found = found
+        self._texts: dict[int, list[str]] = {}
+        """By answer: the content so far, if citations will be looked for in it."""
         self._custom_calls: dict[int, tuple[int, list[str]]] = {}
         """By answer: the index of its open call of a custom tool, and the arguments so far."""
 
@@ -220,6 +255,14 @@ class ChatWriter(OpenAIWriter):
 
     def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         return _choice(index, {"content": text}, logprobs)
+
+    def events(self, pieces: Sequence[Piece]) -> bytes:
+        if self._found is not None:
+            for piece in pieces:
+                contents = (one.text for one in piece.deltas or () if isinstance(one, Content))
+                text = piece.text if piece.deltas is None else "".join(contents)
+                self._texts.setdefault(piece.choice.index, []).append(text)
+        return super().events(pieces)
 
     def pieces(self, piece: Piece) -> list[dict[str, Any]]:
         if piece.deltas is None:
@@ -233,10 +276,16 @@ class ChatWriter(OpenAIWriter):
         return choices
 
     def closing(self, choice: Choice, result: GenerationResult) -> dict[str, Any]:
-        return {**super().closing(choice, result), "delta": {}}
+        delta = {}
+        if self._found is not None:
+            delta["annotations"] = self._found.annotations("".join(self._texts.get(choice.index, ())))
+        return {**super().closing(choice, result), "delta": delta}
 
     def content(self, index: int, answer: str | AnswerParts) -> dict[str, Any]:
-        return {"message": self._message(answer)}
+        message = self._message(answer)
+        if self._found is not None:
+            message["annotations"] = self._found.annotations(message["content"] or "")
+        return {"message": message}
 
     def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """The deltas of a piece. The input of a custom tool is sent as one delta when the call is complete: the model

@@ -9,6 +9,7 @@ import msgspec
 
 from weft.request import MAX_LOGPROBS, MAX_TOKENS
 from weft.server.api.field_docs import Field
+from weft.server.api.file_search import FoundPassages
 from weft.server.api.schema import MAX_ENTRIES, GenerationRequest, check_entries
 from weft.server.errors import refusal
 from weft.text.conversation import EFFORTS
@@ -32,6 +33,12 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     modalities: list[str] | None = None
 
 
+class LoadedChat(ChatRequest, frozen=True, kw_only=True):
+    """A request together with what was searched for it. `load` makes it; a body is never decoded into this type."""
+
+    found: FoundPassages
+
+
 CHAT_FIELDS: Mapping[str, Field] = {
     "max_completion_tokens": Field("The newer name of max_tokens.", 1, MAX_TOKENS),
     "top_logprobs": Field(
@@ -40,8 +47,8 @@ CHAT_FIELDS: Mapping[str, Field] = {
         MAX_LOGPROBS,
     ),
     "tools": Field(
-        "Tools of the types function (a name, a description and a JSON schema of its parameters) and custom (its input "
-        f"is a text, which may have a grammar); at most {MAX_ENTRIES['tools']}."
+        "Tools of the types function (a name, a description and a JSON schema of its parameters), custom (its input "
+        f"is a text, which may have a grammar) and file_search (an extension); at most {MAX_ENTRIES['tools']}."
     ),
     "tool_choice": Field("auto, none, required, or an object that names the tool to call."),
     "reasoning_effort": Field(

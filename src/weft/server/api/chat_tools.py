@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.server.api.custom_tools import custom_tool, listed_tools
+from weft.server.api.file_search import is_file_search
 from weft.server.api.schema import check_entries
 from weft.server.api.tool_use import FunctionTool, ToolChoice, ToolUse, chosen_tools
 from weft.server.errors import refusal
@@ -22,7 +23,13 @@ def chat_tools(
     tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None, may_be_parallel: bool | None
 ) -> ToolUse:
     """Raises ApiError if tools or tool_choice are invalid."""
-    given = listed_tools(_function_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools))
+    given = listed_tools(
+        _function_tool(tool, f"tools[{index}]")
+        for index, tool in enumerate(tools)
+        if not is_file_search(tool)
+    )
+    if (choice == "required" and not given and tools) or is_file_search(choice):
+        choice = "auto"  # the search is the required call
     allowed = None
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         choice, allowed = _allowed_tools(choice, given)

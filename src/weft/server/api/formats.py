@@ -18,6 +18,8 @@ from weft.server.api import (
     rerank,
     responses,
     responses_routes,
+    vector_store_files,
+    vector_stores,
 )
 from weft.server.api.answer_format import AnswerFormat, Operation
 from weft.server.api.chat import ChatFormat
@@ -61,8 +63,8 @@ class OtherRoutes(Protocol):
 
 
 OTHER_ROUTES: Sequence[OtherRoutes] = (
-    *(models, embeddings, rerank, responses_routes, files, batches, ollama_models, ollama_embed),
-    *(page, live, admin),
+    *(models, embeddings, rerank, responses_routes, files, batches, vector_stores, vector_store_files),
+    *(ollama_models, ollama_embed, page, live, admin),
 )
 
 

@@ -40,6 +40,7 @@ from weft.server.api.answer_format import (
     ServedModel,
 )
 from weft.server.api.field_docs import Field
+from weft.server.api.file_search import FoundPassages, is_file_search, search_files, with_passages
 from weft.server.api.openai import parsed_request
 from weft.server.api.requests import sampling_params
 from weft.server.api.responses_items import (
@@ -57,7 +58,7 @@ from weft.server.api.responses_tools import function_tools, ignored_tools, known
 from weft.server.api.responses_writer import ResponsesWriter
 from weft.server.api.schema import MAX_ENTRIES, MAX_NAMED, GenerationRequest, shown
 from weft.server.api.services import Caller
-from weft.server.api.tool_use import chosen_tools
+from weft.server.api.tool_use import ToolChoice, chosen_tools
 from weft.server.errors import refusal
 from weft.server.state import responses as table
 from weft.text.conversation import EFFORTS, Conversation, Item, Message
@@ -110,6 +111,8 @@ class LoadedRequest(ResponsesRequest, frozen=True, kw_only=True):
     earlier: list[Item] = msgspec.field(default_factory=list)
     """The stored conversation before this request."""
     stored_bytes: int = 0
+    found: FoundPassages | None = None
+    """What the tool `file_search` found."""
 
 
 class ResponsesFormat(AnswerFormat[ResponsesRequest]):
@@ -117,8 +120,8 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
     operation = Operation(
         "Response",
         "Items in, items out. With `store` (the default) a later request continues the conversation by "
-        "`previous_response_id`. Tools that the OpenAI API runs itself, such as web_search, are ignored and listed in "
-        "the `Warning` header.",
+        "`previous_response_id`. The server itself runs the tool file_search, before it generates. Other tools that the "
+        "OpenAI API runs, such as web_search, are ignored and listed in the `Warning` header.",
         "Generating",
         ResponseObject,
         ResponsesRequest,
@@ -168,15 +171,15 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
         ),
         "max_output_tokens": Field("Maximum number of generated tokens, thoughts included.", 1, MAX_TOKENS),
         "tools": Field(
-            "Tools of the types function, custom (its input is a text, which may have a grammar) and namespace (a group "
-            f"of tools); others are ignored. At most {MAX_ENTRIES['tools']}."
+            "Tools of the types function, custom (its input is a text, which may have a grammar), namespace (a group of "
+            f"tools) and file_search; others are ignored. At most {MAX_ENTRIES['tools']}."
         ),
         "tool_choice": Field(
             "auto, none, required, or an object that names a tool, or several: allowed_tools."
         ),
         "parallel_tool_calls": Field("Whether an answer may have several tool calls."),
         "max_tool_calls": Field(
-            "Accepted, without effect: it limits tools that the server runs, and weft runs none."
+            "Accepted, without effect: the server searches files at most once for an answer."
         ),
         "text": Field("`format`: text, json_schema or json_object. `verbosity`: accepted, without effect."),
         "reasoning": Field(
@@ -184,7 +187,7 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
             "thoughts are returned as a summary, which is their whole text."
         ),
         "include": Field(
-            f"`{_LOGPROBS}` and `reasoning.encrypted_content`; others have no effect. At most {MAX_ENTRIES['include']}."
+            f"`{_LOGPROBS}`, `reasoning.encrypted_content` and `file_search_call.results`; others have no effect. At most {MAX_ENTRIES['include']}."
         ),
         "top_logprobs": Field(
             "For each token, also return the logprobs of this many most likely tokens.", 0, MAX_LOGPROBS
@@ -222,6 +225,20 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
     )
 
     async def load(self, api_request: ResponsesRequest, caller: Caller) -> ResponsesRequest:
+        loaded = await self._load_stored(api_request, caller)
+        # A background request is loaded again when it runs.
+        if not any(map(is_file_search, api_request.tools or ())) or (
+            api_request.background and not caller.is_internal
+        ):
+            return loaded
+        items = conversation_items(check_items(loaded.input))
+        found = await search_files(api_request.tools or (), api_request.tool_choice, items, caller)
+        if found is None:
+            return loaded
+        values = {name: getattr(loaded, name) for name in loaded.__struct_fields__}
+        return LoadedRequest(**{**values, "found": found})
+
+    async def _load_stored(self, api_request: ResponsesRequest, caller: Caller) -> ResponsesRequest:
         _check(api_request, stores_nothing=caller.services.settings.response_days <= 0)
         items = check_items(api_request.input)
         references = referenced_ids(items)
@@ -265,17 +282,18 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
         limit = api_request.max_output_tokens
         max_tokens = {} if limit is None else {"max_tokens": limit}
         params = sampling_params(api_request, model.generation_defaults, **logprobs, **max_tokens)
-        tools = chosen_tools(
-            function_tools(api_request.tools or ()),
-            tool_choice(api_request.tool_choice),
-            api_request.parallel_tool_calls,
-        )
+        functions, choice = function_tools(api_request.tools or ()), tool_choice(api_request.tool_choice)
+        if not functions and choice.mode == "required" and any(map(is_file_search, api_request.tools or ())):
+            choice = ToolChoice("auto")  # the search is the required call
+        tools = chosen_tools(functions, choice, api_request.parallel_tool_calls)
         items = list[Item]()
         stored_bytes = 0
         if isinstance(api_request, LoadedRequest):
             items, stored_bytes = list(api_request.earlier), api_request.stored_bytes
         items += conversation_items(check_items(api_request.input))
         check_calls(items)
+        if isinstance(api_request, LoadedRequest):
+            items = with_passages(items, api_request.found)
         if api_request.instructions:
             items.insert(0, Message("system", api_request.instructions))
         if not items:

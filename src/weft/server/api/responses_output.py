@@ -11,6 +11,7 @@ closes when a piece of another kind arrives, or at the end.
 | message | `content_part.added`, `output_text.delta` ..., `output_text.done`, `content_part.done` |
 | reasoning | the same with `reasoning_text`; or with `reasoning_summary_part` and `reasoning_summary_text` if the client asked for a summary |
 | function_call | `function_call_arguments.delta` ..., `.done` |
+| file_search_call | `file_search_call.in_progress`, `.searching`, `.completed` |
 | custom_tool_call | `custom_tool_call_input.delta`, `.done`: one delta, since the input is a string inside of JSON |
 """
 
@@ -23,6 +24,7 @@ from typing import Any
 import msgspec
 
 from weft.server.api.answer_format import around_text
+from weft.server.api.file_search import FoundPassages
 from weft.server.api.responses_items import sealed
 from weft.server.api.responses_tools import ShownTool
 from weft.server.stream.choices import Piece
@@ -64,6 +66,8 @@ class OutputItems:
         wants_summary: bool,
         wants_sealed: bool,
         wants_logprobs: bool,
+        found: FoundPassages | None = None,
+        wants_results: bool = False,
     ) -> None:
         self._request_id = request_id
         self._tools = tools
@@ -71,6 +75,8 @@ class OutputItems:
         self._wants_summary = wants_summary
         self._wants_sealed = wants_sealed
         self._wants_logprobs = wants_logprobs
+        self._found = found
+        self._wants_results = wants_results
         self._open: _Item | None = None
         self._done: list[bytes] = []
         self._events: list[bytes] = []
@@ -108,9 +114,22 @@ class OutputItems:
             if isinstance(delta, Content):
                 logprobs = b""
 
+    def add_file_search(self) -> None:
+        """Adds the call of `file_search`, if there was one. It is the first item."""
+        if self._found is None:
+            return
+        item_id, index = f"fs_{self._request_id}_{len(self._done)}", len(self._done)
+        begun = self._found.call(item_id, "in_progress", with_results=False)
+        self.event("response.output_item.added", output_index=index, item=begun)
+        for step in ("in_progress", "searching", "completed"):
+            self.event(f"response.file_search_call.{step}", output_index=index, item_id=item_id)
+        done = _encode(self._found.call(item_id, "completed", with_results=self._wants_results))
+        self._done.append(done)
+        self.event("response.output_item.done", output_index=index, item=msgspec.Raw(done))
+
     def close(self, *, is_complete: bool) -> None:
         """Closes the open item. A response without any item gets a message without text."""
-        if self._open is None and not self._done:
+        if self._open is None and len(self._done) == (self._found is not None):
             self._add_text("message", "", b"")
         self._close_item(is_complete)
 
@@ -199,6 +218,14 @@ class OutputItems:
         place = self._place(item)
         if item.kind == "message":
             part = self._text_part(item, text)
+            for number, annotation in enumerate(part["annotations"]):
+                self.event(
+                    "response.output_text.annotation.added",
+                    **place,
+                    content_index=0,
+                    annotation_index=number,
+                    annotation=annotation,
+                )
             self.event(
                 "response.output_text.done",
                 **place,
@@ -244,7 +271,8 @@ class OutputItems:
 
     def _text_part(self, item: _Item, text: str) -> dict[str, Any]:
         logprobs = msgspec.Raw(b"[" + b",".join(item.logprobs) + b"]")
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+        annotations = [] if self._found is None else self._found.annotations(text)
+        return {"type": "output_text", "text": text, "annotations": annotations, "logprobs": logprobs}
 
     # ------------------------------------------------------------------ events
 

@@ -74,6 +74,13 @@ class FunctionCallItem(_OutputItem, tag="function_call"):
     namespace: str | UnsetType = UNSET
 
 
+class FileSearchItem(_OutputItem, tag="file_search_call"):
+    queries: list[str]
+    results: Annotated[
+        list[dict[str, Any]] | None, Meta(description="With `file_search_call.results` in include.")
+    ] = None
+
+
 class CustomToolCallItem(_OutputItem, tag="custom_tool_call"):
     call_id: str
     name: str
@@ -91,7 +98,7 @@ class ResponseObject(Shape):
     incomplete_details: IncompleteDetails | None
     store: bool
     usage: ResponseUsage | None
-    output: list[MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem]
+    output: list[MessageItem | ReasoningItem | FunctionCallItem | FileSearchItem | CustomToolCallItem]
     background: bool
     instructions: str | None
     max_output_tokens: int | None
@@ -120,12 +127,16 @@ class ResponseEvent(Shape):
     type: Annotated[str, Meta(description="Such as response.created, response.output_text.delta.")]
     sequence_number: int
     response: ResponseObject | UnsetType = UNSET
-    item: MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem | UnsetType = UNSET
+    item: MessageItem | ReasoningItem | FunctionCallItem | FileSearchItem | CustomToolCallItem | UnsetType = (
+        UNSET
+    )
     part: dict[str, Any] | UnsetType = UNSET
     item_id: str | UnsetType = UNSET
     output_index: int | UnsetType = UNSET
     content_index: int | UnsetType = UNSET
     summary_index: int | UnsetType = UNSET
+    annotation: dict[str, Any] | UnsetType = UNSET
+    annotation_index: int | UnsetType = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET

@@ -5,6 +5,7 @@
 | `function` | the function | `function_call` |
 | `custom` | a function with one string, `input` | `custom_tool_call` with that string |
 | `namespace` | its tools, each with the name `namespace__tool` | a call with the bare name and the `namespace` |
+| `file_search` | not at all: the server searches before it generates (`file_search.py`) | `file_search_call` |
 | any other | not at all | never |
 
 Other types are run by the server in the OpenAI API (web search, code interpreter). weft has none of them, so they are
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from weft.server.api import file_search
 from weft.server.api.custom_tools import custom_tool, listed_tools
 from weft.server.api.schema import check_entries
 from weft.server.api.tool_use import FunctionTool, ToolChoice
@@ -80,7 +82,8 @@ def ignored_tools(tools: Sequence[Any]) -> list[str]:
 
 def known_choice(choice: Any) -> Any:
     """The choice as the client sent it; auto if it names a tool that is ignored."""
-    is_ignored = isinstance(choice, Mapping) and _type(choice) not in ("function", "custom", "allowed_tools")
+    known = ("function", "custom", "allowed_tools", file_search.KIND)
+    is_ignored = isinstance(choice, Mapping) and _type(choice) not in known
     return "auto" if choice is None or is_ignored else choice
 
 
@@ -92,6 +95,8 @@ def tool_choice(choice: Any) -> ToolChoice:
             return ToolChoice(choice)  # type: ignore[arg-type]
         raise refusal(f"tool_choice is {choice!r:.80}; allowed: {_CHOICES}", "tool_choice")
     kind = _type(choice)
+    if kind == file_search.KIND:
+        return ToolChoice("auto")  # it searches in any case
     if kind in ("function", "custom"):
         return ToolChoice("required", _chosen_name(choice, "tool_choice"))
     mode, tools = choice.get("mode", "auto"), choice.get("tools")
@@ -113,7 +118,7 @@ def _walk(tools: Sequence[Any]) -> Iterator[tuple[Mapping[str, Any], str | None,
         if not isinstance(tool, Mapping):
             raise refusal(f"{where} is not an object; send one with a type", where)
         if _type(tool) != "namespace":
-            if not _is_ignored(tool):
+            if not _is_ignored(tool) and not file_search.is_file_search(tool):
                 yield tool, None, where
             continue
         name, inner = tool.get("name"), tool.get("tools")
@@ -134,7 +139,12 @@ def _as_function(tool: Mapping[str, Any], namespace: str | None, where: str) -> 
 
 
 def _is_ignored(tool: Any) -> bool:
-    return isinstance(tool, Mapping) and _type(tool) not in ("function", "custom", "namespace")
+    return isinstance(tool, Mapping) and _type(tool) not in (
+        "function",
+        "custom",
+        "namespace",
+        file_search.KIND,
+    )
 
 
 def _may_be_in_namespace(tool: Any) -> bool:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _encode = msgspec.json.Encoder().encode
 _DELTA_BYTES = 128
 """Memory of one part of an answer, without its text."""
+_SEARCH_RESULTS = "file_search_call.results"
 _SEALED_THOUGHTS = "reasoning.encrypted_content"
 
 
@@ -51,7 +52,11 @@ class ResponsesWriter(AnswerWriter):
             wants_summary=api_request.reasoning.summary is not None,
             wants_sealed=_SEALED_THOUGHTS in api_request.include,
             wants_logprobs=context.wants_logprobs,
+            found=getattr(api_request, "found", None),
+            wants_results=_SEARCH_RESULTS in api_request.include,
         )
+        if not api_request.stream:
+            self._items.add_file_search()
         self._id = f"resp_{context.request_id}"
         self._created = time.time()
         self._previous_id = api_request.previous_response_id
@@ -151,7 +156,9 @@ class ResponsesWriter(AnswerWriter):
 
     def begin(self) -> bytes:
         self._lifecycle("response.created", self._object("in_progress"))
-        return self.keep_alive()
+        self._lifecycle("response.in_progress", self._object("in_progress"))
+        self._items.add_file_search()
+        return self._items.take_events()
 
     def keep_alive(self) -> bytes:
         self._lifecycle("response.in_progress", self._object("in_progress"))
@@ -257,4 +264,4 @@ def _body(api_request: ResponsesRequest) -> bytes:
 
 def _request_fields(kind: type[msgspec.Struct]) -> Sequence[str]:
     """The fields that a client may send: all of the type except those that `load` adds."""
-    return [name for name in kind.__struct_fields__ if name not in ("earlier", "stored_bytes")]
+    return [name for name in kind.__struct_fields__ if name not in ("earlier", "stored_bytes", "found")]

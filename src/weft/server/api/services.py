@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from weft.server.admission.active_requests import ActiveRequests
     from weft.server.api.answer_format import AnswerFormat
     from weft.server.live.feed import LiveFeed
+    from weft.server.memory.memory import Memory
 
 
 class Services(Protocol):
@@ -53,6 +54,8 @@ class Services(Protocol):
 
     @property
     def files(self) -> FileStore: ...
+    @property
+    def memory(self) -> Memory: ...
     @property
     def formats(self) -> Mapping[str, AnswerFormat[Any]]:
         """The routes that generate, by path."""

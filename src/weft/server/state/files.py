@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from weft.server.state import vector_stores
 from weft.server.state.paging import PageQuery, read_page
 from weft.server.state.store import Store, StoreFullError, storage_errors, used_bytes
 
@@ -211,6 +212,7 @@ class FileStore:
             if found := connection.execute(query, (file_id,)).fetchone():
                 return str(found[0])
             connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
+            vector_stores.detach_everywhere(connection, [file_id])
             return True
 
         result = await self._store.run(delete)
@@ -221,11 +223,14 @@ class FileStore:
     async def sweep(self) -> int:
         """Deletes expired files, and leftovers of a crash. Returns the number of leftovers."""
         now = self._store.wall_clock()
-        await self._store.run(
-            lambda connection: connection.execute(
-                f"DELETE FROM files WHERE expires_at <= ? AND id NOT IN ({_USED})", (now,)
-            )
-        )
+
+        def expire(connection: Connection) -> None:
+            expired = f"expires_at <= ? AND id NOT IN ({_USED})"
+            ids = [one for (one,) in connection.execute(f"SELECT id FROM files WHERE {expired}", (now,))]
+            vector_stores.detach_everywhere(connection, ids)
+            connection.execute(f"DELETE FROM files WHERE {expired}", (now,))
+
+        await self._store.run(expire)
         return await self._store.run(self._remove_leftovers)
 
     def _remove_leftovers(self, connection: Connection) -> int:

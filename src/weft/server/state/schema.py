@@ -68,6 +68,96 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE responses ADD COLUMN request BLOB",
         "ALTER TABLE responses ADD COLUMN num_items INTEGER NOT NULL DEFAULT 0",
     ),
+    (
+        # The owner of rows that refer to a vector store is that of the store. `number` is never used twice, and neither
+        # is the id of a passage: an old index must not find a new passage. Each store also has a table `words_NUMBER`.
+        # index_file: the name of the file of its base. details: JSON of `StoreDetails`.
+        """
+        CREATE TABLE vector_stores (
+            number INTEGER PRIMARY KEY AUTOINCREMENT,
+            id TEXT NOT NULL UNIQUE,
+            owner TEXT NOT NULL,
+            created_at REAL NOT NULL,
+            expires_at REAL,
+            last_active_at REAL NOT NULL,
+            name TEXT NOT NULL,
+            model TEXT NOT NULL,
+            dimensions INTEGER NOT NULL,
+            revision INTEGER NOT NULL DEFAULT 0,
+            is_deleted INTEGER NOT NULL DEFAULT 0,
+            index_file TEXT,
+            details BLOB NOT NULL
+        )
+        """,
+        "CREATE INDEX vector_stores_by_owner ON vector_stores (owner, created_at, id)",
+        # id: that of the file in `files`. details: JSON of `FileDetails`.
+        """
+        CREATE TABLE vector_store_files (
+            number INTEGER PRIMARY KEY AUTOINCREMENT,
+            store INTEGER NOT NULL REFERENCES vector_stores (number) ON DELETE CASCADE,
+            id TEXT NOT NULL,
+            name TEXT NOT NULL,
+            created_at REAL NOT NULL,
+            status TEXT NOT NULL,
+            batch_id TEXT,
+            num_bytes INTEGER NOT NULL DEFAULT 0,
+            details BLOB NOT NULL,
+            UNIQUE (store, id)
+        )
+        """,
+        "CREATE INDEX vector_store_files_by_status ON vector_store_files (status, created_at)",
+        "CREATE INDEX vector_store_files_by_id ON vector_store_files (id)",
+        "CREATE INDEX vector_store_files_by_batch ON vector_store_files (batch_id) WHERE batch_id IS NOT NULL",
+        """
+        CREATE TABLE vector_store_batches (
+            id TEXT PRIMARY KEY,
+            store INTEGER NOT NULL REFERENCES vector_stores (number) ON DELETE CASCADE,
+            created_at REAL NOT NULL,
+            is_cancelled INTEGER NOT NULL DEFAULT 0
+        ) WITHOUT ROWID
+        """,
+        # Documents that are no longer visible, and whose passages are removed in pieces.
+        """
+        CREATE TABLE removed_documents (
+            number INTEGER PRIMARY KEY,
+            store INTEGER NOT NULL
+        )
+        """,
+        """
+        CREATE TRIGGER vector_store_file_deleted AFTER DELETE ON vector_store_files BEGIN
+            INSERT OR IGNORE INTO removed_documents VALUES (old.number, old.store);
+        END
+        """,
+        """
+        CREATE TRIGGER vector_store_file_ended AFTER UPDATE OF status ON vector_store_files
+        WHEN new.status IN ('failed', 'cancelled') BEGIN
+            INSERT OR IGNORE INTO removed_documents VALUES (old.number, old.store);
+        END
+        """,
+        # file: `vector_store_files.number`.
+        """
+        CREATE TABLE passages (
+            id INTEGER PRIMARY KEY AUTOINCREMENT,
+            store INTEGER NOT NULL,
+            file INTEGER NOT NULL,
+            start INTEGER NOT NULL,
+            end INTEGER NOT NULL,
+            page INTEGER,
+            heading TEXT NOT NULL,
+            text TEXT NOT NULL
+        )
+        """,
+        "CREATE INDEX passages_by_file ON passages (store, file)",
+        # vector: float16, little endian.
+        """
+        CREATE TABLE vectors (
+            store INTEGER NOT NULL,
+            passage INTEGER NOT NULL,
+            vector BLOB NOT NULL,
+            PRIMARY KEY (store, passage)
+        ) WITHOUT ROWID
+        """,
+    ),
 )
 
 EXPIRING = ("responses",)

@@ -1,0 +1,178 @@
+"""`python -m benchmarks memory-index`: recall, latency, build rate and memory of the index of vector stores.
+
+The vectors are those of real passages if a file has them (`--passages`: Debian's and Python's documentation, embedded
+once and kept), or they come from a generator: clusters with the spectrum of the real ones. Searches go through
+`VectorIndex`, as those of the server do, and are compared with an exact search of the same f16 vectors.
+"""
+
+from __future__ import annotations
+
+import resource
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.bench.report import machine, print_json, print_table, quantile
+from weft.errors import InvalidRequestError
+from weft.memory.index_file import open_graph, write_graph
+from weft.memory.vector_index import VectorIndex, base_of, merged
+
+Vectors = NDArray[np.float32]
+
+RECALL_AT = 10
+ASKED = 50
+"""The server asks for this many passages, to join them with those found by words."""
+DELTA = 8192
+"""Passages that are not in the base: as many as there are before a merge."""
+_CLUSTERS = 2000
+_SPREAD = 1.0
+"""Distance of a vector from its centre, where 1 is the length of the centre."""
+_DECAY = 0.8
+"""Direction k has the variance k ** -_DECAY. With it, the ten largest directions have 30% of the variance, as those of
+500 real passages (docs/lab/2026-11-19-memory.md)."""
+_MEAN = 0.45
+"""Length of the mean of all vectors, as that of the real ones."""
+_PIECE = 20_000
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One size of an index."""
+
+    vectors: int
+    dimensions: int
+    recall: float
+    p50_ms: float
+    p99_ms: float
+    cpu_p99_ms: float
+    """Processor time of a search: that of a machine without other load."""
+    exact_p50_ms: float
+    build_seconds: float
+    build_per_second: float
+    file_mb: float
+    memory_mb: float
+    """Largest resident memory of the process while it built the index."""
+
+
+def main(
+    *, size: int, dimensions: int, queries: int, passages: Path | None, threads: int, json: bool
+) -> None:
+    vectors = generated(size + queries, dimensions) if passages is None else stored(passages, size + queries)
+    measured = measure(vectors[:-queries], vectors[-queries:], threads)
+    if json:
+        print_json({"machine": machine(), **asdict(measured)})
+        return
+    source = "generator" if passages is None else passages.name
+    print_table(
+        f"{measured.dimensions} numbers a vector ({source}), {queries} searches, k={RECALL_AT}",
+        (
+            "vectors",
+            "recall",
+            "p50 ms",
+            "p99 ms",
+            "p99 CPU ms",
+            "exact p50 ms",
+            "build s",
+            "vectors/s",
+            "file MB",
+            "memory MB",
+        ),
+        [
+            (
+                f"{measured.vectors:,}",
+                f"{measured.recall:.4f}",
+                f"{measured.p50_ms:.2f}",
+                f"{measured.p99_ms:.2f}",
+                f"{measured.cpu_p99_ms:.2f}",
+                f"{measured.exact_p50_ms:.1f}",
+                f"{measured.build_seconds:.0f}",
+                f"{measured.build_per_second:,.0f}",
+                f"{measured.file_mb:,.0f}",
+                f"{measured.memory_mb:,.0f}",
+            )
+        ],
+    )
+
+
+def generated(count: int, dimensions: int, seed: int = 26) -> Vectors:
+    """Unit vectors in clusters, with a decaying spectrum, rounded to f16 as in the store."""
+    numbers = np.random.default_rng(seed)
+    scale = np.arange(1, dimensions + 1) ** (-_DECAY / 2)
+    rotation, _ = np.linalg.qr(numbers.standard_normal((dimensions, dimensions)))
+    centres = numbers.standard_normal((_CLUSTERS, dimensions)) * scale
+    found = np.empty((count, dimensions), np.float32)
+    for start in range(0, count, _PIECE):
+        size = min(_PIECE, count - start)
+        around = numbers.standard_normal((size, dimensions)) * scale
+        piece = (centres[numbers.integers(0, _CLUSTERS, size)] + _SPREAD * around) @ rotation
+        piece /= np.linalg.norm(piece, axis=1, keepdims=True)
+        piece = (1 - _MEAN**2) ** 0.5 * piece + _MEAN * rotation[-1]
+        piece /= np.linalg.norm(piece, axis=1, keepdims=True)
+        found[start : start + size] = piece.astype(np.float16)
+    return found
+
+
+def stored(path: Path, count: int) -> Vectors:
+    """The first vectors of a `.npy` file."""
+    vectors = np.load(path, mmap_mode="r")
+    if len(vectors) < count:
+        raise InvalidRequestError(f"{path} has {len(vectors)} vectors; asked for: {count}", field="size")
+    return np.asarray(vectors[:count], np.float32)
+
+
+def measure(vectors: Vectors, queries: Vectors, threads: int) -> Measured:
+    """Builds the base, maps it from its file, adds a delta, and searches."""
+    count, dimensions = vectors.shape
+    in_base = max(0, count - DELTA)
+    ids = np.arange(1, count + 1)
+    files = ids // 64
+    began = time.perf_counter()
+    index = VectorIndex.empty(dimensions)
+    index = index.changed([], ids[:in_base], files[:in_base], ids[:in_base], vectors[:in_base])
+    graph = merged(index, threads)
+    build_seconds = time.perf_counter() - began
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    with tempfile.TemporaryDirectory(prefix="weft-index-") as folder:
+        name = write_graph(graph, Path(folder), "vs_bench")
+        del graph
+        file_mb = (Path(folder) / name).stat().st_size / 1e6
+        index = index.with_base(base_of(open_graph(Path(folder), name)))
+        index = index.changed([], ids[in_base:], files[in_base:], ids[in_base:], vectors[in_base:])
+        for query in queries[:20]:  # maps the pages that all searches need
+            index.search(query, ASKED)
+        times, cpu_times, found = [], [], []
+        for query in queries:
+            began, cpu_began = time.perf_counter(), time.thread_time()
+            hits = index.search(query, ASKED)
+            cpu_times.append(1e3 * (time.thread_time() - cpu_began))
+            times.append(1e3 * (time.perf_counter() - began))
+            found.append({one for one, _ in hits[:RECALL_AT]})
+    exact_times = []
+    num_right = 0
+    for query, hits_of_query in zip(queries, found, strict=True):
+        began = time.perf_counter()
+        right = _exact(vectors, query)
+        exact_times.append(1e3 * (time.perf_counter() - began))
+        num_right += len(hits_of_query & {int(ids[one]) for one in right})
+    return Measured(
+        count,
+        dimensions,
+        num_right / (RECALL_AT * len(queries)),
+        quantile(times, 0.5),
+        quantile(times, 0.99),
+        quantile(cpu_times, 0.99),
+        quantile(exact_times, 0.5),
+        build_seconds,
+        in_base / build_seconds,
+        file_mb,
+        memory,
+    )
+
+
+def _exact(vectors: Vectors, query: Vectors) -> NDArray[np.int64]:
+    scores = vectors @ query
+    return np.argpartition(-scores, RECALL_AT)[:RECALL_AT]

@@ -1,0 +1,126 @@
+"""Splits a document into passages of at most so many tokens, at the best places.
+
+words   |w|w|w|w|w|w|w|w|w|w|w|w|w|w|      each with its tokens, and the strength of the place before it
+passage |<--------- max ------->|          ends at the strongest place of its second half
+next              |<-overlap->|            begins at the strongest place of the overlap
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+from weft.memory.documents import ChunkSize, Document, DocumentError, Mark, Passage, Strength
+
+MAX_PASSAGES = 50_000
+"""Limit for the passages of one document."""
+_WORD = re.compile(r"\S{1,48}")
+"""A longer run without spaces is several words, so that any text can be split."""
+_SENTENCE_ENDS = (".", "!", "?", ":", ";", "。", "！", "？", '."', ".)")
+_HEADING_PART = 4
+"""A heading may have this part of the tokens of a passage; a longer one is left out."""
+
+
+def words_of(document: Document) -> set[str]:
+    """The words whose tokens `split` needs."""
+    found = {match.group() for match in _WORD.finditer(document.text)}
+    for mark in document.headings:
+        found.update(_WORD.findall(mark.label))
+    return found
+
+
+def split(document: Document, size: ChunkSize, tokens: Mapping[str, int]) -> list[Passage]:
+    """The passages, in order. `tokens`: how many tokens each word has; a word that is not there counts its bytes."""
+    starts, ends, counts = array("q"), array("q"), array("q")
+    for word in _WORD.finditer(document.text):
+        starts.append(word.start())
+        ends.append(word.end())
+        text = word.group()
+        counts.append(tokens[text] if text in tokens else len(text.encode()))
+    sums = [0, *accumulate(counts)]
+    """sums[i]: tokens of the words before word i."""
+    strengths = _strengths(document, starts, ends)
+    passages: list[Passage] = []
+    begin = end = 0
+    while end < len(starts):
+        heading, room = _heading_and_room(document, starts[begin], size.max_tokens, tokens)
+        least = end + 1
+        end = _end(begin, least, room, sums, strengths)
+        if end < least:  # with the overlap, not even one more word fits
+            begin = end = least - 1
+            continue
+        page = _label_at(document.pages, starts[begin])
+        start, stop = starts[begin], ends[end - 1]
+        passages.append(Passage(start, stop, document.text[start:stop], heading, int(page) if page else None))
+        if len(passages) > MAX_PASSAGES:
+            message = (
+                f"the document has more than {MAX_PASSAGES} passages; allowed: {MAX_PASSAGES}; split the file"
+            )
+            raise DocumentError(message)
+        begin = _next_begin(begin, end, size.overlap_tokens, sums, strengths)
+    return passages
+
+
+def refit(size: ChunkSize, most: int, limit: int) -> ChunkSize:
+    """A smaller size, after a passage had `most` tokens and the model reads `limit`. A text may have more tokens than
+    its words together."""
+    parts = (size.max_tokens, size.overlap_tokens)
+    return ChunkSize(*(part * limit // (most + 1) for part in parts))
+
+
+def _heading_and_room(
+    document: Document, offset: int, max_tokens: int, tokens: Mapping[str, int]
+) -> tuple[str, int]:
+    """The heading of a passage, and the tokens that are left for its text."""
+    heading = _label_at(document.headings, offset)
+    cost = sum(tokens.get(word, len(word.encode())) for word in _WORD.findall(heading))
+    return (heading, max_tokens - cost) if cost <= max_tokens // _HEADING_PART else ("", max_tokens)
+
+
+def _end(begin: int, least: int, room: int, sums: Sequence[int], strengths: Sequence[int]) -> int:
+    """The word after the last one of a passage that begins with word `begin`. Below `least` if only less fits."""
+    last = max(begin + 1, bisect_right(sums, sums[begin] + room) - 1)
+    if last >= len(strengths) or last < least:
+        return last
+    first = min(max(least, bisect_right(sums, sums[begin] + room // 2)), last)
+    return max(range(first, last + 1), key=lambda place: (strengths[place], place))
+
+
+def _next_begin(begin: int, end: int, overlap: int, sums: Sequence[int], strengths: Sequence[int]) -> int:
+    if end >= len(strengths) or strengths[end] == Strength.HEADING:
+        return end  # nothing of another section is repeated
+    first = min(max(begin + 1, bisect_left(sums, sums[end] - overlap)), end)
+    return max(range(first, end), key=lambda place: (strengths[place], -place), default=end)
+
+
+def _strengths(document: Document, starts: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """The strength of the place before each word."""
+    text = document.text
+    headings = {mark.start for mark in document.headings}
+    blocks = {*document.paragraphs, *(mark.start for mark in document.pages)}
+    found: list[int] = []
+    before = 0
+    for start, end in zip(starts, ends, strict=True):
+        gap = text[before:start]
+        lines = gap.count("\n")
+        # A heading may begin with spaces or at the first word of its line.
+        if headings and any(place in headings for place in range(start - min(3, len(gap)), start + 1)):
+            found.append(Strength.HEADING)
+        elif lines > 1 or start in blocks:
+            found.append(Strength.PARAGRAPH)
+        elif lines:
+            found.append(Strength.LINE)
+        elif gap and text[max(0, before - 2) : before].endswith(_SENTENCE_ENDS):
+            found.append(Strength.SENTENCE)
+        else:
+            found.append(Strength.WORD)
+        before = end
+    return found
+
+
+def _label_at(marks: Sequence[Mark], offset: int) -> str:
+    index = bisect_right(marks, offset, key=lambda mark: mark.start) - 1
+    return marks[index].label if index >= 0 else ""

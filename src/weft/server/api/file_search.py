@@ -1,0 +1,157 @@
+"""The tool `file_search`: searches vector stores before an answer is generated.
+
+    tools, last text of the user -> search_files -> FoundPassages -> with_passages: into the prompt
+                                                          `-> the call, its results and the citations of the answer
+
+The model is not asked whether to search: small models rarely make a good call, and a second pass over the prompt would
+double the wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from weft.memory.prompting import Source, citations, question_with_passages
+from weft.server.api import schema
+from weft.server.api.vector_store_shapes import RankingOptions, checked_count, checked_filter, checked_ranking
+from weft.server.errors import refusal
+from weft.server.memory.search import SearchRequest
+from weft.text.conversation import Item, Message
+
+if TYPE_CHECKING:
+    from weft.server.api.services import Caller
+
+KIND = "file_search"
+_MAX_STORES = 16
+_DEFAULT_RESULTS = 5
+"""Fewer than in the OpenAI API: the context of a small model is short."""
+_QUERY_CHARACTERS = 4096
+_PROMPT_PART = 2
+"""Passages may take this part of the context."""
+_CHARACTERS_PER_TOKEN = 3
+
+
+class FileSearchTool(msgspec.Struct, frozen=True):
+    vector_store_ids: list[str]
+    filters: dict[str, Any] | None = None
+    max_num_results: int | None = None
+    ranking_options: RankingOptions | None = None
+
+
+@dataclass(frozen=True)
+class FoundPassages:
+    query: str
+    sources: Sequence[Source]
+
+    def call(self, call_id: str, status: str, *, with_results: bool) -> dict[str, Any]:
+        """The item `file_search_call`."""
+        results = [
+            {
+                "file_id": one.file_id,
+                "filename": one.name,
+                "score": one.score,
+                "attributes": one.attributes,
+                "text": one.text,
+            }
+            for one in self.sources
+        ]
+        return {
+            "id": call_id,
+            "type": "file_search_call",
+            "status": status,
+            "queries": [self.query],
+            "results": results if with_results else None,
+        }
+
+    def annotations(self, answer: str) -> list[dict[str, Any]]:
+        return [
+            {
+                "type": "file_citation",
+                "index": one.offset,
+                "file_id": one.source.file_id,
+                "filename": one.source.name,
+            }
+            for one in citations(answer, self.sources)
+        ]
+
+
+def is_file_search(tool: Any) -> bool:
+    return isinstance(tool, Mapping) and tool.get("type") == KIND
+
+
+async def search_files(
+    tools: Sequence[Any], tool_choice: Any, items: Sequence[Item], caller: Caller
+) -> FoundPassages | None:
+    """What the tool `file_search` finds for the last text of the user. None: there is no such tool, or no question, or
+    tool_choice forbids tools. Raises ApiError if the tool is invalid."""
+    given = [(f"tools[{index}]", tool) for index, tool in enumerate(tools) if is_file_search(tool)]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise refusal(f"tools has {len(given)} tools of the type file_search; send one", given[1][0])
+    asked = _checked(*given[0], caller)
+    last = _last_question(items)
+    if tool_choice == "none" or last is None:
+        return None
+    query = _text(items[last])[-_QUERY_CHARACTERS:]
+    found = await caller.services.memory.search(asked(query))
+    return FoundPassages(query, _within_context(found, caller.services.engine.max_sequence_length))
+
+
+def with_passages(items: Sequence[Item], found: FoundPassages | None) -> list[Item]:
+    """The conversation with the passages in front of the last question."""
+    last = None if found is None else _last_question(items)
+    if found is None or last is None:
+        return list(items)
+    message = items[last]
+    assert isinstance(message, Message)
+    asked = msgspec.structs.replace(message, content=question_with_passages(_text(message), found.sources))
+    return [*items[:last], asked, *items[last + 1 :]]
+
+
+def _checked(where: str, tool: Mapping[str, Any], caller: Caller) -> Callable[[str], SearchRequest]:
+    # Chat completions have the fields of a tool in an object with the name of its type.
+    inner = tool.get(KIND)
+    given = schema.converted(inner if isinstance(inner, Mapping) else tool, FileSearchTool, where)
+    if not 1 <= len(given.vector_store_ids) <= _MAX_STORES:
+        param = f"{where}.vector_store_ids"
+        raise refusal(f"{param} has {len(given.vector_store_ids)} ids; allowed: 1 to {_MAX_STORES}", param)
+    count = checked_count(given.max_num_results or _DEFAULT_RESULTS, f"{where}.max_num_results")
+    chosen = checked_filter(given.filters, f"{where}.filters")
+    ranking = checked_ranking(given.ranking_options, f"{where}.ranking_options")
+
+    def request(query: str) -> SearchRequest:
+        return SearchRequest(
+            caller.owner, given.vector_store_ids, [query], count, chosen, **ranking, client_id=caller.owner
+        )
+
+    return request
+
+
+def _last_question(items: Sequence[Item]) -> int | None:
+    for index in range(len(items) - 1, -1, -1):
+        item = items[index]
+        if isinstance(item, Message) and item.role == "user" and _text(item).strip():
+            return index
+    return None
+
+
+def _text(item: Item) -> str:
+    content = item.content if isinstance(item, Message) else ""
+    return content if isinstance(content, str) else "\n".join(content or ())
+
+
+def _within_context(sources: Sequence[Source], max_tokens: int) -> list[Source]:
+    """The best passages that leave room for the conversation."""
+    room = max_tokens * _CHARACTERS_PER_TOKEN // _PROMPT_PART
+    found: list[Source] = []
+    for one in sources:
+        room -= len(one.text)
+        if room < 0 and found:
+            break
+        found.append(one)
+    return found

@@ -1,0 +1,90 @@
+"""Reads a stored file into passages: in a worker process, with the tokens of the embedding model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from weft.errors import PromptTooLongError
+from weft.memory.documents import ChunkSize, DocumentError, Passage
+from weft.memory.splitting import refit
+from weft.server.memory.reading_process import (
+    SECONDS,
+    Failed,
+    Job,
+    ReadJob,
+    ReadResult,
+    Result,
+    SplitJob,
+    SplitResult,
+)
+from weft.server.text_work.worker import Worker
+from weft.server.vectors.interface import Embedder
+
+_MAX_COUNTED = 50_000
+"""Distinct words whose tokens are counted. The others count their bytes, which is never too few."""
+_COUNTED_AT_ONCE = 1000
+_CHECKED_AT_ONCE = 256
+_MAX_TRIES = 4
+_WAIT_SECONDS = 4.0 * SECONDS
+"""The limit of a job is processor time; a loaded machine gives less of it."""
+_results = msgspec.msgpack.Decoder(Result)
+
+
+class DocumentReader:
+    """Owns the worker process that reads documents. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._worker = Worker("weft.server.memory.reading_process")
+
+    async def close(self) -> None:
+        await self._worker.close()
+
+    async def passages(self, path: Path, name: str, size: ChunkSize, embedder: Embedder) -> list[Passage]:
+        """Raises DocumentError if the file cannot be read."""
+        read = await self._run(ReadJob(str(path), name))
+        assert isinstance(read, ReadResult)
+        tokens = await self._count(read.words, embedder)
+        limit = embedder.spec.max_tokens
+        [around] = await embedder.count_tokens([""], "document")
+        size = size.within(limit - around)
+        for _ in range(_MAX_TRIES):
+            split = await self._run(SplitJob(read.document, size, tokens))
+            assert isinstance(split, SplitResult)
+            longest = await _longest(split.passages, embedder)
+            if longest <= limit:
+                return split.passages
+            size = refit(size, longest, limit)
+        message = f"a passage has {longest} tokens; the embedding model reads {limit}; send plain text"
+        raise DocumentError(message)
+
+    async def _count(self, words: list[str], embedder: Embedder) -> dict[str, int]:
+        tokens: dict[str, int] = {}
+        [around] = await embedder.count_tokens([""], "document")
+        for start in range(0, min(len(words), _MAX_COUNTED), _COUNTED_AT_ONCE):
+            part = words[start : start + _COUNTED_AT_ONCE]
+            counts = await embedder.count_tokens(part, "document")
+            tokens |= {word: max(0, count - around) for word, count in zip(part, counts, strict=True)}
+        return tokens
+
+    async def _run(self, job: Job) -> Result:
+        try:
+            content = await self._worker.run(msgspec.msgpack.encode(job), seconds=_WAIT_SECONDS)
+        except TimeoutError:
+            raise DocumentError(f"reading the file took more than {_WAIT_SECONDS:.0f} s; split it") from None
+        result = _results.decode(content)
+        if isinstance(result, Failed):
+            raise DocumentError(result.message, result.code)
+        return result
+
+
+async def _longest(passages: list[Passage], embedder: Embedder) -> int:
+    longest = 0
+    for start in range(0, len(passages), _CHECKED_AT_ONCE):
+        texts = [one.searched_text for one in passages[start : start + _CHECKED_AT_ONCE]]
+        try:
+            longest = max(longest, *await embedder.count_tokens(texts, "document"))
+        except PromptTooLongError as error:
+            return error.num_tokens
+    return longest
