@@ -123,7 +123,8 @@ class LLM:
         checkpoint = model if isinstance(model, Checkpoint) else _opened(model, progress)
         spec = embedding_spec(checkpoint) if checkpoint.has_text else None
         if spec is not None:
-            device, engine_config = "embedder", vector_config(config, spec)
+            device = registry.EMBEDDERS[device]
+            engine_config = vector_config(config, spec, device)
         text = EmbeddingText(checkpoint, spec) if spec is not None else None
         if text is not None:
             self._text: ModelText | None = ModelText(text.tokenizer, None)

@@ -19,14 +19,14 @@ from weft.embedding import EmbeddingSpec
 from weft.errors import InvalidRequestError
 
 
-def vector_config(options: Mapping[str, Any], spec: EmbeddingSpec) -> ServingEngineConfig:
+def vector_config(options: Mapping[str, Any], spec: EmbeddingSpec, device: str) -> ServingEngineConfig:
     """The configuration for a model that makes vectors. Its steps and its memory follow from the model."""
     if options:
         name = min(options)
         raise InvalidRequestError(
             f"{name} has no meaning for a model that makes vectors; leave it out", field=name
         )
-    return spec.engine_config()
+    return spec.engine_config(is_on_gpu=device == "cuda-embedder")
 
 
 def build_config(options: dict[str, Any], device: str) -> ServingEngineConfig:

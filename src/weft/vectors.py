@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from weft.embedding import EmbeddingSpec
 from weft.errors import InvalidRequestError
 
-Vectors = NDArray[np.float32]
+__all__ = ["Ids", "Vectors", "check_dimensions", "np", "shortened"]
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Vectors = NDArray[np.float32]
+    Ids = NDArray[np.int64]
+else:
+    Vectors = Ids = Any
+
+    class _Numpy:
+        """numpy, imported at its first use. The import takes 35 ms, and a server without vectors does not need it."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(import_module("numpy"), name)
+
+    np = _Numpy()
 
 
 def check_dimensions(dimensions: int | None, spec: EmbeddingSpec) -> None:

@@ -132,6 +132,7 @@ def test_help_imports_nothing_that_does_the_work() -> None:
         "weft.cli.bench",
         "weft.cli.entry",
         "weft.cli.main",
+        "weft.cli.memory",
         "weft.config",
         "weft.errors",
         "weft.server",

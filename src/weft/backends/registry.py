@@ -24,6 +24,9 @@ BUILDERS = {
     "embedder": ("weft.backends.cpu.embedder", "open_embedder"),
     "noop": ("weft.backends.noop", "NoopBackend"),
 }
+EMBEDDERS = {"cpu": "embedder", "cuda": "cuda-embedder", "noop": "embedder"}
+"""The backend of a model that makes vectors, by the backend of a model that generates."""
+
 # Options of some backends only. The CPU ignores `invariant`: with its C++ kernels, an answer never depends on the rest of
 # the batch.
 _OPTIONS_OF = {

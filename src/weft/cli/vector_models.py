@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from weft.backends.registry import EMBEDDERS
 from weft.cli.model import fetch, shown_name
 from weft.engine.ipc.launch import shared_cores
 from weft.errors import InvalidRequestError
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from weft.embedding import EmbeddingSpec
 
 EMBEDDER = "embedder"
-"""The backend of these models."""
+"""The backend of --embedder and --reranker. Beside a MODEL on a GPU they compute on the CPU."""
 _DOES = {"embed": "makes embeddings", "rerank": "scores documents for a query"}
 
 
@@ -29,10 +30,11 @@ def with_vector_models(
     makes vectors or scores itself. `settings` has the path of MODEL."""
     spec = _spec_of_model(settings)
     if spec is not None:
-        config = spec.engine_config()
+        backend = EMBEDDERS[settings.backend]
+        config = spec.engine_config(is_on_gpu=backend != EMBEDDER)
         settings = dataclasses.replace(
             settings,
-            backend=EMBEDDER,
+            backend=backend,
             engine=dataclasses.replace(settings.engine, scheduler=config.scheduler, cache=config.cache),
         )
     found: list[VectorModelFiles] = []

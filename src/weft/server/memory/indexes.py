@@ -13,16 +13,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from weft.memory.index_file import DamagedIndexError, NoIndexError, open_graph, write_graph
-from weft.memory.vector_index import Base, VectorIndex, base_of, merged
 from weft.server.state import passages, vector_stores
 from weft.server.state.store import Store, StoreError
 from weft.server.state.vector_stores import VectorStore
+from weft.vectors import np
 
+# `weft.memory.index_file` and `vector_index` need numpy, so they are imported where they are used.
 if TYPE_CHECKING:
     from sqlite3 import Connection
+
+    from weft.memory.vector_index import Base, VectorIndex
 
 _FOLDER = "indexes"
 _MAX_BYTES = 512 << 20
@@ -63,6 +63,8 @@ class StoreIndexes:
 
     async def current(self, store: VectorStore) -> VectorIndex:
         """The index with all passages that were visible when `store` was read, or later."""
+        from weft.memory.vector_index import VectorIndex
+
         one = self._open.get(store.id)
         if one is None:
             one = self._open[store.id] = _Open(VectorIndex.empty(store.dimensions))
@@ -101,6 +103,9 @@ class StoreIndexes:
             one.revision, one.files, one.index = updated
 
     async def _opened(self, name: str) -> Base | None:
+        from weft.memory.index_file import DamagedIndexError, NoIndexError, open_graph
+        from weft.memory.vector_index import base_of
+
         try:
             return await asyncio.to_thread(lambda: base_of(open_graph(self._folder, name)))
         except FileNotFoundError:
@@ -119,6 +124,9 @@ class StoreIndexes:
 
     async def _merge(self, one: _Open, store: VectorStore) -> None:
         """Makes a new base of all passages, in a thread, while searches use the old one."""
+        from weft.memory.index_file import DamagedIndexError, NoIndexError, open_graph, write_graph
+        from weft.memory.vector_index import base_of, merged
+
         index, old = one.index, one.base_name
 
         def build() -> tuple[str, Base]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from weft.errors import InvalidRequestError
 from weft.memory.documents import ChunkSize, DocumentError, Passage
 from weft.server.errors import ApiError
@@ -17,13 +14,12 @@ from weft.server.state.files import FileStore
 from weft.server.state.store import Store, StoreFullError
 from weft.server.state.vector_stores import AttachedFile, FileError, VectorStore
 from weft.server.vectors.interface import Embedder
+from weft.vectors import Vectors, np
 
 _PIECE = 128
 """Passages of one transaction, and of one call of the model."""
 _ROW_BYTES = 200
 """Estimated size of a passage in the database, without its text and vector."""
-
-Vectors = NDArray[np.float32]
 
 
 class Ingest:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from weft.errors import PromptTooLongError
 from weft.memory.filters import Filter
 from weft.memory.prompting import Source
@@ -20,6 +18,7 @@ from weft.server.state import passages, vector_stores
 from weft.server.state.store import Store
 from weft.server.state.vector_stores import VectorStore
 from weft.server.vectors.interface import Embedder, Reranker
+from weft.vectors import Vectors, np
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -93,7 +92,7 @@ class Searcher:
         return stores
 
     async def _ranked(
-        self, store: VectorStore, asked: SearchRequest, text: str, vector: np.ndarray, count: int
+        self, store: VectorStore, asked: SearchRequest, text: str, vector: Vectors, count: int
     ) -> list[tuple[int, float]]:
         words = words_query(text) if asked.words_weight else None
         chosen = asked.filter

@@ -9,19 +9,16 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from weft.memory.documents import Passage, searched_text
 from weft.memory.prompting import Source
 from weft.server.state.vector_stores import FileDetails
+from weft.vectors import Ids, Vectors, np
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-Ids = NDArray[np.int64]
-Vectors = NDArray[np.float32]
-STORED = np.dtype("<f2")
+STORED = "<f2"
 """How vectors are stored."""
 _CHUNK = 2000
 """Passages that one transaction removes."""

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from weft.embedding import EmbeddingSpec
 from weft.engine.ipc.client import EngineClient, EngineState
 from weft.engine.ipc.remote_answer import RemoteAnswer
@@ -17,7 +15,7 @@ from weft.server.errors import ApiError
 from weft.server.vectors.gate import VectorGate
 from weft.server.vectors.interface import TextKind
 from weft.server.vectors.texts import VectorTexts
-from weft.vectors import Vectors
+from weft.vectors import Vectors, np
 
 _ONE_TOKEN = SamplingParams(max_tokens=1)
 """The engine reports a vector with the one token that it samples. The token means nothing."""
