@@ -258,6 +258,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (RERANK, {"query": "a"}, "documents"),
     (RERANK, {"query": "a", "documents": [7]}, "documents"),
     (SCORE, {"text_1": "a", "text_2": []}, "text_2"),
+    (SCORE, {"text_1": "a", "text_2": ["b"] * 2049}, "2049"),
     (SCORE, {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "2 entries"),
     (SCORE, {"text_1": [], "text_2": ["c"]}, "text_1"),
     (SCORE, {"text_1": ["a", ""], "text_2": ["c", "d"]}, "text_1[1]"),

@@ -322,6 +322,10 @@ def test_bad_attributes_and_bad_searches_are_refused_with_the_field(one: MemoryC
         ):
             refused = one.send("POST", path, body)
             assert refused.status_code in (400, 413), (case, refused.text[:300])
+    many = one.send(
+        "POST", f"/v1/vector_stores/{store}/file_batches", {"files": [{"file_id": file_id}] * 2001}
+    )
+    assert many.status_code == 400 and "2001" in many.json()["error"]["message"]
     for case, body in {**BAD_SEARCHES, "deep": {"query": "x", "filters": nested(17)}}.items():
         refused = one.send("POST", f"/v1/vector_stores/{store}/search", body)
         error = refused.json()["error"]
