@@ -19,6 +19,7 @@ class FakeServices:
 
     def __init__(self) -> None:
         self.engine = SimpleNamespace(state=EngineState.READY)
+        self.models = SimpleNamespace(engine_of_route=lambda _: self.engine)
         self.deaths = 0
         self.in_flight: set[bytes] = set()
         self._died = asyncio.Event()
@@ -83,8 +84,9 @@ def test_lines_run_together_again_after_the_engine_died_once() -> None:
         sender = LineSender(services, lambda: False)
         sent = asyncio.gather(*(sender.send("/v1/completions", b"%d" % index, None) for index in range(40)))
         await asyncio.sleep(0)
-        while len(services.in_flight) < 40:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(10):  # without it, a mistake here would hang the tests
+            while len(services.in_flight) < 40:
+                await asyncio.sleep(0)
         services._die()
         assert [reply.status for reply in await sent] == [200] * 40
         assert services.most_in_flight_again > 1
@@ -99,8 +101,9 @@ def test_a_line_does_not_fail_because_the_server_stops_the_engine() -> None:
         sending = asyncio.create_task(
             LineSender(services, lambda: is_draining).send("/v1/completions", b"poison", None)
         )
-        while services.deaths < 2 or not services.in_flight:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            while services.deaths < 2 or not services.in_flight:
+                await asyncio.sleep(0)
         is_draining = True
         await asyncio.sleep(0.1)
         assert services.deaths == 3 and not sending.done()
