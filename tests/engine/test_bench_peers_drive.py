@@ -16,8 +16,8 @@ from benchmarks.peers_engines import ENGINES, OURS_IN_PROCESS, Launch, PeerFiles
 from benchmarks.peers_process import RunningEngine, driver_records
 from benchmarks.peers_report import Report, document, print_report
 from peer_cases import cell, driver
-from weft import llm
 from weft.bench.serve_load import Item, Phase
+from weft.llm_config import build_config
 
 
 def test_the_driver_runs_the_requests_of_a_phase_at_their_times(
@@ -52,7 +52,7 @@ def test_the_driver_runs_the_requests_of_a_phase_at_their_times(
 
 
 def test_the_driver_has_the_settings_of_the_server_and_of_the_library() -> None:
-    assert serving_config() == llm._build_config({}, "cpu")
+    assert serving_config() == build_config({}, "cpu")
 
 
 def test_a_failed_request_has_too_few_tokens_and_does_not_block_the_driver(default_model_path: Path) -> None:

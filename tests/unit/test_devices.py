@@ -12,7 +12,7 @@ import pytest
 
 from weft.backends import registry
 from weft.errors import InvalidRequestError
-from weft.llm import _build_config
+from weft.llm_config import build_config
 
 
 @pytest.fixture
@@ -84,9 +84,9 @@ def test_an_unknown_device_is_rejected_with_the_list_of_devices() -> None:
 
 
 def test_steps_on_a_gpu_are_larger_unless_a_budget_is_set() -> None:
-    assert _build_config({}, "cuda").scheduler.max_chunk_tokens == 8192
-    assert _build_config({}, "cpu").scheduler.max_chunk_tokens == 512
-    config = _build_config({"max_prefill_tokens": 100}, "cuda").scheduler
+    assert build_config({}, "cuda").scheduler.max_chunk_tokens == 8192
+    assert build_config({}, "cpu").scheduler.max_chunk_tokens == 512
+    config = build_config({"max_prefill_tokens": 100}, "cuda").scheduler
     assert (config.max_prefill_tokens, config.max_chunk_tokens, config.max_tokens_per_step) == (
         100,
         512,

@@ -71,7 +71,7 @@ def chosen(name: str, options: Mapping[str, Any]) -> str:
     """The name of the backend that `build` uses. "auto" means "cuda" if there is a usable GPU and no option is for the
     CPU only. Raises InvalidRequestError if this machine or these options rule the backend out."""
     if name != AUTO and name not in BUILDERS:
-        allowed = ", ".join((AUTO, *sorted(BUILDERS)))
+        allowed = ", ".join((AUTO, *EMBEDDERS))
         raise InvalidRequestError(f"backend is {name!r}; allowed: {allowed}", field="backend")
     cpu_only = [
         key
