@@ -1,7 +1,8 @@
 """`python -m benchmarks idle-work`: what interactive clients see with and without a batch beside them.
 
 In every second round the engine also has idle work, as from lines of batches. Rounds alternate, so that other load on
-the machine affects both.
+the machine affects both. The two rounds of a pair have the same requests, but another cache salt: neither finds prompts
+or draft tokens of the other.
 """
 
 from __future__ import annotations
@@ -28,6 +29,15 @@ class Figures:
     seconds: float = 0.0
 
 
+Pairs = list[tuple[Figures, Figures]]
+"""For each pair of rounds, which have the same requests: without and with idle work."""
+
+
+def is_idle_round(number: int) -> bool:
+    """Pairs of rounds take turns in their order: without and with, with and without."""
+    return number % 4 in (1, 2)
+
+
 def main(
     *, backend: str, shape: str | None, seconds: float, rounds: int, clients: int, lines: int, json: bool
 ) -> None:
@@ -35,34 +45,46 @@ def main(
         # Imported here: only the measurement over HTTP needs the packages of the server.
         from benchmarks.idle_work_server import measure as measure_server
 
-        figures = asyncio.run(measure_server(backend, seconds, rounds, clients, lines))
+        pairs = asyncio.run(measure_server(backend, seconds, rounds, clients, lines))
     else:
         from benchmarks.idle_work_engine import measure as measure_engine
 
-        figures = asyncio.run(measure_engine(backend, shape, seconds, rounds, clients, lines))
-    alone, beside = figures[False], figures[True]
+        pairs = asyncio.run(measure_engine(backend, shape, seconds, rounds, clients, lines))
     rows = []
-    for name, one, other in (
-        ("first token, ms", alone.first_token, beside.first_token),
-        ("gap between tokens, ms", alone.gap, beside.gap),
-    ):
+    for name, unit in (("first_token", "first token, ms"), ("gap", "gap between tokens, ms")):
         for share in (0.5, 0.99):
-            before, after = quantile(one, share), quantile(other, share)
-            ratio = f"{after / before:.2f}" if before else "-"
-            rows.append((f"{name}: p{100 * share:g}", f"{1000 * before:.2f}", f"{1000 * after:.2f}", ratio))
+            before, after = (_pooled(pairs, side, name, share) for side in (0, 1))
+            low, high = _interval(pairs, name, share)
+            ratio = f"{after / before:.2f} [{low:.2f}, {high:.2f}]" if before else "-"
+            rows.append((f"{unit}: p{100 * share:g}", f"{1000 * before:.2f}", f"{1000 * after:.2f}", ratio))
     if json:
-        print_json({"alone": alone, "beside_idle_work": beside, "rows": rows, "machine": machine()})
+        print_json({"pairs": pairs, "rows": rows, "machine": machine()})
         return
     print_line(machine())
     print_table(
-        f"{clients} interactive clients, with and without {lines} lines of idle work at once",
-        ("", "without", "with", "ratio"),
+        f"{clients} interactive clients, with and without {lines} lines of idle work at once, {rounds} pairs of rounds",
+        ("", "without", "with", "ratio, 95% interval"),
         rows,
     )
+    alone, beside = (sum(len(pair[side].first_token) for pair in pairs) for side in (0, 1))
+    rate = sum(pair[1].idle_tokens for pair in pairs) / sum(pair[1].seconds for pair in pairs)
     print_line(
-        f"requests: {len(alone.first_token)} without, {len(beside.first_token)} with; idle work in the rounds with it: "
-        f"{beside.idle_tokens / beside.seconds:.1f} tokens/s"
+        f"requests: {alone} without, {beside} with; idle work in the rounds with it: {rate:.1f} tokens/s"
     )
+
+
+def _pooled(pairs: Pairs, side: int, name: str, share: float) -> float:
+    return quantile([value for pair in pairs for value in getattr(pair[side], name)], share)
+
+
+def _interval(pairs: Pairs, name: str, share: float) -> tuple[float, float]:
+    """The 95% interval of the ratio of two quantiles: pairs of rounds are drawn again, with replacement."""
+    source, ratios = random.Random(0), []
+    for _ in range(400):
+        drawn = source.choices(pairs, k=len(pairs))
+        before = _pooled(drawn, 0, name, share)
+        ratios.append(_pooled(drawn, 1, name, share) / before if before else 1.0)
+    return quantile(ratios, 0.025), quantile(ratios, 0.975)
 
 
 def lengths(source: random.Random) -> tuple[int, int]:

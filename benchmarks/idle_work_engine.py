@@ -11,7 +11,7 @@ import random
 import time
 from itertools import pairwise
 
-from benchmarks.idle_work import IDLE_SECONDS, Figures, lengths
+from benchmarks.idle_work import IDLE_SECONDS, Figures, Pairs, is_idle_round, lengths
 from weft.backends import registry
 from weft.bench.gpu_work import MAX_CONTEXT, SHAPES, open_shape
 from weft.engine.serving import ServingEngine
@@ -19,29 +19,26 @@ from weft.request import InferenceRequest, SamplingParams
 from weft.server.settings import ServerSettings
 
 
-async def measure(
-    backend: str, shape: str, seconds: float, rounds: int, clients: int, lines: int
-) -> dict[bool, Figures]:
-    """The figures without (False) and with (True) idle work. Rounds alternate."""
+async def measure(backend: str, shape: str, seconds: float, rounds: int, clients: int, lines: int) -> Pairs:
     config = ServerSettings().engine
     if backend == "cuda":
         scheduler = dataclasses.replace(config.scheduler, **registry.CARD_BUDGETS)
         config = dataclasses.replace(config, scheduler=scheduler)
     built = registry.build(backend, checkpoint=open_shape(shape), max_context=MAX_CONTEXT)
-    figures = {False: Figures(), True: Figures()}
+    pairs = [(Figures(), Figures()) for _ in range(rounds)]
     with ServingEngine(built, config).start() as engine:
         vocabulary = SHAPES[shape]["vocab_size"]
         for has_idle_work in (False, True):  # warm-up: compiles kernels, captures graphs, learns costs
-            await _round(engine, vocabulary, -1, 3.0, clients, lines if has_idle_work else 0, Figures())
-        for number in range(2 * rounds):
-            has_idle_work = number % 2 == 1
-            now = figures[has_idle_work]
-            began = time.perf_counter()
             await _round(
-                engine, vocabulary, number // 2, seconds, clients, lines if has_idle_work else 0, now
+                engine, vocabulary, -1 - has_idle_work, 3.0, clients, lines if has_idle_work else 0, Figures()
             )
+        for number in range(2 * rounds):
+            has_idle_work = is_idle_round(number)
+            now = pairs[number // 2][has_idle_work]
+            began = time.perf_counter()
+            await _round(engine, vocabulary, number, seconds, clients, lines if has_idle_work else 0, now)
             now.seconds += time.perf_counter() - began
-    return figures
+    return pairs
 
 
 async def _round(
@@ -58,20 +55,23 @@ async def _round(
         for line in range(lines)
     ]
     await asyncio.sleep(IDLE_SECONDS if idle else 0.0)
-    sources = [random.Random(f"{number} {one} interactive") for one in range(clients)]
-    await asyncio.gather(*(_interactive(engine, source, vocabulary, seconds, figures) for source in sources))
+    sources = [random.Random(f"{number // 2} {one} interactive") for one in range(clients)]
+    salt = f"round {number}"
+    await asyncio.gather(
+        *(_interactive(engine, source, vocabulary, seconds, figures, salt) for source in sources)
+    )
     for task in idle:
         task.cancel()
     await asyncio.gather(*idle, return_exceptions=True)
 
 
 async def _interactive(
-    engine: ServingEngine, source: random.Random, vocabulary: int, seconds: float, figures: Figures
+    engine: ServingEngine, source: random.Random, vocabulary: int, seconds: float, figures: Figures, salt: str
 ) -> None:
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         began, times = time.perf_counter(), []
-        async for _ in engine.stream(_request(source, vocabulary)):
+        async for _ in engine.stream(_request(source, vocabulary).replaced(cache_salt=salt)):
             times.append(time.perf_counter())
         figures.first_token.append(times[0] - began)
         figures.gap += [later - earlier for earlier, later in pairwise(times)]

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import uvicorn
 
-from benchmarks.idle_work import IDLE_SECONDS, Figures, lengths
+from benchmarks.idle_work import IDLE_SECONDS, Figures, Pairs, is_idle_round, lengths
 from weft.bench.serve_client import Client
 from weft.engine.ipc.client import EngineClient
 from weft.errors import WeftError
@@ -32,14 +32,14 @@ from weft.text.model_text import open_model_text
 _NOOP_CONTEXT = 2048
 
 
-async def measure(backend: str, seconds: float, rounds: int, clients: int, lines: int) -> dict[bool, Figures]:
-    figures = {False: Figures(), True: Figures()}
+async def measure(backend: str, seconds: float, rounds: int, clients: int, lines: int) -> Pairs:
+    pairs = [(Figures(), Figures()) for _ in range(rounds)]
     async with _server(backend) as (app, port):
         client = Client(f"http://127.0.0.1:{port}")
-        await _interactive(client, random.Random(0), min(1.0, seconds), Figures())  # warm-up
+        await _interactive(client, random.Random(0), min(1.0, seconds), Figures(), "warm-up")
         for number in range(2 * rounds):
-            has_idle_work = number % 2 == 1
-            now = figures[has_idle_work]
+            has_idle_work = is_idle_round(number)
+            now = pairs[number // 2][has_idle_work]
             idle = [
                 asyncio.create_task(_idle_work(app, random.Random(f"{number} {line}"), now))
                 for line in range(lines if has_idle_work else 0)
@@ -47,20 +47,23 @@ async def measure(backend: str, seconds: float, rounds: int, clients: int, lines
             began = time.perf_counter()
             await asyncio.sleep(IDLE_SECONDS if idle else 0.0)
             sources = [random.Random(f"{number // 2} {one}") for one in range(clients)]
-            await asyncio.gather(*(_interactive(client, source, seconds, now) for source in sources))
+            salt = f"round {number}"
+            await asyncio.gather(*(_interactive(client, source, seconds, now, salt) for source in sources))
             now.seconds += time.perf_counter() - began
             for task in idle:
                 task.cancel()
             await asyncio.gather(*idle, return_exceptions=True)
         client.close()
-    return figures
+    return pairs
 
 
-async def _interactive(client: Client, source: random.Random, seconds: float, figures: Figures) -> None:
+async def _interactive(
+    client: Client, source: random.Random, seconds: float, figures: Figures, salt: str
+) -> None:
     """One client: streamed requests, with pauses between them."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        body = _body(source, stream=True)
+        body = _body(source, stream=True, cache_salt=salt)
         answer, _ = await client.send(client.message("POST", "/v1/completions", body), 60.0)
         if answer.failure is not None:
             raise WeftError(f"{answer.failure.kind}: {answer.failure.detail}")
@@ -79,11 +82,11 @@ async def _idle_work(app: ServerApp, source: random.Random, figures: Figures) ->
         figures.idle_tokens += json_module.loads(reply.body)["usage"]["completion_tokens"]
 
 
-def _body(source: random.Random, stream: bool) -> bytes:
+def _body(source: random.Random, stream: bool, **fields: str) -> bytes:
     prompt_length, max_tokens = lengths(source)
     prompt = [source.randrange(100, 10_000) for _ in range(prompt_length)]
-    fields = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
-    return json_module.dumps(fields).encode()
+    body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
+    return json_module.dumps(body | fields).encode()
 
 
 @asynccontextmanager
