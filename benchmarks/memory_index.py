@@ -41,7 +41,7 @@ _PIECE = 20_000
 
 @dataclass(frozen=True)
 class Measured:
-    """One size of an index."""
+    """The figures for an index of one size."""
 
     vectors: int
     dimensions: int

@@ -44,7 +44,7 @@ class ModelRegistry:
 
     @property
     def main_use(self) -> Use:
-        """What MODEL does."""
+        """What the model given as MODEL does."""
         return "generate" if self.generator is not None else self.vector_models[0].spec.kind
 
     def engines(self) -> Iterator[tuple[str, Use, EngineClient]]:

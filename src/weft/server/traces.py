@@ -62,7 +62,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ended:
-    """A request that ended."""
+    """An HTTP request that ended."""
 
     record: Record
     active: ActiveRequest | None

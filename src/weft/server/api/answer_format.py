@@ -89,7 +89,7 @@ class AnswerContext:
     wants_logprobs: bool = False
     num_choices_per_prompt: int = 1
     prompt_tokens: int = 0
-    """Tokens of all prompts together."""
+    """The sum of the tokens of all prompts."""
     cacheable_tokens: int = 0
     """Prompt tokens that the same request, sent again, can find in the prefix cache."""
     has_session: bool = False
@@ -99,7 +99,7 @@ class AnswerContext:
     echoes: Sequence[Echo] = ()
     """One entry per prompt if prompts are echoed, else empty."""
     prompts: Sequence[Sequence[int]] = ()
-    """The tokens of each prompt."""
+    """prompts[i] has the tokens of prompt i."""
     created: int = field(default_factory=lambda: int(time.time()))
 
 

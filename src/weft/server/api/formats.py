@@ -33,7 +33,7 @@ from weft.server.live import routes as live
 from weft.server.page import routes as page
 
 Formats = Mapping[str, AnswerFormat[Any]]
-"""By path."""
+"""Path of a route -> its API format."""
 
 ANTHROPIC_VERSION = b"anthropic-version"
 """Clients of the Anthropic API send this header on every route, also on routes that several APIs share."""

@@ -18,10 +18,10 @@ from weft.server.memory.search import MAX_RESULTS
 from weft.server.state.vector_stores import AttachedFile, FileBatch, FileCounts, FileStatus, VectorStore
 
 MAX_FILES = 10_000
-"""Files of one store."""
+"""Maximum files of one vector store."""
 MAX_FILES_AT_ONCE = 2000
 MAX_STORES = 1000
-"""Stores of one key."""
+"""Maximum vector stores of one API key."""
 _MAX_ATTRIBUTES, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 _MIN_CHUNK, _MAX_CHUNK = 100, 4096
 _MAX_DAYS = 365

@@ -30,7 +30,7 @@ class Listener:
         self._state = ServerState()
         self._servers: list[asyncio.Server] = []
         self._configs: list[uvicorn.Config] = []
-        """One for each socket."""
+        """configs[i] is the configuration for the connections of socket i."""
 
     async def bind(self, port: int, flag: str) -> None:
         """Binds a port without accepting connections. `flag` is the option that changes the port."""
@@ -51,7 +51,7 @@ class Listener:
         self._servers.append(server)
 
     async def accept(self, apps: Sequence[ASGIApp]) -> list[int]:
-        """Accepts connections: those of each socket are for the app with its index. Returns the ports."""
+        """Accepts connections. Those of the socket with index i go to apps[i]. Returns the port of each socket."""
         self._configs = [self._config(app) for app in apps]
         for server in self._servers:
             await server.start_serving()

@@ -34,7 +34,7 @@ _USED = f"SELECT input_file_id FROM batches WHERE status IN {UNFINISHED}"
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """A row."""
+    """A row of the table `files`."""
 
     id: str
     owner: str
