@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from weft.engine.ipc.client import EngineClient
-from weft.server.api.model_names import is_alias, is_own_name
+from weft.server.api.model_names import MAIN_ROUTES, is_alias, is_own_name
 from weft.server.errors import ApiError, refusal
 from weft.server.settings import ServerSettings
 from weft.server.vectors.model import VectorModel
@@ -14,7 +14,6 @@ from weft.server.vectors.model import VectorModel
 Use = Literal["generate", "embed", "rerank"]
 
 _DOES = {"generate": "generates text", "embed": "makes embeddings", "rerank": "scores documents"}
-_ROUTES = {"generate": "/v1/chat/completions", "embed": "/v1/embeddings", "rerank": "/v1/rerank"}
 _MISSING = {
     "generate": "start it with a model that generates, and pass this one with --embedder or --reranker",
     "embed": "start it with --embedder MODEL (--embedder default is all-MiniLM-L6-v2)",
@@ -71,12 +70,12 @@ class ModelRegistry:
             message = f"this server has no model that {_DOES[use]} ({others}); {_MISSING[use]}"
             raise refusal(message, "model", "wrong_model")
         if use not in uses:
-            message = f"the model {name!r:.200} {_DOES[uses[0]]}; send its requests to {_ROUTES[uses[0]]}"
+            message = f"the model {name!r:.200} {_DOES[uses[0]]}; send its requests to {MAIN_ROUTES[uses[0]]}"
             raise refusal(message, "model", "wrong_model")
 
     def engine_of_route(self, path: str) -> EngineClient | None:
         """The engine that answers the requests of a route; None: the server has no model for it."""
-        if path == _ROUTES["embed"]:
+        if path == MAIN_ROUTES["embed"]:
             return None if self.embedder is None else self.embedder.engine
         return self.generator
 

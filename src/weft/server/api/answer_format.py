@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from weft.request import GenerationResult, Grammar, Priority, SamplingParams, TokenLogprobs
 from weft.server.api.field_docs import Field
@@ -254,8 +254,14 @@ class AnswerFormat(ABC, Generic[B]):
     operation: Operation
     fields: Mapping[str, Field] = {}
     """Descriptions and ranges of the fields that only this format has. `FIELDS` has those of the other fields."""
+    operation_name: Literal["chat", "text_completion"] = "chat"
+    """The value of `gen_ai.operation.name` in traces."""
     family: str = ""
     """All routes that begin with this path have the errors of this format."""
+    client_header: bytes = b""
+    """A header that all clients of this API send. On routes that several APIs share, it selects the form of errors."""
+    id_header: str = ""
+    """The response header in which clients with `client_header` expect the request id, besides X-Request-Id."""
     counting: Counting | None = None
     """The route that only counts the tokens of a prompt, if the format has one."""
 
