@@ -98,8 +98,8 @@ constexpr int scale_block_inputs = scale_block_groups * group_inputs;
 constexpr int largest_code = 120;
 constexpr int largest_magnitudes = 2047;
 
-// The largest contribution of a group: largest scale * largest sum of products, plus largest offset * largest sum of
-// codes.
+// The largest magnitude that a group can add to the integer sum of a W4 product: the group adds scale * (sum of
+// products of codes) + offset * (sum of the activation codes).
 constexpr int64_t w4_largest = INT16_MAX * int64_t{w4_middle} * largest_magnitudes + INT16_MAX * int64_t{largest_magnitudes};
 static_assert(w4_largest <= INT32_MAX / scale_block_groups);
 

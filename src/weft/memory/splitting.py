@@ -84,8 +84,8 @@ def _heading_and_room(
 
 def _end(begin: int, least: int, room: int, sums: Sequence[int], strengths: Sequence[int]) -> int:
     """The end of a passage that begins with word `begin`: the index after its last word. It ends at the strongest
-    boundary in the second half of its `room` tokens, and not before `least` words. If only fewer words fit, the result
-    is below `least`."""
+    boundary in the second half of its `room` tokens, at `least` or later. If the words up to `least` do not fit, the
+    result is smaller than `least`."""
     last = max(begin + 1, bisect_right(sums, sums[begin] + room) - 1)
     if last >= len(strengths) or last < least:
         return last

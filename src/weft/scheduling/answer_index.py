@@ -20,7 +20,7 @@ BYTES_PER_INDEX = 4096
 INITIAL_RATE = 0.5
 LEARNING_RATE = 0.05
 END = -1
-"""Ends a text. No token is equal to it."""
+"""Stands after each text in `_Generation.tokens`. No token id is equal to it."""
 
 _TOKEN_BYTES = array("i").itemsize
 

@@ -62,8 +62,8 @@ class ModelRegistry:
         return exact or aliased
 
     def check(self, name: str | None, use: Use) -> None:
-        """Raises a 404 for a name that no model has, and a 400 for a model with another use. None: the model that has
-        this use."""
+        """Checks the model name of a request. Raises a 404 for a name that no model has, and a 400 for a model with
+        another use. `name` None: the request takes the model that has this use."""
         uses = [use] if name is None else self._known_uses(name)
         if not self._names[use]:
             others = ", ".join(f"{other!r:.200} {_DOES[each]}" for other, each, _ in self.engines())

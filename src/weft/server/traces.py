@@ -20,9 +20,9 @@ from weft.server.logs import Record
 from weft.server.stream.choices import Choice
 
 _MAX_ANSWERS = 32
-"""The first answers of a request have spans of their own."""
+"""Maximum answers with spans: the first ones of a request."""
 _RESULT_SECONDS = 3.0
-"""The engine has this long to report the results of cancelled answers. Without them a trace has fewer spans."""
+"""A trace waits this long for the engine to report the results of cancelled answers. Without them it has fewer spans."""
 _LOOK_SECONDS = 0.1
 _MAX_WAITING = 1024
 """Requests that wait for such results."""

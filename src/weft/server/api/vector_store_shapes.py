@@ -52,8 +52,8 @@ class StaticSizes(msgspec.Struct, frozen=True):
 
 
 class ChunkingStrategy(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The length of passages in tokens of the embedding model. A longer one than the model reads is cut to what it
-    reads."""
+    """The length of passages in tokens of the embedding model. A value above what the model
+    reads is reduced to that."""
 
     type: Annotated[Literal["auto", "static"], Meta(description="auto: 800 tokens, 400 of them repeated.")]
     static: Annotated[

@@ -22,7 +22,7 @@ Status = Literal[
 ]
 STATUSES: tuple[Status, ...] = get_args(Status)
 _CHUNK = 5000
-"""Rows that one transaction removes."""
+"""Maximum rows that one transaction removes."""
 _PAGE_BYTES = 1 << 20
 _COLUMNS = "id, owner, created_at, expires_at, status, input_file_id, total, completed, failed, result_bytes, details"
 
