@@ -32,7 +32,7 @@ TESTABLE := $(VENV)/.dev $(READY)
 
 help:
 	@echo "make chat    set up if needed, then talk to the default model (no torch needed)"
-	@echo "make serve   set up if needed, then serve the OpenAI API with the default model; ARGS='--port 9000'"
+	@echo "make serve   set up if needed, then serve the default model over HTTP, with the APIs of OpenAI, Anthropic and Ollama; ARGS='--port 9000'"
 	@echo "make test    set up if needed, then run ruff, mypy and pytest"
 	@echo "make test-machines   the tests that depend on the machine, as on one core with AVX2, then as on a processor without AVX"
 	@echo "make test-schema   a long run of schemathesis and of the request fuzzer against the server; COUNT=200000"

@@ -117,7 +117,8 @@ class Comparison:
     """Output tokens per second. `static` and `padded` have the same unit."""
     static: float
     padded: float
-    """Static, with every batch padded to its longest prompt and answer, as in a plain `generate` over tensors."""
+    """Speed of static batching if every batch is padded to its longest prompt and answer, as `generate` of transformers
+    does."""
     most_possible: float
     """Upper bound of `continuous`: no row is ever empty, and nothing is computed twice."""
 

@@ -21,7 +21,7 @@ IDLE_SECONDS = 1.0
 
 @dataclass
 class Figures:
-    """What clients saw, in seconds."""
+    """Latencies as clients measure them, in seconds."""
 
     first_token: list[float] = field(default_factory=list)
     gap: list[float] = field(default_factory=list)

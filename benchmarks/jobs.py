@@ -18,7 +18,7 @@ from weft.request import InferenceRequest, RequestId, SamplingParams, TokenOutpu
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 
 SHORT, LONG = (32, 64), (2048, 512)
-"""Tokens of prompt and answer."""
+"""Two kinds of requests: (tokens of the prompt, tokens of the answer)."""
 LOAD = 0.5
 """The fraction of the device time that the short and long requests take together, if 16 requests share a step."""
 

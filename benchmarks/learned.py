@@ -57,14 +57,14 @@ def _pick(values: tuple[str, ...], number: int, step: int) -> str:
 
 
 def _templated(number: int) -> Messages:
-    """Letters of one form."""
+    """A request for a letter. All requests name the same form of letter."""
     good, name = _pick(_GOODS, number, 1), _pick(_NAMES, number, 7)
     form = "greeting, thanks, order details, delivery time of 3 days, return policy of 30 days, closing"
     return _asked(f"Write a short email that confirms the order of a {good} to {name}. Use the form: {form}.")
 
 
 def _editing(number: int) -> Messages:
-    """Edits of one file."""
+    """A request to edit a file. All requests edit the same file."""
     edit = f"{_pick(_EDITS, number, 3)} Version {number // len(_EDITS)}."
     return _asked(f"Here is a file:\n```python\n{_FILE}```\n{edit} Print the whole new file.")
 
@@ -102,7 +102,7 @@ TRACES: dict[str, tuple[Callable[[int], Messages], float]] = {
 
 @dataclass(frozen=True)
 class Part:
-    """One quarter of a trace."""
+    """The figures of one quarter of a trace."""
 
     trace: str
     first: int

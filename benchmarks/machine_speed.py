@@ -32,7 +32,7 @@ _CALIBRATION_COUNT = 8
 @dataclass(frozen=True)
 class Speed:
     reading: float
-    """Bytes per second from memory."""
+    """Bytes per second that all cores read from memory."""
     products: float | None
     """Byte products per second; None if the processor has no instructions for them."""
 

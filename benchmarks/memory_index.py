@@ -35,13 +35,13 @@ _DECAY = 0.8
 """Direction k has the variance k ** -_DECAY. With it, the ten largest directions have 30% of the variance, as those of
 500 real passages (docs/lab/2026-11-19-memory.md)."""
 _MEAN = 0.45
-"""Length of the mean of all vectors, as that of the real ones."""
+"""The length of the mean of all vectors. The mean of the 500 real vectors has this length."""
 _PIECE = 20_000
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One size of an index."""
+    """The figures for an index of one size."""
 
     vectors: int
     dimensions: int

@@ -109,7 +109,7 @@ class Engine:
 
     name: str
     peer: str
-    """Its name in `--peers`."""
+    """The name of the engine in the option `--peers`."""
     version: str
     prepare: Callable[[PeerFiles], Callable[[int], Launch]] = field(repr=False)
     """Installs and converts what is missing. Returns a function that makes the launch for a port."""

@@ -22,9 +22,22 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("src", "csrc", "benchmarks")
 CPP = (".cpp", ".h", ".inl")
+JS, CSS = ".js", ".css"
 # A string must be recognised too: `//` inside it is no comment.
 CPP_TOKEN = re.compile(
     r'//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'', re.S
+)
+CSS_TOKEN = re.compile(r'/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.S)
+# A lone quote, backtick, brace or slash begins something that `_js_comments` reads to its end.
+JS_TOKEN = re.compile(CSS_TOKEN.pattern + r"|//[^\n]*|[`{}/]", re.S)
+JS_TEMPLATE = re.compile(r"(?:\\.|\$(?!\{)|[^\\`$])*(`|\$\{)", re.S)
+JS_REGEX = re.compile(r"/(?:\\.|\[(?:\\.|[^\]\\\n])*\]|[^/\\\n\[])+/")
+# What precedes a regular expression. Otherwise a slash divides.
+JS_BEFORE_REGEX = re.compile(r"(?:^|[(,=:\[!&|?{};]|=>|\breturn)\s*\Z")
+JS_FUNCTION = re.compile(
+    r"^( *)(?:(?:export |async |static |get |set )*"
+    r"(?!(?:if|for|while|switch|catch)\b)(?:function\*? )?[\w#]+\([^;]*?\)|(?:export )?const \w+ = [^;{]*?=>) \{$",
+    re.M,
 )
 CPP_FUNCTION = re.compile(
     r"^( *)(?!(?:if|for|while|switch|else|do|return)\b)\w[^\n(={;#/]* [^\n(={;#/]*\w\([^;{}]*\)[\w\s]*\{$",
@@ -53,8 +66,8 @@ class Line(NamedTuple):
 
 def comments(path: str, source: str) -> list[Piece]:
     """The comments and docstrings of a file, in the order of its lines. Comments on consecutive lines are one."""
-    if path.endswith(CPP):
-        return list(_merged(path, _cpp_lines(source)))
+    if not path.endswith(".py"):
+        return list(_merged(path, _lines_of_comments(source, _comments_of_braces(path, source))))
     found = list(_merged(path, _python_lines(source)))
     for node in ast.walk(ast.parse(source)):
         # Any string that is a statement: Python's docstrings, and the strings that describe attributes.
@@ -68,9 +81,11 @@ def comments(path: str, source: str) -> list[Piece]:
 
 
 def functions(path: str, source: str) -> Iterator[Piece]:
-    """The functions of a file. In C++, a function ends at the first closing brace of its own indentation."""
-    if path.endswith(CPP):
-        for match in CPP_FUNCTION.finditer(source):
+    """The functions of a file. In C++ and JavaScript one ends at the first closing brace of its own indentation."""
+    if path.endswith(CSS):
+        return
+    if not path.endswith(".py"):
+        for match in (JS_FUNCTION if path.endswith(JS) else CPP_FUNCTION).finditer(source):
             end = source.find(f"\n{match[1]}}}", match.end())
             yield Piece(
                 path,
@@ -91,11 +106,41 @@ def _python_lines(source: str) -> Iterator[Line]:
             yield Line(row, column, not token.line[:column].strip(), token.string.lstrip("#!").strip())
 
 
-def _cpp_lines(source: str) -> Iterator[Line]:
-    for match in CPP_TOKEN.finditer(source):
+def _comments_of_braces(path: str, source: str) -> Iterator[re.Match[str]]:
+    """The comments of a file in a language with braces, with their marks."""
+    if path.endswith(JS):
+        found = _js_comments(source)
+    else:
+        found = (CSS_TOKEN if path.endswith(CSS) else CPP_TOKEN).finditer(source)
+    return (match for match in found if match[0].startswith(("//", "/*")))
+
+
+def _js_comments(source: str) -> Iterator[re.Match[str]]:
+    """Comments and strings, without those that only look like it in a template or a regular expression."""
+    opened: list[str] = []  # the open braces: "{", or "${" in a template
+    match = JS_TOKEN.search(source)
+    while match is not None:
+        end, text = match.end(), match[0]
+        if text == "{":
+            opened.append(text)
+        elif text == "`" or (text == "}" and opened and opened.pop() == "${"):
+            rest = JS_TEMPLATE.match(source, end)
+            assert rest is not None, "a template without an end"
+            end = rest.end()
+            if rest[1] == "${":
+                opened.append(rest[1])
+        elif text == "/":
+            regex = JS_REGEX.match(source, match.start())
+            if regex and JS_BEFORE_REGEX.search(source[max(0, match.start() - 100) : match.start()]):
+                end = regex.end()
+        else:
+            yield match
+        match = JS_TOKEN.search(source, end)
+
+
+def _lines_of_comments(source: str, found: Iterator[re.Match[str]]) -> Iterator[Line]:
+    for match in found:
         text = match[0]
-        if not text.startswith(("//", "/*")):
-            continue
         begin = source.rfind("\n", 0, match.start()) + 1
         number, column = source.count("\n", 0, match.start()) + 1, match.start() - begin
         alone = not source[begin : match.start()].strip()
@@ -132,7 +177,7 @@ def main() -> None:
     sources = {
         path: (ROOT / path).read_text("utf-8")
         for path in sorted(listed.stdout.split())
-        if path.endswith((*CPP, ".py"))
+        if path.endswith((*CPP, JS, CSS, ".py"))
     }
     everything = [piece for path, source in sources.items() for piece in comments(path, source)]
     bodies = [piece for path, source in sources.items() for piece in functions(path, source)]

@@ -70,7 +70,7 @@ inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }                // b
 inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 inline Vec round(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vec times_power_of_two(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }   // a * 2^n for an integer n
-// Moves the low bits to the exponent bits of a float.
+// The bits of each lane, shifted left by 23: the lowest bits become the exponent bits of a float.
 inline Vec shifted_bits(Vec a) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a), 23)); }
 inline Vec magnitude(Vec a) { return _mm512_abs_ps(a); }
 inline Vec with_sign_of(Vec a, Vec sign) { return _mm512_or_ps(magnitude(a), _mm512_and_ps(sign, all(-0.0f))); }
@@ -158,7 +158,7 @@ inline Vec times_power_of_two(Vec a, Vec n) {
   const __m256i second = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), one), 23);
   return a * _mm256_castsi256_ps(first) * _mm256_castsi256_ps(second);
 }
-// Moves the low bits to the exponent bits of a float.
+// The bits of each lane, shifted left by 23: the lowest bits become the exponent bits of a float.
 inline Vec shifted_bits(Vec a) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a), 23)); }
 inline Vec magnitude(Vec a) { return _mm256_andnot_ps(all(-0.0f), a); }
 inline Vec with_sign_of(Vec a, Vec sign) { return _mm256_or_ps(magnitude(a), _mm256_and_ps(sign, all(-0.0f))); }
@@ -247,7 +247,7 @@ inline Vec times_power_of_two(Vec a, Vec n) {
   std::memcpy(&right, &second, 16);
   return a * left * right;
 }
-// Moves the low bits to the exponent bits of a float.
+// The bits of each lane, shifted left by 23: the lowest bits become the exponent bits of a float.
 inline Vec shifted_bits(Vec a) {
   Unsigned bits;
   std::memcpy(&bits, &a, 16);

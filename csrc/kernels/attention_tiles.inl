@@ -1,7 +1,7 @@
 // The inner loops of attention over the store: a few rows against some keys or values; and the prefetcher.
 //
 // A score is the sum over features of query * key, in feature order. A sum of values is computed in position order.
-// Each has its own lane. So neither depends on the other rows or keys of a tile, nor on the number of lanes.
+// Each score and each sum has its own lane. So none depends on the other rows or keys of a tile, nor on the number of lanes.
 #include "isa/vec_curves.h"
 
 namespace weft::WEFT_ISA {

@@ -87,17 +87,19 @@ constexpr int64_t text_outlier_ratio = 8;
 // Activation rows in signed bytes. A scale block is 64 inputs of a row (two groups) that share one scale: value = code
 // * scale. The last scale block of a row may have fewer groups.
 //
-// The scale maps the largest magnitude to the code 120: then the sum of a code and a 4-bit weight (code - 8) fits a
-// byte (isa/vec_pairs.h). The magnitudes of a group's codes must not add up to more than 2047; otherwise the scale is
-// doubled. Then the sum of a group's products fits 15 bits and a sign. Normally distributed values do not reach this
-// limit: their mean magnitude would have to be above 53% of the largest.
+// Two limits of the codes:
+//   - The scale maps the largest magnitude of its block to the code 120. So the sum of a code and a 4-bit weight
+//     (-8 to 7) fits a signed byte, which isa/vec_pairs.h needs.
+//   - The magnitudes of the 32 codes of a group add up to at most 2047. So the sum of their products with 4-bit weights
+//     fits 16 bits. If they add up to more, the scale is doubled. This needs a mean magnitude above 53% of the largest,
+//     which normally distributed values do not have.
 constexpr int scale_block_groups = 2;
 constexpr int scale_block_inputs = scale_block_groups * group_inputs;
 constexpr int largest_code = 120;
 constexpr int largest_magnitudes = 2047;
 
-// The largest contribution of a group: largest scale * largest sum of products, plus largest offset * largest sum of
-// codes.
+// The largest magnitude that a group can add to the integer sum of a W4 product: the group adds scale * (sum of
+// products of codes) + offset * (sum of the activation codes).
 constexpr int64_t w4_largest = INT16_MAX * int64_t{w4_middle} * largest_magnitudes + INT16_MAX * int64_t{largest_magnitudes};
 static_assert(w4_largest <= INT32_MAX / scale_block_groups);
 

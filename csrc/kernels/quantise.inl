@@ -1,12 +1,12 @@
-// Prepares rows for products: applies the prologue and quantises to bytes. "Block" means scale block here.
+// Prepares activation rows for products: applies the prologue and quantises to bytes. "Block" means scale block here.
 #include "isa/vec_quantise.h"
 
 namespace weft::WEFT_ISA {
 namespace {
 namespace quantising {
 
-// Collected while a row is written: the sum of magnitudes (added in the order of sum_row), and the largest magnitude of
-// a block.
+// Statistics that `write_values` collects: sums of the magnitudes of a row, and the largest magnitude of its current
+// block. There are several sums, because their order of additions must be that of sum_row.
 struct RowStatistics {
   static constexpr int num_sums = 4 * vec::sum_parts;
   vec::Vec sums[num_sums];

@@ -76,8 +76,8 @@ struct Instruction {
   bool causal = true;             // for attention over whole texts
   std::shared_ptr<Experts> experts;
 
-  // True if an output row depends on its own input row alone. This includes the selection of rows, if all rows are
-  // selected.
+  // True if each output row depends only on the input row with the same index. If all rows are selected, this holds for
+  // the selection and the instructions after it too.
   bool is_by_row(bool all_selected) const {
     if (kind == Kind::attention || kind == Kind::mixture || kind == Kind::text_attention || kind == Kind::mean_rows) return false;
     return all_selected || (kind != Kind::select_rows && !after_selection);

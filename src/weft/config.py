@@ -212,7 +212,7 @@ class KvCachePoolConfig:
     num_blocks: Annotated[int | None, Range(1)] = None
     """KV blocks in the pool. None: `memory` decides, or the backend."""
     block_size: Annotated[int, Range(1)] = 16
-    """Tokens in one KV block."""
+    """Tokens per KV block."""
     swap_blocks: Annotated[int | None, Range(0)] = None
     """Swap slots in host memory. None: the backend's default. 0: never swap."""
     memory: Annotated[int | None, Range(1)] = None

@@ -26,7 +26,7 @@ class EmbeddingSpec:
     max_tokens: int
     """The longest input, special tokens included."""
     normalise: bool = True
-    """Vectors have length 1."""
+    """Whether each vector is scaled to length 1."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Texts that the model expects before an input: for a "query", for a "document"."""
     activation: Literal["none", "sigmoid"] = "none"

@@ -34,14 +34,14 @@ completely by several frames."""
 
 
 class LiveStep(NamedTuple):
-    """One step that ended."""
+    """A finished step."""
 
     step: int
     seconds: float
     num_decodes: int
     """Sequences that decoded, with or without draft tokens."""
     num_drafts: int
-    """Draft tokens that it checked."""
+    """Draft tokens that the step checked."""
     num_prefills: int
     prefill_tokens: int
 
@@ -68,7 +68,7 @@ class LiveRequest(NamedTuple):
 
     request_id: RequestId
     row: int
-    """-1: it has no row, because it waits."""
+    """-1: the request has no row, because it waits."""
     state: str
     """waiting, prefilling, decoding, preempted, paused, swapped."""
     priority: int
@@ -78,9 +78,9 @@ class LiveRequest(NamedTuple):
     """Tokens of the prefix hit at its first admission."""
     computed: int
     num_tokens: int
-    """Prompt and generated tokens."""
+    """Tokens of the prompt and generated tokens."""
     limit: int
-    """It ends at this many tokens at the latest."""
+    """The value of `num_tokens` at which the request ends at the latest."""
     num_drafted: int
     num_accepted: int
     preemptions: int
@@ -88,7 +88,7 @@ class LiveRequest(NamedTuple):
     arrived_at: float
     """Times are seconds on the clock of the engine."""
     admitted_at: float | None
-    """Its first admission."""
+    """When the request was first admitted. None: not yet."""
     first_token_at: float | None
     deadline_at: float | None
 
@@ -128,7 +128,7 @@ class LiveFrame:
     """A letter of `BLOCK_STATES` for each block from `first_block` on."""
     blocks_used: int
     blocks_cached: int
-    """Cached blocks include used ones."""
+    """Blocks with cached content, including those that requests use."""
     store_blocks_used: int
     swap_blocks_used: int
     totals: dict[str, int]

@@ -186,13 +186,13 @@ class BlockStates:
 
     free: int
     used: int
-    """Requests hold them."""
+    """Blocks that requests hold."""
     cached: int
-    """Their content may be a prefix hit. They can be evicted."""
+    """Blocks that no request holds, with content for prefix hits. They can be evicted."""
     hot: int
-    """Cached, and a session keeps them hot: they are evicted last."""
+    """Cached blocks of sessions, which are evicted last."""
     idle: int
-    """Cached content of idle work, evicted first."""
+    """Cached blocks of idle work, which are evicted first."""
 
 
 @dataclass(slots=True)
@@ -256,9 +256,9 @@ class ServingMetrics:
     requests_cancelled: int
     totals: SchedulerStats
     requests_per_second: float
-    """Since the start."""
+    """Finished requests per second, on average since the start of the engine."""
     tokens_per_second: float
-    """Generated in the last ten seconds."""
+    """Generated tokens per second, in the last ten seconds."""
     latency: LatencySummary
     time_to_first_token: LatencySummary
     inter_token_latency: LatencySummary

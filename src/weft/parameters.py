@@ -26,7 +26,7 @@ class Parameter:
     stage: Literal["draw", "filter", "penalty"]
     """The operation of the sampler that uses it. Filters have no effect on greedy requests."""
     above: bool = False
-    """Whether `low` itself is refused."""
+    """Whether values must be above `low`. Otherwise `low` itself is valid."""
     off: tuple[float, ...] | None = None
     """Values without effect. None: only the default has no effect. Empty: the parameter modifies another one and has no
     effect of its own."""
@@ -37,7 +37,7 @@ class Parameter:
     gguf: str = ""
     """Its name in GGUF files, after "general.sampling."; empty: none."""
     words: str = ""
-    """Its description for users."""
+    """The description of the parameter for users."""
 
     @property
     def kind(self) -> type[int] | type[float]:

@@ -123,7 +123,7 @@ class Grammar:
     it."""
 
     kind: str
-    """"json_schema", "regex", "choice" or "lark"."""
+    """The kind of `definition`: "json_schema", "regex", "choice" or "lark"."""
     definition: str
     """A JSON schema, a regular expression, a JSON list of strings to choose from, or a Lark grammar for llguidance."""
 
@@ -276,7 +276,7 @@ class InferenceRequest:
     """A request: one prompt and how to complete it. Immutable; the scheduler keeps the state of the request."""
 
     prompt: tuple[int, ...]
-    """Token ids."""
+    """The token ids of the prompt."""
     params: SamplingParams = field(default_factory=SamplingParams)
     priority: Priority = Priority.NORMAL
     session_id: str | None = None
@@ -420,7 +420,7 @@ class TokenOutput(NamedTuple):
     is_final: bool
     """Whether this is the last output of the request."""
     finish_reason: FinishReason | None
-    """Set in the last output."""
+    """Why the request ended. None in all outputs but the last."""
     sequence_length: int
     """Prompt and generated tokens so far."""
     top_logprobs: tuple[tuple[int, float], ...] = ()
@@ -433,7 +433,7 @@ class PreemptedTime(NamedTuple):
     began: float
     ended: float
     by_swap: bool
-    """False: by recompute."""
+    """Whether the request resumed from swap. False: by recompute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,7 +457,7 @@ class GenerationResult:
     """Time from admission to the end, without `prefill_time` and without time in the queue."""
     time_to_first_token: float | None
     decode_steps: int
-    """Tokens after the first."""
+    """The number of generated tokens after the first one."""
     prompt_token_count: int
     cached_token_count: int
     """Prompt tokens that were prefix hits."""

@@ -1,4 +1,4 @@
-"""What the tests of vector stores share: documents that are told apart by a word, uploads, and waiting."""
+"""What the tests of vector stores share: documents that each have a word of their own, uploads, and waiting."""
 
 from __future__ import annotations
 

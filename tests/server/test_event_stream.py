@@ -503,6 +503,23 @@ async def body_and_messages(server: InProcess, http_version: str) -> tuple[list[
     return re.findall(rb'"text":("(?:[^"\\]|\\.)*")|\[(DONE)\]', content), num_messages
 
 
+def test_an_error_before_the_application_has_an_id_of_the_injected_generator() -> None:
+    async def no_app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("the request reached the application")
+
+    async def run() -> bytes:
+        config = uvicorn.Config(no_app, ws="none", log_config=None, h11_max_incomplete_event_size=1 << 16)
+        config.load()
+        seconds = {"header_seconds": 10.0, "body_seconds": 10.0, "stalled_reader_seconds": 10.0}
+        protocol, transport = TimedProtocol(config, ServerState(), **seconds, new_id=lambda: "first"), Wire()
+        protocol.connection_made(transport)
+        protocol.data_received(b"not HTTP\r\n\r\n")
+        protocol.connection_lost(None)
+        return transport.written
+
+    assert b"\r\nx-request-id: first\r\n\r\n" in asyncio.run(run())
+
+
 def test_direct_writes_of_a_stream_give_the_same_text_as_asgi(default_model_path: Path) -> None:
     async def run() -> None:
         async with in_process(default_model_path) as server:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from in_process import InProcess, Reply, in_process
 
+import weft
 from weft.request import GenerationResult, SamplingParams
 from weft.server.admission.keys import plain_keys
 from weft.server.api.answer_format import (
@@ -249,3 +250,28 @@ def test_a_fault_of_the_server_costs_a_key_nothing(
     found = served(default_model_path, work=work, api_keys=plain_keys(["secret"]))
     status, after_failure, after_success = found
     assert (status, after_failure) == (500, 0) and after_success > 0
+
+
+def test_only_the_rooms_of_the_apis_name_a_format_or_its_path() -> None:
+    """Code elsewhere cannot ask which format a request has. The command line and `weft bench` are clients."""
+    source = Path(weft.__file__).parent
+    words = {"anthropic", *FORMATS, *(one.counting.path for one in FORMATS.values() if one.counting)}
+    for file in sorted(source.rglob("*.py")):
+        if not any(file.is_relative_to(source / room) for room in ("server/api", "cli", "bench")):
+            found = [word for word in words if word in file.read_text("utf-8").lower()]
+            assert not found, f"{file.relative_to(source)} names {found}"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        *(("/v1/chat/completions", "chat"), ("/v1/messages", "chat"), ("/v1/responses", "chat")),
+        *(
+            ("/api/chat", "chat"),
+            ("/v1/completions", "text_completion"),
+            ("/api/generate", "text_completion"),
+        ),
+    ],
+)
+def test_each_format_has_a_name_for_traces(path: str, name: str) -> None:
+    assert FORMATS[path].operation_name == name

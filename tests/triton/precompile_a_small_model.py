@@ -30,8 +30,10 @@ def main() -> None:
         store_bits=4,
         store_blocks=16,
     )
-    assert "move_blocks" in {name for _, name, _ in foreseen_kernels(outline, replace(sizes, pool=two_tier))}
-    met = foreseen_kernels(outline, sizes)
+    assert "move_blocks" in {
+        name for _, name, _ in kernels_to_compile(outline, replace(sizes, pool=two_tier))
+    }
+    met = kernels_to_compile(outline, sizes)
     names = {name for _, name, _ in met}
     assert {
         "_gemv",
@@ -53,10 +55,10 @@ def main() -> None:
     assert done._process is None
     done.begin(replace(sizes, pool=replace(sizes.pool, num_blocks=17)))  # both have the context of the model
     assert done._process is None
-    print(f"{len(met)} kernels foreseen")
+    print(f"{len(met)} kernels found")
 
 
-def foreseen_kernels(outline: Outline, sizes: Sizes) -> list[tuple[str, str, str]]:
+def kernels_to_compile(outline: Outline, sizes: Sizes) -> list[tuple[str, str, str]]:
     """Tensors without memory and tensors with memory must give the same kernels, with the same compile keys."""
     met = []
     for memory in ("meta", "cpu"):

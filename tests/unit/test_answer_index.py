@@ -1,4 +1,4 @@
-"""Draft tokens from finished answers: what is found, for whom, and how much memory it takes."""
+"""Draft tokens from finished answers: what is found, for which cache salt, and how much memory it takes."""
 
 from __future__ import annotations
 

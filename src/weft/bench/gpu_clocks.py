@@ -54,7 +54,7 @@ class CardState:
 
     samples: int
     megahertz: float
-    """Median of the samples."""
+    """The median clock of the samples."""
     lowest_megahertz: float
     most_megahertz: float
     memory_megahertz: float

@@ -21,11 +21,11 @@ MOST_CPU = 0.01
 """A viewer may add this fraction to the CPU time of the engine's thread."""
 LOST_SPEED = 0.03
 _SHAPES = ((1, 7000), (32, 1800))
-"""Sequences and tokens of each. They fit the KV cache together. The answers of one request are decoded together, so
-there is one step for each token."""
+"""(sequences, tokens of each sequence). All sequences fit the KV cache and are decoded together. So a round has one
+step for each token of a sequence."""
 _ROUNDS = 10
 _LAPSE_SECONDS = 5.5
-"""The engine records steps for 5 s after the last frame."""
+"""A pause that is longer than the 5 s for which the engine records steps after the last frame."""
 
 
 @dataclass
@@ -88,7 +88,7 @@ def _percents(change: tuple[float, float, float]) -> str:
 
 
 async def viewer_costs(client: Client, prompt: list[int]) -> list[ViewerCost]:
-    """Empty if the engine's process is not visible in /proc."""
+    """Measures the cost of a viewer for each of `_SHAPES`. Empty if the engine's process is not visible in /proc."""
     snapshot = take_snapshot()
     pids = () if snapshot is None else find_server(client.host, client.port, snapshot.processes)
     engines = [pid for pid in pids if _is_engine(pid)]
@@ -103,7 +103,7 @@ async def _measure(client: Client, engine: int, prompt: list[int], sequences: in
     cost = ViewerCost(sequences, steps)
     was_watched = False
     for number in range(_ROUNDS + 1):
-        # Two rounds in the same state follow each other, so that fewer pauses are needed.
+        # The order alternates (with, without; without, with): so a pause is needed only after every second round.
         for is_watched in (True, False) if number % 2 == 0 else (False, True):
             if was_watched and not is_watched:
                 await asyncio.sleep(_LAPSE_SECONDS)

@@ -41,6 +41,8 @@ class Exchange:
         self._events: EventReader | LineReader = EventReader()
         self._is_stream: bool | None = None  # None until the headers are read
         self.has_bytes = False
+        self.is_cut = False
+        """Whether the connection ended before the end of the answer, without another failure before."""
 
     @property
     def where(self) -> str:
@@ -69,6 +71,7 @@ class Exchange:
         """Ends the exchange: the server closed the connection, or a time limit passed."""
         self.response.end_of_stream()
         if not self.response.is_complete and not self.answer.is_done:
+            self.is_cut = self.answer.failure is None
             self.answer.fail(f"closed {self.where}", why, now)
         self._finish(now)
 
@@ -237,13 +240,7 @@ class Client:
         try:
             connection = connection or await self.reserve()
             exchange = await connection.exchange(request, answer, deadline - perf_counter())
-            failure = answer.failure
-            if (
-                failure
-                and failure.kind.startswith("closed")
-                and not exchange.has_bytes
-                and connection.was_used
-            ):
+            if exchange.is_cut and not exchange.has_bytes and connection.was_used:
                 # A server may close an idle connection just when it is reused. Retry once on a new connection.
                 self.num_reconnects += 1
                 answer.failure = None

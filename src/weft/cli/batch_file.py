@@ -149,7 +149,7 @@ def _parse(raw: bytes | InvalidRequestError) -> dict[str, Any] | None:
 
 
 def _key_of_answer(content: dict[str, Any]) -> Key | None:
-    """None if the line failed."""
+    """The key of the input line that a line of the output answers. None if that line failed."""
     response = content.get("response")
     is_refused = isinstance(response, dict) and response.get("status_code") != 200
     if content.get("error") is not None or is_refused:

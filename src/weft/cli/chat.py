@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 Recall = Callable[[str], Sequence[Source]]
-"""Finds passages for a question."""
+"""A function that finds passages for a question."""
 
 _NUM_PASSAGES = 4
 _QUERY_CHARACTERS = 4096

@@ -12,7 +12,7 @@ from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 
 LAPSE_SECONDS = 5.0
-"""The scheduler records steps and events until this long after the last frame."""
+"""Seconds after the last frame of the live page. Then the scheduler stops recording steps and events."""
 
 _TOTALS = tuple(field.name for field in dataclasses.fields(SchedulerStats))
 

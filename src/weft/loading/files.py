@@ -39,7 +39,7 @@ def field_error(path: Path, field: str, problem: str) -> ModelFileError:
 
 @contextmanager
 def _open_regular(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """The file and its size."""
+    """Opens a regular file. Yields it and its size in bytes."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             found = "a folder" if path.is_dir() else "not a regular file"
@@ -88,7 +88,7 @@ class MappedFile:
 def map_file(path: Path, kind: str, header_bytes: int) -> MappedFile:
     """Maps a file of the format `kind`, which begins with a header of at least `header_bytes`."""
     with _open_regular(path) as (file, size):
-        # Also avoids mapping an empty file, which mmap rejects.
+        # A message for files that are too short. mmap would raise an error of its own for an empty file.
         if size < header_bytes:
             raise ModelFileError(
                 f"{path}: header: the file has {size} bytes, a {kind} header alone needs {header_bytes}; "
@@ -101,7 +101,7 @@ def map_file(path: Path, kind: str, header_bytes: int) -> MappedFile:
 
 
 def read_text(path: Path) -> str:
-    """The text in a file."""
+    """The content of a UTF-8 text file."""
     try:
         return _read(path).decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Documents and their passages."""
+"""What a file becomes when it is read: a document, its passages, and their size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DocumentError(WeftError):
 
 
 class Strength(IntEnum):
-    """How well a passage may end at a place."""
+    """How good a boundary between two words is as the end of a passage. Higher is better."""
 
     WORD = 0
     SENTENCE = 1
@@ -28,22 +28,22 @@ class Strength(IntEnum):
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
-    """What begins at an offset of the text: a heading with its path, or a page."""
+    """A section or a page that begins at offset `start` of the text."""
 
     start: int
     label: str
 
 
 class Document(msgspec.Struct, frozen=True):
-    """The text of a file."""
+    """The text of a file, and where its sections, pages and paragraphs begin."""
 
     text: str
     headings: list[Mark] = []
-    """The label is the path of the heading: "Install > On Linux"."""
+    """The sections. The label of each is the path of its heading: "Install > On Linux"."""
     pages: list[Mark] = []
-    """The label is the number of the page. Empty: the file has no pages."""
+    """The pages. The label of each is its number. The list is empty if the file has no pages."""
     paragraphs: list[int] = []
-    """Offsets at which a block begins that no empty line shows, such as a list item of HTML."""
+    """Offsets of paragraphs that do not follow an empty line, such as list items of HTML."""
 
 
 class Passage(msgspec.Struct, frozen=True, array_like=True):
@@ -57,7 +57,7 @@ class Passage(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def searched_text(self) -> str:
-        """The text that is embedded and whose words are found."""
+        """The text for both kinds of search: its vector and its words are indexed."""
         return searched_text(self.heading, self.text)
 
 
@@ -68,7 +68,7 @@ class ChunkSize(msgspec.Struct, frozen=True):
     overlap_tokens: int = 400
 
     def within(self, max_tokens: int) -> ChunkSize:
-        """The same for a model that reads at most `max_tokens`. The overlap keeps its ratio."""
+        """This size, reduced for a model that reads at most `max_tokens`. The overlap keeps its ratio to the length."""
         if self.max_tokens <= max_tokens:
             return self
         return ChunkSize(max_tokens, self.overlap_tokens * max_tokens // self.max_tokens)

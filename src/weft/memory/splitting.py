@@ -21,11 +21,11 @@ _WORD = re.compile(r"\S{1,48}")
 """A longer run without spaces is several words, so that any text can be split."""
 _SENTENCE_ENDS = (".", "!", "?", ":", ";", "。", "！", "？", '."', ".)")
 _HEADING_PART = 4
-"""A heading may have this part of the tokens of a passage; a longer one is left out."""
+"""A passage repeats its heading if the heading has at most 1/4 of the tokens of the passage."""
 
 
 def words_of(document: Document) -> set[str]:
-    """The words whose tokens `split` needs."""
+    """All words of the document and of its headings. `split` needs the number of tokens of each."""
     found = {match.group() for match in _WORD.finditer(document.text)}
     for mark in document.headings:
         found.update(_WORD.findall(mark.label))
@@ -33,7 +33,8 @@ def words_of(document: Document) -> set[str]:
 
 
 def split(document: Document, size: ChunkSize, tokens: Mapping[str, int]) -> list[Passage]:
-    """The passages, in order. `tokens`: how many tokens each word has; a word that is not there counts its bytes."""
+    """Splits a document into passages, in order. `tokens` has the number of tokens of each word. A word that is not in
+    it counts as one token per byte."""
     starts, ends, counts = array("q"), array("q"), array("q")
     for word in _WORD.finditer(document.text):
         starts.append(word.start())
@@ -41,7 +42,7 @@ def split(document: Document, size: ChunkSize, tokens: Mapping[str, int]) -> lis
         text = word.group()
         counts.append(tokens[text] if text in tokens else len(text.encode()))
     sums = [0, *accumulate(counts)]
-    """sums[i]: tokens of the words before word i."""
+    """sums[i] is the number of tokens of all words before word i."""
     strengths = _strengths(document, starts, ends)
     passages: list[Passage] = []
     begin = end = 0
@@ -65,8 +66,8 @@ def split(document: Document, size: ChunkSize, tokens: Mapping[str, int]) -> lis
 
 
 def refit(size: ChunkSize, most: int, limit: int) -> ChunkSize:
-    """A smaller size, after a passage had `most` tokens and the model reads `limit`. A text may have more tokens than
-    its words together."""
+    """A smaller size, for a document with a passage of `most` tokens when the model reads at most `limit`. A passage
+    can be too long, because a text may have more tokens than its words have separately."""
     parts = (size.max_tokens, size.overlap_tokens)
     return ChunkSize(*(part * limit // (most + 1) for part in parts))
 
@@ -74,14 +75,17 @@ def refit(size: ChunkSize, most: int, limit: int) -> ChunkSize:
 def _heading_and_room(
     document: Document, offset: int, max_tokens: int, tokens: Mapping[str, int]
 ) -> tuple[str, int]:
-    """The heading of a passage, and the tokens that are left for its text."""
+    """The heading of a passage that begins at `offset`, and the tokens that are left for the text. "": no heading, or
+    one that is too long."""
     heading = _label_at(document.headings, offset)
     cost = sum(tokens.get(word, len(word.encode())) for word in _WORD.findall(heading))
     return (heading, max_tokens - cost) if cost <= max_tokens // _HEADING_PART else ("", max_tokens)
 
 
 def _end(begin: int, least: int, room: int, sums: Sequence[int], strengths: Sequence[int]) -> int:
-    """The word after the last one of a passage that begins with word `begin`. Below `least` if only less fits."""
+    """The end of a passage that begins with word `begin`: the index after its last word. It ends at the strongest
+    boundary in the second half of its `room` tokens, at `least` or later. If the words up to `least` do not fit, the
+    result is smaller than `least`."""
     last = max(begin + 1, bisect_right(sums, sums[begin] + room) - 1)
     if last >= len(strengths) or last < least:
         return last
@@ -91,13 +95,13 @@ def _end(begin: int, least: int, room: int, sums: Sequence[int], strengths: Sequ
 
 def _next_begin(begin: int, end: int, overlap: int, sums: Sequence[int], strengths: Sequence[int]) -> int:
     if end >= len(strengths) or strengths[end] == Strength.HEADING:
-        return end  # nothing of another section is repeated
+        return end  # no overlap across sections
     first = min(max(begin + 1, bisect_left(sums, sums[end] - overlap)), end)
     return max(range(first, end), key=lambda place: (strengths[place], -place), default=end)
 
 
 def _strengths(document: Document, starts: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """The strength of the place before each word."""
+    """The strength of the boundary before each word."""
     text = document.text
     headings = {mark.start for mark in document.headings}
     blocks = {*document.paragraphs, *(mark.start for mark in document.pages)}

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from weft.memory.index_file import add_vectors, graph_keys, new_graph
 
 MAX_EXACT = 8192
-"""Up to so many vectors, exact search is faster than anything that would have to be kept in order."""
+"""A delta of up to this many vectors is searched exactly: that is faster than keeping it in a graph."""
 _DELTA_PART = 64
-"""The delta is merged when it has more than this part of the base."""
+"""The delta is merged into the base when it has more than 1/64 of the passages of the base."""
 _FACTOR = 4
 
 Ids = NDArray[np.int64]
@@ -23,11 +23,11 @@ Vectors = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Base:
-    """A graph that never changes. It may have vectors that are no longer visible."""
+    """A graph for approximate search, which never changes. It may have vectors of passages that are no longer visible."""
 
     graph: Any
     ids: Ids
-    """Sorted."""
+    """The passages in the graph, sorted."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class VectorIndex:
 
     dimensions: int
     ids: Ids
-    """Of all visible passages, sorted."""
+    """All visible passages, sorted."""
     files: Ids
-    """The file of each."""
+    """files[i] is the file of the passage ids[i]."""
     delta_ids: Ids
     """Visible passages that are not in the base, sorted."""
     delta: Vectors
@@ -51,7 +51,7 @@ class VectorIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Memory, without the mapped file."""
+        """Bytes of memory that the index uses, without the mapped file of the base."""
         arrays = (self.ids, self.files, self.delta_ids, self.delta)
         return sum(one.nbytes for one in arrays) + (0 if self.base is None else self.base.ids.nbytes)
 

@@ -33,7 +33,7 @@ class EncoderArchitecture:
     """`model_type` in config.json."""
     configure: Callable[[Fields], EncoderConfig]
     names: _Names
-    """Of safetensors files."""
+    """The names of tensors in safetensors files."""
     gguf_names: _Names
 
 

@@ -26,9 +26,9 @@ class RopeParameters:
     rotated_size: int
     """The number of rotated features of a head."""
     factor: float = 1.0
-    """Extended context divided by `original_context`."""
+    """The extended context, divided by `original_context`."""
     original_context: int = 1
-    """The context before the extension."""
+    """The context length for which the model was trained before its context was extended."""
     attention_factor: float | None = None
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0

@@ -8,8 +8,8 @@ is `Any`.
                                                            on the ops
     store = [blocks, layers, ...]                          the same for quantised blocks
 
-With a store, a query reads the blocks before its tail from the store (`weft.tiers.stored_blocks`), and the others from
-the cache in full precision.
+With a store, attention reads the newest tokens of a sequence (its tail) from the cache in full precision. It reads
+all older tokens from the store. `weft.tiers.stored_blocks` says where the tail begins.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class WeightSource(Protocol):
 
     @property
     def name(self) -> str:
-        """The name in the file."""
+        """The name of the tensor in the model file."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

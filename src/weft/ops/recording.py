@@ -34,7 +34,7 @@ class Embed:
     output: Buffer
     index: Literal["tokens", "positions", "types"] = "tokens"
     first: int = 0
-    """The row of the table for the index 0."""
+    """The row of `table` that index 0 selects. Index i selects row first + i."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ class Rope:
 
 @dataclass(frozen=True, eq=False)
 class TextAttention:
-    """Attention over whole texts."""
+    """Attention of each text of the step over itself, without a cache."""
 
     input: Buffer
     pattern: int
@@ -141,7 +141,7 @@ class SelectRows:
 
 @dataclass(frozen=True, eq=False)
 class ScaleAndCap:
-    """Changes the values in place."""
+    """values = values * scale, then limited to (-cap, cap) by tanh unless `cap` is None. In place."""
 
     values: Buffer
     scale: float
@@ -168,7 +168,7 @@ Operation = (
 
 @dataclass
 class Recording:
-    """One forward pass."""
+    """The operations of one forward pass."""
 
     shape: AttentionShape
     patterns: Sequence[AttentionPattern]

@@ -90,7 +90,7 @@ def dequantise(stored: np.ndarray, bits: int, dtype: np.dtype | type) -> np.ndar
         codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(
             *packed.shape[:-1], 2 * packed.shape[-1]
         )
-        zero /= 16
+        zero /= 16  # with 4 bits, the stored zero counts sixteenths of a code
     scale = np.where(scale_byte == NOT_A_NUMBER, np.float32(np.nan), _scale_of(scale_byte.astype(np.int32)))
     return scale.astype(dtype) * (codes.astype(dtype) - zero)
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from zlib import crc32
 
 LENGTHS = (12, 4)
-"""How many tokens must be equal for a match, longest first."""
+"""Lengths of the indexed n-grams: a match has one of these lengths. The longest is tried first."""
 PROMPT_TOKENS = 12
-"""How many tokens at the end of the prompt are kept with an answer. With them the beginning of an answer is found."""
+"""An answer is indexed after this many last tokens of its prompt. They let a prompt find the beginning of an answer."""
 BYTES_PER_TOKEN = 224
 """Memory of an indexed token: the token, its position, and an entry with a key for each length. Measured."""
 BYTES_PER_INDEX = 4096
@@ -20,20 +20,21 @@ BYTES_PER_INDEX = 4096
 INITIAL_RATE = 0.5
 LEARNING_RATE = 0.05
 END = -1
-"""Ends a text. No token is equal to it."""
+"""Stands after each text in `_Generation.tokens`. No token id is equal to it."""
 
 _TOKEN_BYTES = array("i").itemsize
 
 
 class _Generation:
-    """Texts one after another, and where each n-gram occurred last."""
+    """The tokens of several texts, one after another, and where each n-gram occurred last."""
 
     __slots__ = ("places", "tokens")
 
     def __init__(self) -> None:
         self.tokens = array("i")
         self.places: dict[int, int] = {}
-        """The index after an n-gram, by the hash of the n-gram. Two n-grams may have one hash: compare the tokens."""
+        """Hash of an n-gram -> the index in `tokens` after its last occurrence. Two n-grams may have the same hash, so
+        `find` compares the tokens."""
 
     def add(self, text: Sequence[int], num_prompt_tokens: int) -> None:
         tokens, places, first = self.tokens, self.places, len(self.tokens)
@@ -90,7 +91,7 @@ class AnswerIndex:
         self.rates[length] += LEARNING_RATE * (is_right - self.rates[length])
 
     def age(self) -> None:
-        """Drops the older generation."""
+        """Drops the older generation and begins a new one."""
         self._younger, self._older = _Generation(), self._younger
 
 
@@ -125,7 +126,7 @@ class AnswerIndexes:
         index.add(text, num_prompt_tokens - first)
         self.num_texts += 1
         while self.num_bytes > self._max_bytes:
-            # The largest index pays, so a salt with many answers does not push out the others.
+            # The largest index loses texts, so that a salt with many answers does not remove the texts of the others.
             salt, largest = max(self._indexes.items(), key=lambda item: item[1].num_tokens)
             largest.age()
             if not largest.num_tokens:

@@ -87,7 +87,7 @@ class DraftProposer:
         self._learned: Listing[int] | None = None
         """The text that `_next` is an index of, if it is a finished answer."""
         self._learned_length = LENGTHS[-1]
-        """The length of the current match in a finished answer, when it was found."""
+        """How many tokens the current match had when it was found in a finished answer: one of `LENGTHS`."""
         self._learned_rate = 0.0
         self._learned_from: AnswerIndex | None = None
         # The same tokens as bytes: `rfind` is far faster than a loop over the list.

@@ -27,12 +27,12 @@ class History:
 
     def __init__(self) -> None:
         self.until = -math.inf
-        """On the clock of the scheduler."""
+        """Steps and events are recorded until this time on the clock of the scheduler."""
         self._steps: deque[_Step] = deque(maxlen=MAX_STEPS)
         self.events: list[Event] = []
         """The callers append to it, and call `add_end` for ends. Each request has an end, so that bounds the list."""
         self._num_dropped = 0
-        """Since events were last taken."""
+        """Steps that were dropped since `take_events` was last called."""
 
     def add_step(self, plan: IterationPlan, seconds: float | None) -> None:
         """Records a step that ended. Keeps no plan: its row starts may hold long prompts."""

@@ -13,7 +13,7 @@ from weft.scheduling.sequence import Sequence
 class PendingPlan:
     plan: IterationPlan
     sequences: list[Sequence]
-    """The sequence of each entry."""
+    """sequences[i] is the sequence of entry i of the plan."""
     registered: list[tuple[int, BlockHash]]
     """Blocks that the step fills. They leave the prefix cache if the step fails."""
     is_retry: bool

@@ -38,7 +38,7 @@ class PlanBuilder:
         self.prefills: list[tuple[Sequence, int, int, bool]] = []
         """(sequence, start, count, whether it samples)."""
         self.draft_tokens: dict[Sequence, tuple[int, ...]] = {}
-        """Draft tokens by decode."""
+        """The draft tokens of each decode that has some."""
         self.tables = tables
         """New block-table entries: (sequence, index, block)."""
         self.moving: list[Sequence] = []

@@ -145,7 +145,7 @@ class StepCostModel:
 
     @property
     def base_seconds(self) -> float:
-        """Fixed seconds of a step."""
+        """Seconds of a step that do not depend on its tokens."""
         return self.coefficients[0]
 
     def decode_seconds(self, count: int, context: int) -> float:

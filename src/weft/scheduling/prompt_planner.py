@@ -168,8 +168,8 @@ class PromptPlanner:
         return any(s.priority < first.priority for s in self._sequences.running)
 
     def _first_to_admit(self, skipped_priority: int) -> Sequence | None:
-        """The first waiting sequence, if it may be admitted. It must outrank every sequence that was skipped before
-        it."""
+        """The first waiting sequence, or None if it must not be admitted now. Its priority must be above
+        `skipped_priority`. A new sequence needs an open batch; a preempted one does not."""
         first = self._sequences.active_queue.peek()
         if first is None or first.priority <= skipped_priority:
             return None

@@ -45,7 +45,7 @@ class SequenceTable:
             info.tail_blocks,
         )
         self.queue = RequestQueue(config, policy)
-        """Waiting interactive sequences."""
+        """Interactive sequences that wait. `idle_queue` has those of idle work."""
         self.idle_queue = RequestQueue(config, policy)
         self.active_queue = self.queue
         """The queue that the current plan admits from."""
@@ -113,11 +113,12 @@ class SequenceTable:
             self.prefixes.withdraw(sequence)  # other sequences must not wait for blocks of a paused one
 
     def resume_idle(self, now: float) -> None:
-        """Moves the paused sequences back to `running`, least recently scheduled first."""
+        """Moves the paused sequences back to `running`, before the others. The one whose last step is the oldest comes
+        first."""
         self.active_queue = self.idle_queue
         if self.paused:
             for sequence in self.paused:
-                sequence.last_token_at = now  # a pause is no latency between tokens
+                sequence.last_token_at = now  # so that the pause does not count as inter-token latency
             self.running = [*sorted(self.paused, key=lambda s: s.last_step), *self.running]
             self.paused = []
 

@@ -19,7 +19,7 @@ class BatchType(Enum):
     DECODE = "decode"
     MIXED = "mixed"
     EMPTY = "empty"
-    """The plan has swaps only."""
+    """A plan without tokens. It has swaps only."""
 
 
 class BatchToken(NamedTuple):

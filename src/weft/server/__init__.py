@@ -1,1 +1,2 @@
-"""The HTTP server: the OpenAI API in front of the engine process. It parses, validates, tokenises and streams."""
+"""The HTTP server: the APIs of OpenAI, Anthropic and Ollama in front of the engine processes. It checks requests,
+tokenises them and streams answers, and it runs batches and vector stores."""

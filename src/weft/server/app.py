@@ -221,6 +221,7 @@ class ServerApp:
             self.engine.new_id,
             self._metrics.failed,
             self._traces,
+            self.formats,
         )
         return self._asgi
 

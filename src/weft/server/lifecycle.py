@@ -252,7 +252,7 @@ class _ServerRun:
         settings = self._settings
         asgi = app.asgi()
         _tune_garbage_collection()
-        port, *others = await self._listener.accept([asgi, _through_ollama_port(asgi)])
+        port, *others = await self._listener.accept([asgi, _through_ollama_port(asgi)], self._engine.new_id)
         info = self._engine.info
         assert info is not None
         self._on_start(

@@ -51,13 +51,13 @@ class Record:
     results: Sequence[GenerationResult] = ()
     num_choices_per_prompt: int = 1
     model: str | None = None
-    """The name in the request."""
+    """The model name in the request."""
     active: ActiveRequest | None = None
-    """For its trace."""
+    """The active request. `Traces` needs its times."""
     num_inputs: int = 0
     """Texts or pairs of a request for vectors or scores."""
     prompt_tokens: int = 0
-    """Their tokens."""
+    """Tokens of these texts or pairs."""
 
     @property
     def request_id(self) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
@@ -22,6 +22,8 @@ from weft.request import GenerationResult, Priority
 from weft.server.admission.keys import ApiKey
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+M = TypeVar("M", Gauge, Counter, Histogram)
 
 _TOKEN_SECONDS = (
     0.001,
@@ -87,117 +89,160 @@ class ServerMetrics:
 
     def __init__(self, model: str, *, is_two_tier: bool = False) -> None:
         """`is_two_tier`: also export the metrics of a two-tier KV cache."""
-        self._registry = registry = CollectorRegistry(auto_describe=True)
-        self._labels = labels = {"model_name": model}
+        self._model, self._labels = model, {"model_name": model}
+        self._registry = CollectorRegistry(auto_describe=True)
+        self._add_engines(is_two_tier)
+        self._add_http()
+        self._add_tokens()
+        self._add_times()
+        self._add_results()
+        self._add_batches()
+        self._used: dict[str, tuple[int, int]] = {}
+        """Requests and tokens by key name. Only configured keys get an entry, so a client cannot add entries."""
 
-        self._families: dict[str, Any] = {}
-        """Metrics by name. Each model may have its own labels in them."""
+    def _family(self, kind: type[M], name: str, help: str, **options: Any) -> M:
+        """A metric of which each model may have a series. That of MODEL is exported from the start."""
+        family = kind(f"weft:{name}", help, self._labels, registry=self._registry, **options)
+        family.labels(**self._labels)
+        return family
 
-        def gauge(name: str, help: str) -> Gauge:
-            self._families[name] = Gauge(f"weft:{name}", help, labels, registry=registry)
-            return self._families[name].labels(**labels)
+    def _own(self, kind: type[M], name: str, help: str, **options: Any) -> M:
+        """A metric that only MODEL has."""
+        return self._family(kind, name, help, **options).labels(**self._labels)
 
-        def counter(name: str, help: str) -> Counter:
-            self._families[name] = Counter(f"weft:{name}", help, labels, registry=registry)
-            return self._families[name].labels(**labels)
+    def _by_label(self, name: str, help: str, label: str) -> Counter:
+        return Counter(f"weft:{name}", help, [*self._labels, label], registry=self._registry)
 
-        def histogram(name: str, help: str, buckets: Sequence[float] = _REQUEST_SECONDS) -> Histogram:
-            self._families[name] = Histogram(f"weft:{name}", help, labels, registry=registry, buckets=buckets)
-            return self._families[name].labels(**labels)
-
-        gauge("num_requests_waiting", "Answers that wait to be admitted, preempted and held ones included.")
-        gauge("engine_up", "1 while the engine process is ready and responds, else 0.")
-        counter("engine_restarts", "Restarts of the engine process.")
-        counter("engine_stalls", "Restarts of the engine process because it was stuck.")
-        self._of_engine = self._engine_metrics(model, is_two_tier)
+    def _add_engines(self, is_two_tier: bool) -> None:
+        self._processes = _ProcessFamilies(
+            self._family(
+                Gauge,
+                "num_requests_waiting",
+                "Answers that wait to be admitted, preempted and held ones included.",
+            ),
+            self._family(Gauge, "engine_up", "1 while the engine process is ready and responds, else 0."),
+            self._family(Counter, "engine_restarts", "Restarts of the engine process."),
+            self._family(Counter, "engine_stalls", "Restarts of the engine process because it was stuck."),
+        )
+        self._series: dict[str, Any] = {}
+        """The metrics of `ENGINE_SERIES` by name."""
+        self._of_engine = self._engine_metrics(self._model, is_two_tier)
         self._of_vectors: dict[str, _EngineMetrics] = {}
         """By model: the metrics of the other engines."""
-        self._vector_inputs = counter(
-            "vector_inputs", "Texts and pairs of completed requests for vectors or scores."
-        )
+
+    def _add_http(self) -> None:
         self._lost_traces = _MirroredCounter(
-            counter("traces_lost", "Traces that the collector did not accept, or not fast enough.")
+            self._own(Counter, "traces_lost", "Traces that the collector did not accept, or not fast enough.")
         )
         self.count_lost_traces: Callable[[], int] = lambda: 0
-        gauge("start_time_seconds", "When the server started, in seconds since 1970.").set(time.time())
-        self.open_requests = gauge("http_requests_open", "HTTP requests that are not yet ended.")
-        self._held = gauge("num_requests_held", "Answers held back in the server for fairness between keys.")
+        self._own(Gauge, "start_time_seconds", "When the server started, in seconds since 1970.").set(
+            time.time()
+        )
+        self.open_requests = self._own(Gauge, "http_requests_open", "HTTP requests that are not yet ended.")
+        self._held = self._own(
+            Gauge, "num_requests_held", "Answers held back in the server for fairness between keys."
+        )
         self.count_held: Callable[[], int] = lambda: 0
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of completed requests.")
-        self._cached_tokens = counter(
-            "prefix_cache_hits", "Prompt tokens of completed requests that were prefix hits."
+        lag = _Histograms(
+            "weft:event_loop_lag_seconds",
+            "Lag of the server's event loop in seconds, without the run delay of its thread.",
+            list(self._labels),
         )
-        self._generated_tokens = counter("generation_tokens", "Generated tokens.")
-        self._per_token = histogram(
-            "time_per_output_token_seconds", "Mean seconds between two tokens of an answer.", _TOKEN_SECONDS
+        self._registry.register(lag)
+        self.loop_lag = lag.add((self._model,), _LAG_SECONDS)
+
+    def _add_tokens(self) -> None:
+        self._vector_inputs = self._family(
+            Counter, "vector_inputs", "Texts and pairs of completed requests for vectors or scores."
         )
+        self._prompt_tokens = self._family(Counter, "prompt_tokens", "Prompt tokens of completed requests.")
+        self._cached_tokens = self._own(
+            Counter, "prefix_cache_hits", "Prompt tokens of completed requests that were prefix hits."
+        )
+        self._generated_tokens = self._own(Counter, "generation_tokens", "Generated tokens.")
+        labels = [*self._labels, "priority"]
         first_tokens = _Histograms(
             "weft:time_to_first_token_seconds",
             "Seconds from the complete request to its first token, by priority.",
-            [*labels, "priority"],
+            labels,
         )
         gaps = _Histograms(
             "weft:inter_token_latency_seconds",
             "Seconds since the previous event of the stream, per token of this event, by priority.",
-            [*labels, "priority"],
+            labels,
         )
+        self._registry.register(first_tokens)
+        self._registry.register(gaps)
         self._token_times = {
             priority: TokenTimes(
-                first_tokens.add((model, priority.name.lower()), _FIRST_TOKEN_SECONDS),
-                gaps.add((model, priority.name.lower()), _TOKEN_SECONDS),
+                first_tokens.add((self._model, priority.name.lower()), _FIRST_TOKEN_SECONDS),
+                gaps.add((self._model, priority.name.lower()), _TOKEN_SECONDS),
             )
             for priority in Priority
         }
-        lag = _Histograms(
-            "weft:event_loop_lag_seconds",
-            "Lag of the server's event loop in seconds, without the run delay of its thread.",
-            list(labels),
+
+    def _add_times(self) -> None:
+        buckets = _REQUEST_SECONDS
+        self._per_token = self._own(
+            Histogram,
+            "time_per_output_token_seconds",
+            "Mean seconds between two tokens of an answer.",
+            buckets=_TOKEN_SECONDS,
         )
-        self.loop_lag = lag.add((model,), _LAG_SECONDS)
-        for histograms in (first_tokens, gaps, lag):
-            registry.register(histograms)
-        self._latency = histogram(
-            "e2e_request_latency_seconds", "Seconds from the complete request to its last token."
+        self._latency = self._family(
+            Histogram,
+            "e2e_request_latency_seconds",
+            "Seconds from the complete request to its last token.",
+            buckets=buckets,
         )
-        self._queue = histogram("request_queue_time_seconds", "Seconds until the request was admitted.")
-        self._prefill = histogram(
-            "request_prefill_time_seconds", "Seconds from admission to the first token."
+        self._queue = self._own(
+            Histogram,
+            "request_queue_time_seconds",
+            "Seconds until the request was admitted.",
+            buckets=buckets,
         )
-        self._decode = histogram("request_decode_time_seconds", "Seconds from the first token to the last.")
-        self._success = Counter(
-            "weft:request_success",
-            "Completed answers, by finish reason.",
-            [*labels, "finished_reason"],
-            registry=registry,
+        self._prefill = self._own(
+            Histogram,
+            "request_prefill_time_seconds",
+            "Seconds from admission to the first token.",
+            buckets=buckets,
         )
-        self._failed = Counter(
-            "weft:request_failure",
-            "Requests that ended with an error, by HTTP status.",
-            [*labels, "status"],
-            registry=registry,
+        self._decode = self._own(
+            Histogram,
+            "request_decode_time_seconds",
+            "Seconds from the first token to the last.",
+            buckets=buckets,
         )
-        self.batches_running = gauge("batches_running", "Running batches: at most one for each API key.")
-        self.batch_lines_running = gauge("batch_lines_running", "Lines of batches in flight.")
-        self._batch_lines = Counter(
-            "weft:batch_lines",
+
+    def _add_results(self) -> None:
+        self._success = self._by_label(
+            "request_success", "Completed answers, by finish reason.", "finished_reason"
+        )
+        self._failed = self._by_label(
+            "request_failure", "Requests that ended with an error, by HTTP status.", "status"
+        )
+
+    def _add_batches(self) -> None:
+        self.batches_running = self._own(
+            Gauge, "batches_running", "Running batches: at most one for each API key."
+        )
+        self.batch_lines_running = self._own(Gauge, "batch_lines_running", "Lines of batches in flight.")
+        self._batch_lines = self._by_label(
+            "batch_lines",
             "Lines of batches that have a result, by outcome: completed, failed.",
-            [*labels, "outcome"],
-            registry=registry,
+            "outcome",
         )
-        self._used: dict[str, tuple[int, int]] = {}
-        """Requests and tokens by key name. Only configured keys get an entry, so a client cannot add entries."""
 
     def _engine_metrics(self, model: str, is_two_tier: bool = False) -> _EngineMetrics:
-        labels, families = {"model_name": model}, self._families
         series = [
-            (one, self._shown(one, labels)) for one in ENGINE_SERIES if is_two_tier or not one.is_two_tier
+            (one, self._shown(one, model)) for one in ENGINE_SERIES if is_two_tier or not one.is_two_tier
         ]
-        return _EngineMetrics({name: families[name].labels(**labels) for name in _OF_PROCESS}, series)
+        return _EngineMetrics(self._processes, model, series)
 
-    def _shown(self, series: EngineSeries, labels: Mapping[str, str]) -> _Shown:
+    def _shown(self, series: EngineSeries, model: str) -> _Shown:
         """What shows a series of an engine."""
-        name, registry, families = f"weft:{series.name}", self._registry, self._families
-        labels = {**labels, **dict(series.labels)}
+        name, registry, families = f"weft:{series.name}", self._registry, self._series
+        labels = {"model_name": model, **dict(series.labels)}
         if series.name not in families:
             if series.kind == "histogram":
                 families[series.name] = _Histograms(name, series.help, list(labels))
@@ -218,9 +263,10 @@ class ServerMetrics:
         """Records a completed request; `prompts` is its number of prompts. `seconds` is None for idle work: it can be
         paused, so its times do not describe what clients see."""
         per_prompt = len(results) // prompts
+        prompt_tokens = self._prompt_tokens.labels(**self._labels)
         for index, result in enumerate(results):
             if index % per_prompt == 0:
-                self._prompt_tokens.inc(result.prompt_token_count)
+                prompt_tokens.inc(result.prompt_token_count)
                 self._cached_tokens.inc(result.cached_token_count)
             self._success.labels(**self._labels, finished_reason=result.finish_reason.in_openai).inc()
             if seconds is None:
@@ -231,14 +277,13 @@ class ServerMetrics:
             if result.completion_token_count > 1:
                 self._per_token.observe(result.decode_time / (result.completion_token_count - 1))
         if seconds is not None:
-            self._latency.observe(seconds)
+            self._latency.labels(**self._labels).observe(seconds)
 
     def vectors(self, model: str, num_inputs: int, num_tokens: int, seconds: float) -> None:
         """Records a completed request for vectors or scores."""
-        counts = {"vector_inputs": num_inputs, "prompt_tokens": num_tokens}
-        for name, count in counts.items():
-            self._families[name].labels(model_name=model).inc(count)
-        self._families["e2e_request_latency_seconds"].labels(model_name=model).observe(seconds)
+        self._vector_inputs.labels(model).inc(num_inputs)
+        self._prompt_tokens.labels(model).inc(num_tokens)
+        self._latency.labels(model).observe(seconds)
 
     def generated(self, num_tokens: int) -> None:
         """Records the generated tokens of a request that ended, whether they were sent to the client or not."""
@@ -298,16 +343,24 @@ class _KeyUsage(Collector):
             yield family
 
 
-_OF_PROCESS = ("engine_restarts", "engine_stalls", "engine_up", "num_requests_waiting")
+class _ProcessFamilies(NamedTuple):
+    """The metrics of engine processes. Each model has a series of them."""
+
+    waiting: Gauge
+    up: Gauge
+    restarts: Counter
+    stalls: Counter
 
 
 class _EngineMetrics:
     """The metrics of one engine process."""
 
-    def __init__(self, of_process: Mapping[str, Any], series: Sequence[tuple[EngineSeries, _Shown]]) -> None:
-        self._restarts = _MirroredCounter(of_process["engine_restarts"])
-        self._stalls = _MirroredCounter(of_process["engine_stalls"])
-        self._up, self._waiting = of_process["engine_up"], of_process["num_requests_waiting"]
+    def __init__(
+        self, processes: _ProcessFamilies, model: str, series: Sequence[tuple[EngineSeries, _Shown]]
+    ) -> None:
+        self._restarts = _MirroredCounter(processes.restarts.labels(model))
+        self._stalls = _MirroredCounter(processes.stalls.labels(model))
+        self._up, self._waiting = processes.up.labels(model), processes.waiting.labels(model)
         self._series = series
 
     async def update(self, engine: EngineClient, num_held: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from weft.engine.ipc.client import EngineClient
-from weft.server.api.model_names import is_alias, is_own_name
+from weft.server.api.model_names import MAIN_ROUTES, is_alias, is_own_name
 from weft.server.errors import ApiError, refusal
 from weft.server.settings import ServerSettings
 from weft.server.vectors.model import VectorModel
@@ -14,7 +14,6 @@ from weft.server.vectors.model import VectorModel
 Use = Literal["generate", "embed", "rerank"]
 
 _DOES = {"generate": "generates text", "embed": "makes embeddings", "rerank": "scores documents"}
-_ROUTES = {"generate": "/v1/chat/completions", "embed": "/v1/embeddings", "rerank": "/v1/rerank"}
 _MISSING = {
     "generate": "start it with a model that generates, and pass this one with --embedder or --reranker",
     "embed": "start it with --embedder MODEL (--embedder default is all-MiniLM-L6-v2)",
@@ -44,7 +43,7 @@ class ModelRegistry:
 
     @property
     def main_use(self) -> Use:
-        """What MODEL does."""
+        """What the model given as MODEL does."""
         return "generate" if self.generator is not None else self.vector_models[0].spec.kind
 
     def engines(self) -> Iterator[tuple[str, Use, EngineClient]]:
@@ -63,20 +62,20 @@ class ModelRegistry:
         return exact or aliased
 
     def check(self, name: str | None, use: Use) -> None:
-        """Raises a 404 for a name that no model has, and a 400 for a model with another use. None: the model that has
-        this use."""
+        """Checks the model name of a request. Raises a 404 for a name that no model has, and a 400 for a model with
+        another use. `name` None: the request takes the model that has this use."""
         uses = [use] if name is None else self._known_uses(name)
         if not self._names[use]:
             others = ", ".join(f"{other!r:.200} {_DOES[each]}" for other, each, _ in self.engines())
             message = f"this server has no model that {_DOES[use]} ({others}); {_MISSING[use]}"
             raise refusal(message, "model", "wrong_model")
         if use not in uses:
-            message = f"the model {name!r:.200} {_DOES[uses[0]]}; send its requests to {_ROUTES[uses[0]]}"
+            message = f"the model {name!r:.200} {_DOES[uses[0]]}; send its requests to {MAIN_ROUTES[uses[0]]}"
             raise refusal(message, "model", "wrong_model")
 
     def engine_of_route(self, path: str) -> EngineClient | None:
         """The engine that answers the requests of a route; None: the server has no model for it."""
-        if path == _ROUTES["embed"]:
+        if path == MAIN_ROUTES["embed"]:
             return None if self.embedder is None else self.embedder.engine
         return self.generator
 

@@ -35,7 +35,7 @@ class PlainRequest(Generic[T]):
 
     fields: T
     size: int
-    """Bytes of its body."""
+    """Bytes of the body of the request."""
     active: ActiveRequest
     client_id: str
     body_bytes: RequestBytes

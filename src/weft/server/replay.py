@@ -23,7 +23,7 @@ from weft.server.page.routes import page_routes
 from weft.server.settings import ServerSettings
 
 MAX_FRAMES = 256
-"""Frames in one response."""
+"""Maximum frames in one response."""
 _HOST = "127.0.0.1"
 
 

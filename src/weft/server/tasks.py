@@ -19,7 +19,7 @@ class Tasks:
         self._num_keys = num_keys
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._num_own = Counter[str]()
-        """By owner."""
+        """Owner -> the number of running tasks of this owner."""
 
     def check_capacity(self, owner: str) -> None:
         """Raises a 429 if no more tasks of this owner may start. A task may wait for hours, so one key could keep all

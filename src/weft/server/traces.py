@@ -14,14 +14,15 @@ from typing import Any
 
 from weft.request import FinishReason, GenerationResult
 from weft.server.admission.active_requests import ActiveRequest
+from weft.server.api.formats import Formats
 from weft.server.internal import INTERNAL
 from weft.server.logs import Record
 from weft.server.stream.choices import Choice
 
 _MAX_ANSWERS = 32
-"""The first answers of a request have spans of their own."""
+"""Maximum answers with spans: the first ones of a request."""
 _RESULT_SECONDS = 3.0
-"""The engine has this long to report the results of cancelled answers. Without them a trace has fewer spans."""
+"""A trace waits this long for the engine to report the results of cancelled answers. Without them it has fewer spans."""
 _LOOK_SECONDS = 0.1
 _MAX_WAITING = 1024
 """Requests that wait for such results."""
@@ -62,7 +63,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ended:
-    """A request that ended."""
+    """An HTTP request that ended."""
 
     record: Record
     active: ActiveRequest | None
@@ -78,17 +79,16 @@ class _Ended:
 class Traces:
     """Makes the traces of the requests that generate. Belongs to one event loop."""
 
-    def __init__(self, model: str, paths: Collection[str], export: Callable[[Trace], object]) -> None:
-        """`paths`: of the routes that generate."""
+    def __init__(self, model: str, formats: Formats, export: Callable[[Trace], object]) -> None:
         self._model = model
-        self._paths = paths
+        self._formats = formats
         self._export = export
         self._waiting: list[_Ended] = []
         self._timer: asyncio.TimerHandle | None = None
 
     def end(self, record: Record, active: ActiveRequest | None, scope: Mapping[str, Any]) -> None:
         """Called when a request ends. `active` is None if it was refused before it became an active request."""
-        if record.path not in self._paths or record.method != "POST":
+        if record.path not in self._formats or record.method != "POST":
             return
         ended = _Ended(record, active, scope, time.monotonic())
         if ended.has_results or len(self._waiting) >= _MAX_WAITING:
@@ -123,18 +123,24 @@ class Traces:
             self._look_later()
 
     def _make(self, ended: _Ended) -> None:
-        self._export(trace_of(ended.record, ended.active, ended.scope, self._model, ended.at))
+        operation = self._formats[ended.record.path].operation_name
+        self._export(trace_of(ended.record, ended.active, ended.scope, self._model, operation, ended.at))
 
 
 def trace_of(
-    record: Record, active: ActiveRequest | None, scope: Mapping[str, Any], model: str, ended: float
+    record: Record,
+    active: ActiveRequest | None,
+    scope: Mapping[str, Any],
+    model: str,
+    operation_name: str,
+    ended: float,
 ) -> Trace:
     """The trace of a request that ended at `ended` on the monotonic clock."""
     error = ""
     if not record.is_client_gone:
         error = record.error_code or (str(record.status) if record.status >= 400 else "")
     children: tuple[Span, ...] = ()
-    attributes = _request_attributes(record, scope, model)
+    attributes = _request_attributes(record, scope, model, operation_name)
     if error:
         attributes["error.type"] = error
     if active is not None and active.requests:
@@ -159,15 +165,16 @@ def _header(headers: Collection[tuple[bytes, bytes]], name: bytes, max_length: i
     return value.decode("latin-1") if len(value) <= max_length else ""
 
 
-def _request_attributes(record: Record, scope: Mapping[str, Any], model: str) -> dict[str, Attribute]:
+def _request_attributes(
+    record: Record, scope: Mapping[str, Any], model: str, operation_name: str
+) -> dict[str, Attribute]:
     """Attributes that every request has."""
-    path = record.path
     attributes: dict[str, Attribute] = {
-        "gen_ai.operation.name": _operation(path),
+        "gen_ai.operation.name": operation_name,
         "gen_ai.provider.name": "weft",
         "gen_ai.request.model": (record.model or model)[:_MAX_NAME],
         "http.request.method": record.method,
-        "http.route": path,
+        "http.route": record.path,
         "weft.request_id": record.request_id,
     }
     if record.status:
@@ -183,18 +190,10 @@ def _request_attributes(record: Record, scope: Mapping[str, Any], model: str) ->
     return attributes
 
 
-def _operation(path: str) -> str:
-    """A value of gen_ai.operation.name."""
-    if "embed" in path:
-        return "embeddings"
-    if path.endswith("/generate") or path == "/v1/completions":
-        return "text_completion"
-    return "chat"
-
-
 def _generation_attributes(active: ActiveRequest, is_streamed: bool) -> dict[str, Attribute]:
     request = active.requests[0]
     params = request.params
+    # A list, not `PARAMETERS`: OpenTelemetry defines which parameters have an attribute.
     results = [result for one in active.choices if (result := one.engine_result) is not None]
     found: dict[str, Attribute | None] = {
         "gen_ai.request.stream": is_streamed,

@@ -44,7 +44,7 @@ class ParsedCall:
     arguments: str = ""
     """JSON as the model wrote it. Incomplete if the answer ended early."""
     written: str = ""
-    """See `ToolCallStart`."""
+    """The text of the call up to its arguments (`ToolCallStart.written`)."""
 
     @property
     def text(self) -> str:

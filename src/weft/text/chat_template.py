@@ -381,8 +381,8 @@ def _with_end(message: Mapping[str, Any], marked: Mapping[str, Any], end: str) -
 
 
 def _until_end(text: str, end: str) -> str:
-    """The text before `end`. The caller put a space after `end`. If the template removed that space, it trims messages,
-    so this text is trimmed too."""
+    """The rendered text before the marker `end`, which the caller appended to the last message, with a space after it. If
+    the space is missing, the template trims messages. Then the end of the returned text is trimmed too."""
     position = text.rfind(end)
     if position < 0:
         raise InvalidRequestError(

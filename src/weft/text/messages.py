@@ -46,7 +46,7 @@ def items_of(messages: Sequence[Message]) -> list[Item]:
 
 
 def _items(message: dict[str, Any], where: str) -> Iterator[Item]:
-    """`message` is normalised."""
+    """The items of one message that `normalised_messages` has checked."""
     role, content = message.pop("role"), _texts(message.pop("content", None))
     if role == "tool":
         yield conversation.ToolResult(message.pop("tool_call_id", None), content or "", message)

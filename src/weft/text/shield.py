@@ -27,7 +27,7 @@ class Shield:
         tokens = {token for token in control_tokens if token}
         escaped = [re.escape(token) for token in sorted(tokens, key=len, reverse=True)]
         self.pattern = re.compile("|".join(escaped) or r"(?!)")
-        """Matches the longest control token at a position."""
+        """Matches a control token. Of several that begin at the same position, it matches the longest."""
         self._template = template
         self._longest = max(map(len, tokens), default=0)
         self._first_characters = {token[0] for token in tokens}

@@ -241,7 +241,7 @@ def _escaped(text: str, mark: str) -> str:
 def _removing_marks(normalizer: Any) -> normalizers.Normalizer:
     steps = [
         normalizers.Replace(MARK + _REMOVED, ""),
-        # Replaces only _KEPT: replacing MARK too would change the offset of a text's first character.
+        # The lookbehind keeps MARK: replacing it too would change the offset of a text's first character.
         normalizers.Replace(Regex(f"(?<={MARK}){_KEPT}"), ""),
     ]
     return normalizers.Sequence(steps if normalizer is None else [*steps, normalizer])

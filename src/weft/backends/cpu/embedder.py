@@ -191,11 +191,11 @@ def open_text_model(
             f"{checkpoint.path}: is neither an embedding model nor a reranker: it has no modules.json, no "
             "...ForSequenceClassification in config.json, and no pooling_type; use it as a model that generates text"
         )
+    dense = [HeadLayer(layer.weight, layer.bias, layer.activation) for layer in dense_layers(checkpoint)]
     try:
-        dense = [HeadLayer(layer.weight, layer.bias, layer.activation) for layer in dense_layers(checkpoint)]
         model, forward = build(spec, dense)
     except ModelFileError as error:
-        raise _named(checkpoint, error) from error
+        raise ModelFileError(f"{checkpoint.path}: {error}") from error
     separator = separator_id(checkpoint)
     if spec.kind == "rerank" and model.types > 1 and separator is None:
         raise ModelFileError(
@@ -232,8 +232,3 @@ def _native(
     keep = keep_packed(checkpoint, f"texts-{quantize or 'stored'}-{PACKING_VERSION}", threads)
     pool = _kernels.Pool(threads)
     return model, record_texts(lambda: model.forward(NO_STEP), ops, keep, pool, spec.pooling)
-
-
-def _named(checkpoint: Checkpoint, error: ModelFileError) -> ModelFileError:
-    text = str(error)
-    return error if text.startswith(str(checkpoint.path)) else ModelFileError(f"{checkpoint.path}: {text}")

@@ -29,7 +29,7 @@ _START_SECONDS = 0.001
 
 
 class QueuedStep:
-    """A submitted step; a `StepHandle`."""
+    """A submitted step. Implements `StepHandle`."""
 
     __slots__ = ("_has_started", "_outcome", "_report_lock", "_run", "_start_lock")
 

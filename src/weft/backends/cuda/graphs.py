@@ -38,7 +38,7 @@ class Kind:
     """The properties that decode steps must share to run from the same graph."""
 
     size: int
-    """Entries, padding included."""
+    """Entries of the step, including padding."""
     longest_context: int
     """The upper limit of the context lengths."""
     sampling: SamplingPath | None

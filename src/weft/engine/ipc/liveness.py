@@ -51,7 +51,7 @@ class Liveness:
         """The client sets it when the engine is ready. Until then there are no steps, and the start may take any time
         while it uses CPU time."""
         self.quiet_seconds = 0.0
-        """Time without any progress."""
+        """Seconds since the process last made progress."""
         self._unfinished_seconds = 0.0
         """Time since the loop last finished a step or was idle."""
         self._stall_seconds = stall_seconds

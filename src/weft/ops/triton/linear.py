@@ -300,7 +300,7 @@ def padded_rows(rows: int) -> int:
     return ceil_divide(rows, step) * step
 
 
-# (most rows, multiple): up to so many rows, the number of rows is padded to this multiple
+# (limit, multiple): a number of rows up to `limit` is rounded up to a multiple of `multiple`
 _PADDED_TO = ((16, 8), (64, 16), (256, 32), (1024, 64), (4096, 128), (1 << 31, 256))
 
 

@@ -172,7 +172,7 @@ class MixtureSpace:
 
 
 class MixtureProduct:
-    """The mixture of one layer."""
+    """The mixture of experts of one layer."""
 
     def __init__(
         self, router: Linear, experts: Experts, normalise: bool, space: MixtureSpace, device: Device

@@ -108,8 +108,8 @@ def find_floor(
             is_enough = total >= target
         # from_each[j] is the sum of part j and all parts above it.
         from_each = tl.sum(tl.where(parts[:, None] >= parts[None, :], totals[:, None], 0.0), 0) + above
-        # Passes add in different orders, so rounding errors can leave the sum of all parts below the target. Then the
-        # lowest part that has tokens is chosen, which keeps all of them.
+        # The highest part whose sum reaches the target is chosen. Each pass adds in another order, so rounding errors
+        # can leave the sum of all parts below the target. Then the lowest part with tokens is chosen.
         lowest = tl.min(tl.where(totals > 0.0, parts, _PARTS - 1), 0)
         chosen = tl.maximum(tl.max(tl.where(from_each >= target, parts, -1), 0), lowest)
         above += tl.sum(tl.where(parts > chosen, totals, 0.0), 0)

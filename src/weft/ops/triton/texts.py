@@ -50,7 +50,7 @@ class TritonTextOps:
     """
 
     def __init__(self, device: Device, dtype: torch.dtype, max_tokens: int) -> None:
-        """`max_tokens`: of the longest text."""
+        """`max_tokens` is the length of the longest text."""
         self.device = device
         self.dtype = dtype
         self._max_tokens = max_tokens

@@ -16,11 +16,11 @@ class Move(NamedTuple):
     """A move of one block-table entry to the store, in a step that is being planned or in flight."""
 
     entry: int
-    """Its index in the block table."""
+    """The index of the entry in the block table."""
     origin: int
-    """The full block, or -1 if the store has the content already."""
+    """The full block that is moved. -1: the store has its content already."""
     block: int
-    """The store block."""
+    """The store block that gets the content."""
 
 
 class KvCacheAllocation:

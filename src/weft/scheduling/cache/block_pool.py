@@ -58,8 +58,8 @@ class BlockPool:
     A block is in exactly one of three states:
 
         referenced   count above 0
-        evictable    count 0, content cached; in LRU order. Content of idle work is evicted first, hot blocks, those
-                     of live sessions, last
+        evictable    count 0, content cached. Blocks of idle work are evicted first, blocks of live sessions (hot
+                     blocks) last; within each group, the least recently used block first
         free         count 0, no content
 
     `available` counts the free and the evictable blocks.
@@ -144,8 +144,9 @@ class BlockPool:
         return BlockStates(len(self._free), self.num_referenced, cached, hot, idle)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Allocates `count` blocks: free ones, then evictable ones, hot ones last. An untouched block may come after
-        the evictable ones (see the class). None: there are not enough blocks."""
+        """Allocates `count` blocks; None if there are not enough. It takes free blocks first. Then it evicts cached
+        blocks: those of idle work first, hot blocks last. Untouched blocks may come after the idle and the other cached
+        blocks, but before the hot ones (see the class)."""
         if count > len(self._free) and count > self.available:
             return None
         max_touched = max(self._eager_end, self._first_block + 2 * (self.num_referenced + count))

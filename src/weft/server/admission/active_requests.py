@@ -159,7 +159,7 @@ class ActiveRequests:
         return len(self._open)
 
     def __iter__(self) -> Iterator[ActiveRequest]:
-        """The oldest one first."""
+        """The active requests, oldest first."""
         return iter(self._open)
 
     @property

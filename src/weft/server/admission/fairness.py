@@ -38,7 +38,7 @@ class AnswerJob:
     """Tokens of all prompts of the request."""
     num_answers: int
     max_tokens: int
-    """Limit for one answer."""
+    """The maximum length of each answer."""
 
 
 class GateTicket:
@@ -51,7 +51,7 @@ class GateTicket:
         self.order = (-job.priority, number)
         """Sort key among the requests of the same API key."""
         self.num_waiting = job.num_answers
-        """Answers that are not released."""
+        """Answers that the gate has not released yet."""
         self.num_to_submit = 0
         """Answers that are released but not yet submitted to the engine."""
         self.num_open = 0

@@ -1,1 +1,5 @@
-"""The API: request schemas, answer formats, errors, the OpenAPI document."""
+"""The APIs: types of requests and responses, API formats, routes, the OpenAPI document.
+
+The folder is flat, because the APIs share most modules: a folder for each API would split what one change touches. The
+files of one API begin with its name (`messages_`, `responses_`, `ollama_`).
+"""

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from weft.request import GenerationResult, Grammar, Priority, SamplingParams, TokenLogprobs
 from weft.server.api.field_docs import Field
@@ -89,7 +89,7 @@ class AnswerContext:
     wants_logprobs: bool = False
     num_choices_per_prompt: int = 1
     prompt_tokens: int = 0
-    """Tokens of all prompts together."""
+    """The sum of the tokens of all prompts."""
     cacheable_tokens: int = 0
     """Prompt tokens that the same request, sent again, can find in the prefix cache."""
     has_session: bool = False
@@ -99,7 +99,7 @@ class AnswerContext:
     echoes: Sequence[Echo] = ()
     """One entry per prompt if prompts are echoed, else empty."""
     prompts: Sequence[Sequence[int]] = ()
-    """The tokens of each prompt."""
+    """prompts[i] has the tokens of prompt i."""
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -254,8 +254,14 @@ class AnswerFormat(ABC, Generic[B]):
     operation: Operation
     fields: Mapping[str, Field] = {}
     """Descriptions and ranges of the fields that only this format has. `FIELDS` has those of the other fields."""
+    operation_name: Literal["chat", "text_completion"] = "chat"
+    """The value of `gen_ai.operation.name` in traces."""
     family: str = ""
     """All routes that begin with this path have the errors of this format."""
+    client_header: bytes = b""
+    """A header that all clients of this API send. On routes that several APIs share, it selects the form of errors."""
+    id_header: str = ""
+    """The response header in which clients with `client_header` expect the request id, besides X-Request-Id."""
     counting: Counting | None = None
     """The route that only counts the tokens of a prompt, if the format has one."""
 

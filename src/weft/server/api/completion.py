@@ -72,6 +72,7 @@ class Completion(Shape):
 
 class CompletionFormat(OpenAIFormat[CompletionRequest]):
     request_type = CompletionRequest
+    operation_name = "text_completion"
     operation = Operation(
         "Text completion",
         "The model continues the prompt. No chat template is applied.",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 KIND = "file_search"
 _MAX_STORES = 16
 _DEFAULT_RESULTS = 5
-"""Fewer than in the OpenAI API: the context of a small model is short."""
+"""Passages that a search returns by default. The OpenAI API returns 20, too many for the context of small models."""
 _QUERY_CHARACTERS = 4096
 _PROMPT_PART = 2
 """Passages may take this part of the context."""

@@ -33,18 +33,14 @@ from weft.server.live import routes as live
 from weft.server.page import routes as page
 
 Formats = Mapping[str, AnswerFormat[Any]]
-"""By path."""
-
-ANTHROPIC_VERSION = b"anthropic-version"
-"""Clients of the Anthropic API send this header on every route, also on routes that several APIs share."""
+"""Path of a route -> its API format."""
 
 ErrorWriter = Callable[[ApiError], tuple[int, Any]]
 
-_MESSAGES = MessagesFormat()
 FORMATS: Formats = {
     "/v1/chat/completions": ChatFormat(),
     "/v1/completions": CompletionFormat(),
-    "/v1/messages": _MESSAGES,
+    "/v1/messages": MessagesFormat(),
     responses.PATH: responses.ResponsesFormat(),
     "/api/chat": OllamaChatFormat(),
     "/api/generate": OllamaGenerateFormat(),
@@ -52,7 +48,8 @@ FORMATS: Formats = {
 
 
 class OtherRoutes(Protocol):
-    """The routes of one API that do not generate. A module implements this protocol."""
+    """The routes of one API that do not generate. A module implements this protocol. It may also have `ERROR_WRITERS`, by
+    path, for routes whose errors have a form of their own."""
 
     @property
     def OPERATIONS(self) -> Mapping[tuple[str, str], Operation]:
@@ -67,14 +64,21 @@ OTHER_ROUTES: Sequence[OtherRoutes] = (
     *(ollama_models, ollama_embed, page, live, admin),
 )
 
+_ERRORS: dict[str, ErrorWriter] = {
+    path: writer for one in OTHER_ROUTES for path, writer in getattr(one, "ERROR_WRITERS", {}).items()
+}
+
 
 def error_writer(formats: Formats, path: str, headers: Mapping[bytes, bytes]) -> ErrorWriter | None:
     """Writes the errors of a route. None: in the form of weft's own routes."""
     if (exact := formats.get(path)) is not None:
         return exact.error
-    if path in rerank.RERANK_PATHS:
-        return rerank.write_error
+    if (other := _ERRORS.get(path)) is not None:
+        return other
+    by_client = None
     for one in formats.values():
         if one.family and (path == one.family or path.startswith(one.family + "/")):
             return one.error
-    return _MESSAGES.error if ANTHROPIC_VERSION in headers else None
+        if one.client_header and one.client_header in headers:
+            by_client = one.error
+    return by_client

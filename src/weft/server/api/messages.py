@@ -81,6 +81,8 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
 class MessagesFormat(AnswerFormat[MessagesRequest]):
     request_type = MessagesRequest
     family = "/v1/messages"
+    client_header = b"anthropic-version"
+    id_header = "request-id"
     operation = Operation(
         "Message",
         "The Anthropic Messages API. Beta headers are ignored.",

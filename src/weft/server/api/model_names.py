@@ -1,4 +1,4 @@
-"""The names by which requests may call a model of the server."""
+"""The names by which requests may call a model of the server, and the route for each use of a model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 
 from weft.server.settings import ServerSettings
 
+MAIN_ROUTES = {"generate": "/v1/chat/completions", "embed": "/v1/embeddings", "rerank": "/v1/rerank"}
 _DEFAULT_TAG = ":latest"
 """Ollama's clients add it to names without a tag."""
 

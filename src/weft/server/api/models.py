@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from weft.request import PARAMETERS
 from weft.server.api.answer_format import Operation
 from weft.server.api.listing import checked_number
 from weft.server.api.response_shapes import Shape
@@ -21,9 +22,8 @@ from weft.server.vectors.model import VectorModel
 
 _CONTEXT = Meta(description="Maximum context length in tokens, prompt and answer together.")
 _PARAMETERS = (
-    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
-    *("repetition_penalty", "seed", "stop", "logprobs", "top_logprobs", "logit_bias", "response_format"),
-    *("structured_outputs", "tools", "tool_choice"),
+    *("max_tokens", *PARAMETERS, "seed", "stop", "logprobs", "top_logprobs", "logit_bias"),
+    *("response_format", "structured_outputs", "tools", "tool_choice"),
 )
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from weft.request import MAX_LOGPROBS, Grammar, SamplingParams
+from weft.request import MAX_LOGPROBS, PARAMETERS, Grammar, SamplingParams
 from weft.server.api import structured
 from weft.server.api.answer_format import (
     AnswerFormat,
@@ -30,18 +30,6 @@ EVENT_NOTE = "Each line is one object of this type. The last one has `done: true
 # The defaults of Ollama. The files of a model may have others. repeat_penalty is left out, because it means something
 # else there: Ollama applies it to the last 64 tokens, weft to the whole prompt.
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
-# Option -> name in `SamplingParams`.
-_SAMPLING = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "typical_p": "typical_p",
-    "repeat_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "stop": "stop",
-}
 _RANDOM_SEED = -1
 _NO_LIMIT = (-1, -2, 0)
 """Values of num_predict. In Ollama -1 is no limit, -2 the rest of the context; here both are the same."""
@@ -114,6 +102,13 @@ class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
     use_mlock: Annotated[Any, _WITHOUT_EFFECT] = None
     embedding_only: Annotated[Any, _WITHOUT_EFFECT] = None
     num_thread: Annotated[Any, _WITHOUT_EFFECT] = None
+
+
+_SAMPLING = {
+    **{name: name for name in (*PARAMETERS, "stop") if name in OllamaOptions.__struct_fields__},
+    "repeat_penalty": "repetition_penalty",
+}
+"""Option -> name in `SamplingParams`."""
 
 
 class OllamaRequest(msgspec.Struct, frozen=True, kw_only=True):

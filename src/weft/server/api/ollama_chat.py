@@ -221,7 +221,7 @@ class _OpenCalls:
 
     def __init__(self) -> None:
         self._ids: dict[int, str | None] = {}
-        """By position in the conversation."""
+        """Position of a call in the conversation -> the id of the call."""
         self._positions: dict[str | None, deque[int]] = {None: deque()}
         """Tool -> positions of its calls, in order; None -> those of all calls. `take` skips those that are not in `_ids` any
         more."""

@@ -58,6 +58,7 @@ class OllamaGenerateAnswer(OllamaAnswer, kw_only=True):
 
 class OllamaGenerateFormat(OllamaFormat[OllamaGenerateRequest]):
     request_type = OllamaGenerateRequest
+    operation_name = "text_completion"
     operation = Operation(
         "Generate in Ollama's API",
         "Answers one prompt. Streams lines of JSON unless `stream` is false. Without a prompt nothing is generated.",

@@ -237,7 +237,7 @@ class _Served:
     engine: EngineClient
     context: int
     vectors: VectorModel | None = None
-    """None: the model generates."""
+    """The model, if it makes vectors or scores. None: it generates."""
 
 
 def _served_models(services: Services) -> list[_Served]:

@@ -175,9 +175,12 @@ def routes(services: Services) -> Sequence[Route]:
     ]
 
 
-def write_error(error: ApiError) -> tuple[int, Any]:
+def _write_error(error: ApiError) -> tuple[int, Any]:
     """The status and the JSON of an error of the rerank routes."""
     return error.status, {"message": error.message, **error.body}
+
+
+ERROR_WRITERS = dict.fromkeys(RERANK_PATHS, _write_error)
 
 
 async def _rerank(services: Services, path: str, plain: PlainRequest[RerankRequest]) -> Response:

@@ -32,7 +32,7 @@ _WAIT_CODES = frozenset({"engine_not_ready", "server_busy"})
 """Codes of a 503 after which the request is sent again. It has not begun."""
 _LONGEST_WAIT = 30.0
 _GIVE_UP_SECONDS = 86400.0
-"""A request that the server refuses for this long fails."""
+"""A background response fails after the server has refused its request for this long."""
 _STOPPED = "the server stopped before the response was complete; send the request again"
 
 

@@ -42,7 +42,7 @@ class _Item:
     id: str
     index: int
     fields: Mapping[str, Any]
-    """Fields that never change."""
+    """Fields of the item that are the same in all of its events."""
     texts: list[str] = field(default_factory=list)
     logprobs: list[bytes] = field(default_factory=list)
     """JSON of the entries, without brackets."""

@@ -18,10 +18,10 @@ from weft.server.memory.search import MAX_RESULTS
 from weft.server.state.vector_stores import AttachedFile, FileBatch, FileCounts, FileStatus, VectorStore
 
 MAX_FILES = 10_000
-"""Files of one store."""
+"""Maximum files of one vector store."""
 MAX_FILES_AT_ONCE = 2000
 MAX_STORES = 1000
-"""Stores of one key."""
+"""Maximum vector stores of one API key."""
 _MAX_ATTRIBUTES, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 _MIN_CHUNK, _MAX_CHUNK = 100, 4096
 _MAX_DAYS = 365
@@ -52,8 +52,8 @@ class StaticSizes(msgspec.Struct, frozen=True):
 
 
 class ChunkingStrategy(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The length of passages in tokens of the embedding model. A longer one than the model reads is cut to what it
-    reads."""
+    """The length of passages in tokens of the embedding model. A value above what the model
+    reads is reduced to that."""
 
     type: Annotated[Literal["auto", "static"], Meta(description="auto: 800 tokens, 400 of them repeated.")]
     static: Annotated[

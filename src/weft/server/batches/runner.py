@@ -65,7 +65,7 @@ class BatchRunner:
         self._max_lines = services.settings.engine.scheduler.sequences_per_step
         self._wake = asyncio.Event()
         self._running: dict[str, _Running] = {}
-        """By owner."""
+        """Owner -> the batch of this owner that runs."""
         self._without_key: set[str] = set()
         self._swept_at = -math.inf
         metrics.batches_running.set_function(lambda: len(self._running))
@@ -97,7 +97,8 @@ class BatchRunner:
             await asyncio.gather(*map(self._stop, list(self._running)))
 
     async def _look(self) -> float:
-        """Begins and stops batches as their rows say. Returns the seconds until the store must be read again."""
+        """Begins and stops batches according to their rows in the store. Each owner has at most one running batch, the
+        oldest. Returns the seconds until the store must be read again."""
         unfinished = await self._store.run(rows.unfinished)
         if not self._store.is_primary or self._is_draining():
             return _POLL_SECONDS

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.request import REQUEST_ID_PATTERN, RequestId
-from weft.server.api.formats import ANTHROPIC_VERSION
+from weft.server.api.formats import Formats
 from weft.server.errors import ApiError
 from weft.server.internal import INTERNAL, InternalRequest
 from weft.server.logs import QUIET_PATHS, Record, ServerLog, record_of_task
@@ -30,14 +31,16 @@ class AccessLog:
         new_id: Callable[[], RequestId],
         on_error: Callable[[int], object] = lambda status: None,
         traces: Traces | None = None,
+        formats: Formats = MappingProxyType({}),
     ) -> None:
         """`new_id` makes the ids of requests. `on_error` is called with the status of each request that ended with an
-        error status. `traces` gets each request that ended."""
+        error status. `traces` gets each request that ended. `formats` may name more response headers for the id."""
         self._app = app
         self._new_id = new_id
         self._log = log
         self._on_error = on_error
         self._traces = traces
+        self._id_headers = [(one.client_header, one.id_header) for one in formats.values() if one.id_header]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,15 +49,14 @@ class AccessLog:
         internal: InternalRequest | None = scope.get(INTERNAL)
         request_id = (internal.request_id if internal is not None else None) or self._new_id()
         record = Record(scope["method"], scope["path"][:_LONGEST_PATH], request_id, _given_id(headers))
-        # The header that clients of the Anthropic API read.
-        more_names = ("request-id",) if ANTHROPIC_VERSION in headers else ()
+        id_headers = ("x-request-id", *(name for sent, name in self._id_headers if sent in headers))
         token = record_of_task.set(record)
 
         # Not a coroutine, which would cost time for every message of a stream. Only the first message is recorded.
         def send_recorded(message: Message) -> Any:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                for name in ("x-request-id", *more_names):
+                for name in id_headers:
                     MutableHeaders(scope=message)[name] = record.request_id
             return send(message)
 

@@ -226,7 +226,7 @@ def _part_of(budget: ByteBudget) -> ByteBudget:
 
 
 def _authorization(headers: dict[bytes, bytes]) -> bytes:
-    """The API key in the form of an Authorization header. Clients of the Anthropic API send it as x-api-key."""
+    """The API key in the form of an Authorization header. Some clients send it as x-api-key."""
     given = headers.get(b"authorization", b"")
     key = headers.get(b"x-api-key", b"")
     return b"Bearer " + key if key and not given else given

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -29,8 +29,9 @@ class Listener:
         self._settings = settings
         self._state = ServerState()
         self._servers: list[asyncio.Server] = []
+        self._new_id: Callable[[], str] | None = None
         self._configs: list[uvicorn.Config] = []
-        """One for each socket."""
+        """configs[i] is the configuration for the connections of socket i."""
 
     async def bind(self, port: int, flag: str) -> None:
         """Binds a port without accepting connections. `flag` is the option that changes the port."""
@@ -50,8 +51,10 @@ class Listener:
             ) from error
         self._servers.append(server)
 
-    async def accept(self, apps: Sequence[ASGIApp]) -> list[int]:
-        """Accepts connections: those of each socket are for the app with its index. Returns the ports."""
+    async def accept(self, apps: Sequence[ASGIApp], new_id: Callable[[], str] | None = None) -> list[int]:
+        """Accepts connections. Those of the socket with index i go to apps[i]. Returns the port of each socket. `new_id`
+        makes the ids of requests that are refused before they reach an app."""
+        self._new_id = new_id
         self._configs = [self._config(app) for app in apps]
         for server in self._servers:
             await server.start_serving()
@@ -98,4 +101,5 @@ class Listener:
             header_seconds=self._settings.header_seconds,
             body_seconds=self._settings.body_seconds,
             stalled_reader_seconds=self._settings.stalled_reader_seconds,
+            new_id=self._new_id,
         )

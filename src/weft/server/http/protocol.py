@@ -7,7 +7,7 @@ import fcntl
 import logging
 import sys
 import termios
-import uuid
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -93,10 +93,13 @@ class TimedProtocol(H11Protocol):
         header_seconds: float,
         body_seconds: float,
         stalled_reader_seconds: float,
+        new_id: Callable[[], str] | None = None,
     ) -> None:
+        """`new_id` makes the ids of requests that never reach the application. None: their responses have no id."""
         super().__init__(config, state, app_state={})
         assert config.h11_max_incomplete_event_size is not None, "the server sets a limit for headers"
         self.conn: _Connection = _Connection(h11.SERVER, config.h11_max_incomplete_event_size)
+        self._new_id = new_id
         self._header_seconds = header_seconds
         self._body_seconds = body_seconds
         self._timer: asyncio.TimerHandle | None = None
@@ -222,9 +225,10 @@ class TimedProtocol(H11Protocol):
         if write is not None:
             status, content = write(error)
         body = msgspec.json.encode(content)
+        request_id = "" if self._new_id is None else f"x-request-id: {self._new_id()}\r\n"
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nconnection: close\r\n"
             "content-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nx-request-id: {uuid.uuid4().hex}\r\n\r\n"
+            f"content-length: {len(body)}\r\n{request_id}\r\n"
         )
         self.transport.write(head.encode() + body)

@@ -76,7 +76,7 @@ class _Parts:
     def __init__(self) -> None:
         self.form = UploadForm()
         self.unwritten = bytearray()
-        """Content of the file."""
+        """Content of the file that is not written yet."""
         self.is_finished = False
         self._num_parts = 0
         self._header_name = self._header_value = self._disposition = b""

@@ -1,4 +1,4 @@
-"""What only the server knows of the requests in a frame: their keys, and the requests that are not in the engine."""
+"""The part of a live frame that the server adds: the API keys of requests, and requests not yet in the engine."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ if TYPE_CHECKING:
 
 
 class HeldRequest(NamedTuple):
-    """A request with answers that are not in the engine."""
+    """An active request with answers that were not yet sent to the engine."""
 
     request_id: RequestId
     key: str | None
     state: str
-    """preparing: its prompt is being tokenised. held: `FairGate` holds it back."""
+    """preparing: the server tokenises its prompt. held: `FairGate` has not released all of its answers."""
     priority: int
     age: float
-    """Seconds since its body arrived."""
+    """Seconds since the body of the request arrived."""
     num_answers: int
-    """Answers that are held back. 0 while it is being prepared."""
+    """Answers that `FairGate` has not released. 0 while the request is being prepared."""
 
 
 class RequestsOfServer(NamedTuple):
     """The part of a frame that describes the active requests of the server."""
 
     keys: dict[RequestId, str]
-    """Names of API keys. At most `MAX_REQUESTS`, those of the oldest requests."""
+    """Request id -> name of its API key. At most `MAX_REQUESTS` entries, those of the oldest requests."""
     held: list[HeldRequest]
-    """At most `MAX_REQUESTS`, the oldest ones."""
+    """The oldest held requests, at most `MAX_REQUESTS`."""
     num_held: int
-    """All of them."""
+    """The number of held requests, including those that `held` leaves out."""
     num_open: int
+    """The number of active requests, in the engine or not."""
 
 
 def requests_of_server(active_requests: Iterable[ActiveRequest], now: float) -> RequestsOfServer:

@@ -40,7 +40,7 @@ class _Open:
     """Numbers of the files whose passages are in the index."""
     base_name: str | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while the index changes."""
+    """A task holds this lock while it changes the index."""
     merging: asyncio.Task[None] | None = None
 
 

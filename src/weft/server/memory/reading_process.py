@@ -19,7 +19,7 @@ from weft.memory.splitting import split, words_of
 from weft.server.text_work.worker import ignore_signals, serve_jobs
 
 SECONDS = 60
-"""Processor time for one job."""
+"""Maximum processor time of one job."""
 MEMORY_BYTES = 1 << 30
 MAX_FILE_BYTES = 64 << 20
 _MAX_RESULT_BYTES = 512 << 20

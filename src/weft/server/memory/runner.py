@@ -44,7 +44,7 @@ class IngestRunner:
         self._last_owner = ""
         self._swept_at = -math.inf
         self._tries: dict[int, int] = {}
-        """By number of the file."""
+        """Number of a file -> how often its ingestion has failed."""
 
     def wake(self) -> None:
         """Makes the runner read the store now."""

@@ -22,7 +22,7 @@ Status = Literal[
 ]
 STATUSES: tuple[Status, ...] = get_args(Status)
 _CHUNK = 5000
-"""Rows that one transaction removes."""
+"""Maximum rows that one transaction removes."""
 _PAGE_BYTES = 1 << 20
 _COLUMNS = "id, owner, created_at, expires_at, status, input_file_id, total, completed, failed, result_bytes, details"
 
@@ -44,19 +44,19 @@ class BatchDetails(msgspec.Struct, frozen=True, omit_defaults=True):
     completion_window: str
     metadata: dict[str, str] | None = None
     output_seconds: int | None = None
-    """Lifetime of the output files."""
+    """Seconds until the output files expire, from the time they are made."""
     errors: list[LineError] = []
-    """The first wrong lines."""
+    """Errors of the first invalid lines of the input file."""
     is_expired: bool = False
-    """Set before the first line gets an error because the completion window has passed."""
+    """Whether the completion window has passed. It is set before the unfinished lines get their errors."""
     output_file_id: str | None = None
     error_file_id: str | None = None
     times: dict[str, int] = {}
-    """Status -> when the batch got it."""
+    """Status -> Unix time at which the batch got this status."""
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """A row."""
+    """A row of the table `batches`."""
 
     id: str
     owner: str
@@ -77,7 +77,7 @@ class Result(NamedTuple):
     """The result of a line: a line of the output file or of the error file."""
 
     line: int
-    """From 0; empty lines count."""
+    """The index of the line in the input file, from 0. Empty lines count."""
     is_error: bool
     content: bytes
 

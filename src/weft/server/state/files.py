@@ -34,7 +34,7 @@ _USED = f"SELECT input_file_id FROM batches WHERE status IN {UNFINISHED}"
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """A row."""
+    """A row of the table `files`."""
 
     id: str
     owner: str
@@ -106,8 +106,9 @@ class FileStore:
 
     @asynccontextmanager
     async def incoming(self, file_id: str, num_bytes: int) -> AsyncIterator[NewFile]:
-        """A new file. At the end of the `with` block it is discarded, unless it was kept. `num_bytes` bytes are reserved for
-        it at once, and others as `write` gets them: files that arrive at the same time cannot exceed the limit together."""
+        """A new file. At the end of the `with` block it is discarded, unless it was kept. `num_bytes` bytes of
+        the storage limit are reserved for it at once, and more with each `write`. So files that arrive at the same time
+        cannot exceed the limit together."""
         file = None
         self._incoming[file_id] = num_bytes
         try:

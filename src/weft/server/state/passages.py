@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 STORED = "<f2"
-"""How vectors are stored."""
+"""The numpy type of stored vectors."""
 _CHUNK = 2000
 """Passages that one transaction removes."""
 _MAX_SQL_VALUES = 500
@@ -97,7 +97,7 @@ def by_words(
 
 
 def sources(connection: Connection, scores: Sequence[tuple[int, float]]) -> list[Source]:
-    """The visible ones of some passages with their scores, in the given order."""
+    """The passages with these ids and their scores, in the given order, without those that are no longer visible."""
     found = []
     query = (
         "SELECT f.id, f.name, p.text, p.heading, p.page, p.start, p.end, f.details"
@@ -115,7 +115,7 @@ def sources(connection: Connection, scores: Sequence[tuple[int, float]]) -> list
 def texts(
     connection: Connection, file: int, store: int, after: int, max_bytes: int
 ) -> tuple[list[tuple[int, str]], bool]:
-    """The passages of a file after an id, about `max_bytes`; and whether more follow."""
+    """Passages of a file, from the first id above `after` on, until they have `max_bytes`; and whether more follow."""
     query = "SELECT id, text FROM passages WHERE store = ? AND file = ? AND id > ? ORDER BY id"
     found: list[tuple[int, str]] = []
     num_bytes = 0
@@ -128,7 +128,7 @@ def texts(
 
 
 def remove_unfinished(connection: Connection, store: int, file: int) -> bool:
-    """Removes some of the passages of a file that begins again. Returns whether more may be left."""
+    """Removes some passages of a file that is ingested again or was removed. Returns whether more may be left."""
     query = "SELECT id FROM passages WHERE store = ? AND file = ? LIMIT ?"
     return _remove(connection, store, [one for (one,) in connection.execute(query, (store, file, _CHUNK))])
 
@@ -162,7 +162,7 @@ def _remove(connection: Connection, store: int, ids: Sequence[int]) -> bool:
         heading, text = connection.execute(
             "SELECT heading, text FROM passages WHERE id = ?", (one,)
         ).fetchone()
-        # A table without content is told what to forget.
+        # `words_N` is a contentless FTS5 table: a delete must repeat the text that was inserted.
         connection.execute(
             f"INSERT INTO words_{store} (words_{store}, rowid, text) VALUES ('delete', ?, ?)",
             (one, searched_text(heading, text)),

@@ -41,7 +41,7 @@ class StoredResponse:
     input: bytes
     """The items of the request, a JSON list."""
     response: bytes
-    """The response object, JSON."""
+    """The response object as JSON."""
     status: str
     num_items: int
     """Items of input and output together."""

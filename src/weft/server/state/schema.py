@@ -64,14 +64,14 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE responses ADD COLUMN status TEXT NOT NULL DEFAULT 'completed'",
         # The process that works on a background response.
         "ALTER TABLE responses ADD COLUMN worker TEXT",
-        # Its request. The column is empty when the response has a final status.
+        # The request of a background response. NULL when the response has a final status.
         "ALTER TABLE responses ADD COLUMN request BLOB",
         "ALTER TABLE responses ADD COLUMN num_items INTEGER NOT NULL DEFAULT 0",
     ),
     (
-        # The owner of rows that refer to a vector store is that of the store. `number` is never used twice, and neither
-        # is the id of a passage: an old index must not find a new passage. Each store also has a table `words_NUMBER`.
-        # index_file: the name of the file of its base. details: JSON of `StoreDetails`.
+        # Rows that refer to a vector store have no owner column: their owner is that of the store. `number` and the ids
+        # of passages are never used twice, so that an old index cannot find a new passage. `index_file` is the file of
+        # the base of its index. `details` is JSON of `StoreDetails`. Each store also has a table `words_NUMBER`.
         """
         CREATE TABLE vector_stores (
             number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -90,7 +90,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         )
         """,
         "CREATE INDEX vector_stores_by_owner ON vector_stores (owner, created_at, id)",
-        # id: that of the file in `files`. details: JSON of `FileDetails`.
+        # The column `id` is that of the file in `files`. `details` is JSON of `FileDetails`.
         """
         CREATE TABLE vector_store_files (
             number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -116,7 +116,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             is_cancelled INTEGER NOT NULL DEFAULT 0
         ) WITHOUT ROWID
         """,
-        # Documents that are no longer visible, and whose passages are removed in pieces.
+        # Documents that are no longer visible. Their passages are removed in several transactions.
         """
         CREATE TABLE removed_documents (
             number INTEGER PRIMARY KEY,
@@ -134,7 +134,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             INSERT OR IGNORE INTO removed_documents VALUES (old.number, old.store);
         END
         """,
-        # file: `vector_store_files.number`.
+        # The column `file` refers to `vector_store_files.number`.
         """
         CREATE TABLE passages (
             id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -148,7 +148,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         )
         """,
         "CREATE INDEX passages_by_file ON passages (store, file)",
-        # vector: float16, little endian.
+        # The column `vector` has float16 numbers, little endian.
         """
         CREATE TABLE vectors (
             store INTEGER NOT NULL,

@@ -30,13 +30,13 @@ _ACTIVE_SECONDS = 60.0
 class StoreDetails(msgspec.Struct, frozen=True, omit_defaults=True):
     metadata: dict[str, str] = {}
     expires_days: int | None = None
-    """Days after the last activity."""
+    """The store expires this many days after its last use. None: it never expires."""
     chunk_size: ChunkSize | None = None
-    """Of files that are attached without one."""
+    """The size of passages of files that are attached without a size."""
 
 
 class VectorStore(msgspec.Struct, frozen=True):
-    """A row."""
+    """A row of the table `vector_stores`."""
 
     number: int
     id: str
@@ -66,7 +66,7 @@ class FileDetails(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class AttachedFile(msgspec.Struct, frozen=True):
-    """A row."""
+    """A row of the table `vector_store_files`: a file in a vector store."""
 
     number: int
     store: int
@@ -76,12 +76,12 @@ class AttachedFile(msgspec.Struct, frozen=True):
     status: FileStatus
     batch_id: str | None
     num_bytes: int
-    """Of its passages and vectors."""
+    """The size of the passages and vectors of the file."""
     details: FileDetails
 
 
 class FileBatch(msgspec.Struct, frozen=True):
-    """A row."""
+    """A row of the table `vector_store_batches`: files that were attached by one request."""
 
     id: str
     store: int
@@ -170,7 +170,7 @@ def change(connection: Connection, store: VectorStore, now: float, name: str, de
 
 
 def touch(connection: Connection, store: VectorStore, now: float) -> None:
-    """Notes an activity."""
+    """Records that the store was used, so that its lifetime begins again."""
     if abs(now - store.last_active_at) >= _ACTIVE_SECONDS:  # abs: an operator may set the clock back
         connection.execute(
             "UPDATE vector_stores SET last_active_at = ?, expires_at = ? WHERE number = ?",

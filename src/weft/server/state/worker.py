@@ -1,6 +1,7 @@
-"""Owns the lock file by which other processes see that this one still works on what it began.
+"""Owns the lock file of this process. Other processes test it to learn whether this process still runs.
 
-The file is in the folder `workers` of the store. The kernel frees its lock when the process ends, however it ends.
+A row of unfinished work has the name of the process that began it. The file with this name is in the folder `workers`
+of the store. The kernel releases its lock when the process ends, also after a crash.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 
 class Worker:
-    """This process, by a name that no other process ever has."""
+    """The identity of this process: a random name, and a locked file with this name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "workers"
@@ -28,7 +29,7 @@ class Worker:
             fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def is_alive(self, name: str | None) -> bool:
-        """Whether the process with this name runs. Removes the file of one that has ended."""
+        """Whether the process with this name runs. Removes its file if it has ended."""
         if name is None or name == self.name:
             return name is not None
         path = self._folder / name

@@ -304,7 +304,7 @@ class Choices:
         return self._is_submitted and all(choice.result is not None for choice in self._choices)
 
     def __iter__(self) -> Iterator[Choice]:
-        """The answers that were submitted."""
+        """The answers that were submitted to the engine."""
         return iter(self._choices)
 
     @property

@@ -29,7 +29,7 @@ _MEMORY_BYTES = 1 << 30
 class Trial(msgspec.Struct, frozen=True):
     grammar: Grammar
     seconds: float
-    """Limit in CPU seconds."""
+    """Maximum CPU seconds for the check of this grammar."""
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):

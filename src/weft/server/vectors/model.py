@@ -20,10 +20,10 @@ from weft.vectors import Vectors, np
 _ONE_TOKEN = SamplingParams(max_tokens=1)
 """The engine reports a vector with the one token that it samples. The token means nothing."""
 _ROOM_TOKENS = 1536
-"""Tokens that are in the engine at a time: those of the running step, and those of the next. A text that arrives waits
-for them. With 1,536 all-MiniLM-L6-v2 needs 3% more CPU time for a text than with 3,072, and the wait is half as long."""
+"""Maximum tokens in the engine: those of the running step and of the next one. A text that arrives waits for them. With
+1,536, all-MiniLM-L6-v2 needs 3% more CPU time for a text than with 3,072, and the wait is half as long."""
 _ROOM_BESIDE_ANSWERS = 512
-"""The same while the model that generates has answers to compute on the same cores. They wait for each step."""
+"""Replaces `_ROOM_TOKENS` while another engine generates answers on the same cores: they wait for each step."""
 _GROUP_TOKENS = 256
 _GROUP_INPUTS = 16
 """Inputs go to the engine in groups of at most this size. A larger group makes others wait longer."""
@@ -31,7 +31,7 @@ _GROUP_INPUTS = 16
 
 @dataclass(frozen=True)
 class VectorCaller:
-    """Who asks for vectors."""
+    """The request that needs vectors, and the client that sent it."""
 
     request_id: RequestId
     client_id: str = ""
@@ -54,7 +54,7 @@ class VectorModel:
         self.vocabulary_size = engine.info.vocabulary_size
         self.beside: EngineClient | None = None
         """An engine on the same cores that generates text. While it has answers to generate, the steps of this model are
-        short: those answers wait for their ends."""
+        short, because each step of that engine waits for the end of one of this model."""
         self.gate = VectorGate(self._max_tokens)
 
     @property

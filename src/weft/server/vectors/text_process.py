@@ -29,7 +29,7 @@ class TextJob(msgspec.Struct, frozen=True):
 
 
 class TextTokens(msgspec.Struct, frozen=True, tag=True):
-    """The tokens of each text."""
+    """tokens[i] has the tokens of text i."""
 
     tokens: list[list[int]]
 
