@@ -15,7 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 from memory_client import MemoryClient, document, noop_memory
-from server_process import Server, running_server, wait_for
+from server_process import LAUNCH, Server, running_server, wait_for
+from vector_models import engines
 
 NUM_KILLS = int(os.environ.get("WEFT_MEMORY_KILLS", "10"))
 _PARAGRAPHS = (1, 6, 250)
@@ -127,6 +128,45 @@ def test_after_kill_9_every_acknowledged_document_is_found_and_none_in_half(
     assert len(known) >= NUM_KILLS, "the servers died before they did anything"
     assert num_cut, "no server died between two parts of a document"
     print(f"{NUM_KILLS} kills, {len(known)} documents, {num_cut} of them cut in the middle of their passages")
+
+
+def test_files_wait_for_an_engine_that_starts_slowly(default_model_path: Path, tmp_path: Path) -> None:
+    """The engine of the embedder waits in its start while a file exists. The server tries again at once."""
+    patched, gate = tmp_path / "patch", tmp_path / "gate"
+    patched.mkdir()
+    (patched / "sitecustomize.py").write_text(
+        f"""
+import os, sys, time
+command = " ".join(sys.orig_argv)
+if "weft.engine.ipc.process" in command:
+    while os.path.exists({str(gate)!r}):
+        time.sleep(0.01)
+elif {LAUNCH.name!r} in command:
+    import weft.server.memory.runner as runner
+    runner._RETRY_SECONDS = 0.001
+""",
+        encoding="utf-8",
+    )
+    with running_server(
+        default_model_path, vector_models=noop_memory(), python_path=[str(patched)]
+    ) as server:
+        client = MemoryClient(server)
+        store = client.create()
+        client.attach(store, document(0)[1], "0.md")
+        client.wait(store)
+        gate.touch()
+        os.kill(engines(server)[1], signal.SIGKILL)
+        wait_for(
+            lambda: (
+                client.send("POST", f"/v1/vector_stores/{store}/search", {"query": "a"}).status_code == 503
+            )
+        )
+        file_id = client.attach(store, document(1)[1], "1.md")
+        time.sleep(1)  # hundreds of tries
+        assert client.file(store, file_id)["status"] == "in_progress"
+        gate.unlink()
+        assert client.wait(store)["completed"] == 2
+        assert client.named(store, document(1)[0])
 
 
 def test_a_damaged_or_missing_index_is_made_again(default_model_path: Path, tmp_path: Path) -> None:

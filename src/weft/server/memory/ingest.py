@@ -52,6 +52,7 @@ class Ingest:
             return
         if (store.model, store.dimensions) != (self._embedder.name, self._embedder.spec.dimensions):
             raise DocumentError(other_model(store, self._embedder), "server_error")
+        self._embedder.check_ready()  # reading a document only to wait then would cost much processor time
         while await self._store.run(
             lambda connection: passage_rows.remove_unfinished(connection, file.store, file.number)
         ):

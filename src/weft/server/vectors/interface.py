@@ -9,6 +9,8 @@ from weft.embedding import EmbeddingSpec
 from weft.vectors import Vectors
 
 TextKind = Literal["query", "document"]
+ENGINE_NOT_READY = "engine_not_ready"
+"""The code of the ApiError while the engine of a model starts."""
 
 
 class Embedder(Protocol):
@@ -21,6 +23,10 @@ class Embedder(Protocol):
 
     @property
     def spec(self) -> EmbeddingSpec: ...
+
+    def check_ready(self) -> None:
+        """Raises a 503 with the code ENGINE_NOT_READY while the engine of the model is not ready."""
+        ...
 
     async def embed(
         self, texts: Sequence[str], kind: TextKind, *, client_id: str = "", is_idle_work: bool = False

@@ -13,7 +13,7 @@ from weft.errors import InvalidRequestError, PromptTooLongError, WeftError
 from weft.request import FailureKind, InferenceRequest, RequestId, RequestState, SamplingParams
 from weft.server.errors import ApiError
 from weft.server.vectors.gate import VectorGate
-from weft.server.vectors.interface import TextKind
+from weft.server.vectors.interface import ENGINE_NOT_READY, TextKind
 from weft.server.vectors.texts import VectorTexts
 from weft.vectors import Vectors, np
 
@@ -72,7 +72,7 @@ class VectorModel:
             raise ApiError(
                 503,
                 f"the engine of {self.name!r} is starting; try again",
-                code="engine_not_ready",
+                code=ENGINE_NOT_READY,
                 retry_after=self.engine.seconds_until_ready,
             )
 
