@@ -56,6 +56,7 @@ class FoundPassages:
                 "score": one.score,
                 "attributes": one.attributes,
                 "text": one.text,
+                **one.span,
             }
             for one in self.sources
         ]
