@@ -21,6 +21,10 @@ _RERANK_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _RERANK_TASK = "Given a web search query, retrieve relevant passages that answer the query"
 
 
+class NoTokensError(InvalidRequestError):
+    """A text has no tokens, and the model adds none."""
+
+
 class EmbeddingText:
     """The text side of one embedding model or reranker. Thread-safe.
 
@@ -71,7 +75,7 @@ class EmbeddingText:
         if not truncate:
             self._check(count)
         if not tokens:
-            raise InvalidRequestError("the text has no tokens; send a text that is not empty", field="input")
+            raise NoTokensError("the text has no tokens; send a text that is not empty", field="input")
         return tokens
 
     def _check(self, count: int) -> None:

@@ -108,7 +108,7 @@ class VectorModel:
         return [float(score) for score in scores[:, 0]]
 
     async def count_tokens(self, texts: Sequence[str], kind: TextKind) -> list[int]:
-        return [len(tokens) for tokens in await self.texts.encode(kind, texts, "")]
+        return [len(tokens) for tokens in await self.texts.encode(kind, texts, "", allows_empty=True)]
 
     # ------------------------------------------------------------------ running
 

@@ -11,7 +11,7 @@ from weft.errors import InvalidRequestError, PromptTooLongError
 from weft.loading.checkpoint import open_checkpoint
 from weft.loading.embedding_files import embedding_spec
 from weft.server.text_work.worker import ignore_signals, serve_jobs
-from weft.text.embedding_text import EmbeddingText
+from weft.text.embedding_text import EmbeddingText, NoTokensError
 
 JobKind = Literal["query", "document", "default", "pair"]
 """The prompt before a text: for a query, for a document, or the default of the model's files."""
@@ -26,6 +26,8 @@ class TextJob(msgspec.Struct, frozen=True):
     queries: list[str] = []
     first: int = 0
     """The index of the first text among the inputs of the request."""
+    allows_empty: bool = False
+    """A text may have no tokens, which is no prompt."""
 
 
 class TextTokens(msgspec.Struct, frozen=True, tag=True):
@@ -59,7 +61,9 @@ def convert(text: EmbeddingText, job: TextJob) -> TextResult:
         except PromptTooLongError as error:
             return TextRefusal(index, str(error), error.code, (error.num_tokens, error.most))
         except InvalidRequestError as error:
-            return TextRefusal(index, str(error), error.code or "invalid_value")
+            if not (job.allows_empty and isinstance(error, NoTokensError)):
+                return TextRefusal(index, str(error), error.code or "invalid_value")
+            found = []
         tokens.append(found)
     return TextTokens(tokens)
 

@@ -48,14 +48,15 @@ class VectorTexts:
         queries: Sequence[str] = (),
         field: str = "input",
         truncate: bool = False,
+        allows_empty: bool = False,
     ) -> list[list[int]]:
         """The tokens of each text, or of each pair: with the only query, or with that at the same index. Errors name
-        `field` and the index of the text."""
+        `field` and the index of the text. A text without tokens is an error unless `allows_empty`."""
         tokens: list[list[int]] = []
         has_one_query = len(queries) == 1
         for start, end, size in _groups(texts, queries):
             own = queries if has_one_query else queries[start:end]
-            job = TextJob(kind, list(texts[start:end]), truncate, list(own), start)
+            job = TextJob(kind, list(texts[start:end]), truncate, list(own), start, allows_empty)
             result = await self._convert(job, size, client_id)
             if isinstance(result, TextRefusal):
                 raise _error(result, field if len(texts) == 1 else f"{field}[{result.index}]")
