@@ -127,7 +127,14 @@ def _checked(where: str, tool: Mapping[str, Any], caller: Caller) -> Callable[[s
 
     def request(query: str) -> SearchRequest:
         return SearchRequest(
-            caller.owner, given.vector_store_ids, [query], count, chosen, **ranking, client_id=caller.owner
+            caller.owner,
+            given.vector_store_ids,
+            [query],
+            count,
+            chosen,
+            **ranking,
+            client_id=caller.owner,
+            request_id=caller.request_id,
         )
 
     return request

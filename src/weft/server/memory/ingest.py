@@ -65,7 +65,11 @@ class Ingest:
             piece = passages[start : start + _PIECE]
             vectors = unit(
                 await self._embedder.embed(
-                    [one.searched_text for one in piece], "document", client_id=owner, is_idle_work=True
+                    [one.searched_text for one in piece],
+                    "document",
+                    request_id=self._embedder.new_id(),
+                    client_id=owner,
+                    is_idle_work=True,
                 )
             )
             size_of_piece = sum(len(one.text.encode()) for one in piece) + vectors.size * 2
