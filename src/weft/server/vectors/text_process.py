@@ -26,6 +26,8 @@ class TextJob(msgspec.Struct, frozen=True):
     queries: list[str] = []
     first: int = 0
     """The index of the first text among the inputs of the request."""
+    max_document: int | None = None
+    """Tokens of the text of a pair that are used."""
     allows_empty: bool = False
     """A text may have no tokens, which is no prompt."""
 
@@ -54,7 +56,9 @@ def convert(text: EmbeddingText, job: TextJob) -> TextResult:
     for index, one in enumerate(job.texts, start=job.first):
         try:
             if job.kind == "pair":
-                found = text.pair_tokens(queries[index - job.first], one, truncate=job.truncate)
+                found = text.pair_tokens(
+                    queries[index - job.first], one, truncate=job.truncate, max_document=job.max_document
+                )
             else:
                 kind = None if job.kind == "default" else job.kind
                 found = text.tokens(one, kind, truncate=job.truncate)

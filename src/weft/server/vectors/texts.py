@@ -48,15 +48,19 @@ class VectorTexts:
         queries: Sequence[str] = (),
         field: str = "input",
         truncate: bool = False,
+        max_document: int | None = None,
         allows_empty: bool = False,
     ) -> list[list[int]]:
         """The tokens of each text, or of each pair: with the only query, or with that at the same index. Errors name
-        `field` and the index of the text. A text without tokens is an error unless `allows_empty`."""
+        `field` and the index of the text. A text without tokens is an error unless `allows_empty`. `max_document`: tokens
+        of the text of a pair that are used."""
         tokens: list[list[int]] = []
         has_one_query = len(queries) == 1
         for start, end, size in _groups(texts, queries):
             own = queries if has_one_query else queries[start:end]
-            job = TextJob(kind, list(texts[start:end]), truncate, list(own), start, allows_empty)
+            job = TextJob(
+                kind, list(texts[start:end]), truncate, list(own), start, max_document, allows_empty
+            )
             result = await self._convert(job, size, client_id)
             if isinstance(result, TextRefusal):
                 raise _error(result, field if len(texts) == 1 else f"{field}[{result.index}]")
