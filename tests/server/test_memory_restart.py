@@ -210,7 +210,7 @@ if "weft.engine.ipc.process" in command:
     while os.path.exists({str(gate)!r}):
         time.sleep(0.01)
 elif "launch.py" in command:
-    import weft.server.memory.runner as runner
+    import weft.server.memory.ingest_runner as runner
     runner._RETRY_SECONDS = 0.001
 """,
     )

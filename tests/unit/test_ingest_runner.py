@@ -10,9 +10,9 @@ import pytest
 
 from weft.errors import WeftError
 from weft.server.errors import ApiError
-from weft.server.memory import runner as runner_module
+from weft.server.memory import ingest_runner as runner_module
 from weft.server.memory.indexes import StoreIndexes
-from weft.server.memory.runner import IngestRunner
+from weft.server.memory.ingest_runner import IngestRunner
 from weft.server.state import vector_stores
 from weft.server.state.store import Store
 from weft.server.state.vector_stores import AttachedFile, FileDetails, StoreDetails

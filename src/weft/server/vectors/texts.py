@@ -12,7 +12,13 @@ from weft.errors import PromptTooLongError
 from weft.server.errors import ApiError, refusal
 from weft.server.text_work.work_slots import WorkSlots
 from weft.server.text_work.worker import Workers
-from weft.server.vectors.text_process import JobKind, TextJob, TextRefusal, TextResult, convert
+from weft.server.vectors.vector_text_process import (
+    JobKind,
+    VectorTextJob,
+    VectorTextRefusal,
+    VectorTextResult,
+    convert,
+)
 from weft.text.embedding_text import EmbeddingText
 
 _TINY_BYTES = 1 << 10
@@ -36,8 +42,8 @@ class VectorTexts:
         self._text = text
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weft-vectors")
         self._slots = WorkSlots(_THREADS)
-        self._workers = Workers("weft.server.vectors.text_process", path, count=_PROCESSES)
-        self._decoder = msgspec.msgpack.Decoder(TextResult)
+        self._workers = Workers("weft.server.vectors.vector_text_process", path, count=_PROCESSES)
+        self._decoder = msgspec.msgpack.Decoder(VectorTextResult)
 
     async def encode(
         self,
@@ -58,11 +64,11 @@ class VectorTexts:
         has_one_query = len(queries) == 1
         for start, end, size in _groups(texts, queries):
             own = queries if has_one_query else queries[start:end]
-            job = TextJob(
+            job = VectorTextJob(
                 kind, list(texts[start:end]), truncate, list(own), start, max_document, allows_empty
             )
             result = await self._convert(job, size, client_id)
-            if isinstance(result, TextRefusal):
+            if isinstance(result, VectorTextRefusal):
                 raise _error(result, field if len(texts) == 1 else f"{field}[{result.index}]")
             tokens += result.tokens
         return tokens
@@ -71,7 +77,7 @@ class VectorTexts:
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._workers.close()
 
-    async def _convert(self, job: TextJob, size: int, client_id: str) -> TextResult:
+    async def _convert(self, job: VectorTextJob, size: int, client_id: str) -> VectorTextResult:
         if size <= _TINY_BYTES:
             return convert(self._text, job)
         cost = _SECONDS_PER_BYTE * size
@@ -94,7 +100,7 @@ class VectorTexts:
         return self._decoder.decode(result)
 
 
-def _error(refused: TextRefusal, where: str) -> Exception:
+def _error(refused: VectorTextRefusal, where: str) -> Exception:
     message = f"{where}: {refused.message}"
     if refused.lengths is not None:
         return PromptTooLongError(message, where, *refused.lengths)

@@ -17,7 +17,7 @@ JobKind = Literal["query", "document", "default", "pair"]
 """The prompt before a text: for a query, for a document, or the default of the model's files."""
 
 
-class TextJob(msgspec.Struct, frozen=True):
+class VectorTextJob(msgspec.Struct, frozen=True):
     """Texts to tokenise. A pair is a query and a text: the only query, or the one at the same index."""
 
     kind: JobKind
@@ -32,13 +32,13 @@ class TextJob(msgspec.Struct, frozen=True):
     """A text may have no tokens, which is no prompt."""
 
 
-class TextTokens(msgspec.Struct, frozen=True, tag=True):
+class VectorTextTokens(msgspec.Struct, frozen=True, tag=True):
     """The tokens of each text."""
 
     tokens: list[list[int]]
 
 
-class TextRefusal(msgspec.Struct, frozen=True, tag=True):
+class VectorTextRefusal(msgspec.Struct, frozen=True, tag=True):
     """Why the text with this index cannot be tokenised. For a text that is too long: its tokens, and the most."""
 
     index: int
@@ -47,10 +47,10 @@ class TextRefusal(msgspec.Struct, frozen=True, tag=True):
     lengths: tuple[int, int] | None = None
 
 
-TextResult = TextTokens | TextRefusal
+VectorTextResult = VectorTextTokens | VectorTextRefusal
 
 
-def convert(text: EmbeddingText, job: TextJob) -> TextResult:
+def convert(text: EmbeddingText, job: VectorTextJob) -> VectorTextResult:
     tokens = []
     queries = job.queries * len(job.texts) if len(job.queries) == 1 else job.queries
     for index, one in enumerate(job.texts, start=job.first):
@@ -63,13 +63,13 @@ def convert(text: EmbeddingText, job: TextJob) -> TextResult:
                 kind = None if job.kind == "default" else job.kind
                 found = text.tokens(one, kind, truncate=job.truncate)
         except PromptTooLongError as error:
-            return TextRefusal(index, str(error), error.code, (error.num_tokens, error.most))
+            return VectorTextRefusal(index, str(error), error.code, (error.num_tokens, error.most))
         except InvalidRequestError as error:
             if not (job.allows_empty and isinstance(error, NoTokensError)):
-                return TextRefusal(index, str(error), error.code or "invalid_value")
+                return VectorTextRefusal(index, str(error), error.code or "invalid_value")
             found = []
         tokens.append(found)
-    return TextTokens(tokens)
+    return VectorTextTokens(tokens)
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def main() -> None:
     spec = embedding_spec(checkpoint)
     assert spec is not None, "the server starts this process only for such models"
     text = EmbeddingText(checkpoint, spec)
-    jobs = msgspec.msgpack.Decoder(TextJob)
+    jobs = msgspec.msgpack.Decoder(VectorTextJob)
     serve_jobs(lambda job: msgspec.msgpack.encode(convert(text, jobs.decode(job))))
 
 

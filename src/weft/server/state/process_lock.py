@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-class Worker:
+class ProcessLock:
     """This process, by a name that no other process ever has."""
 
     def __init__(self, folder: Path) -> None:
