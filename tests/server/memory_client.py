@@ -34,7 +34,7 @@ WORDS = [
 
 
 def noop_memory(**options: Any) -> list[dict[str, Any]]:
-    """The setting `vector_models` of a server whose vectors say nothing: words alone find passages."""
+    """The setting `vector_models` of a server whose vectors say only whether two texts are equal."""
     return [noop_embedder(embedder_path(), max_tokens=256, dimensions=32, **options)]
 
 
@@ -108,3 +108,9 @@ class MemoryClient:
         """The passages that have a word, with the words alone."""
         words_only = {"hybrid_search": {"embedding_weight": 0, "text_weight": 1}}
         return self.search(store, name, max_num_results=50, ranking_options=words_only)
+
+    def nearest(self, store: str, text: str) -> str:
+        """The text of the passage whose vector is nearest to that of `text`, without words."""
+        vectors_only = {"hybrid_search": {"embedding_weight": 1, "text_weight": 0}}
+        found = self.search(store, text, max_num_results=1, ranking_options=vectors_only)
+        return str(found[0]["content"][0]["text"]) if found else ""

@@ -22,6 +22,7 @@ from vector_models import (
     embedder,
     embedder_path,
     embedder_server,
+    engines,
     noop_embedder,
     reranker,
 )
@@ -213,6 +214,28 @@ def test_reranking_sorts_documents_by_score(server: Server) -> None:
         assert [one["score"] for one in data] == [by_index[index] for index in range(4)]
 
 
+def test_of_each_document_only_so_many_tokens_are_used(server: Server) -> None:
+    def ranked(path: str, documents: list[str], **fields: Any) -> tuple[dict[int, float], int]:
+        body = {"query": "Who wrote Faust?", "documents": documents, **fields}
+        found = server.client.post(path, json=body).json()
+        scores = {one["index"]: one["relevance_score"] for one in found["results"]}
+        return scores, found["usage"]["total_tokens"]
+
+    for path in ("/v2/rerank", RERANK):
+        cut = ranked(path, ["mat " * 2000, "mat cat"], max_tokens_per_doc=3)
+        assert cut == ranked(path, ["mat mat mat", "mat cat"])
+        assert cut != ranked(path, ["mat " * 2000, "mat cat"])
+
+
+def test_a_document_of_ten_megabytes_is_refused(server: Server) -> None:
+    large = "lorem ipsum " * 850_000
+    for document, where in ((large, "documents[1]"), ({"text": large}, "documents[1]")):
+        body = {"query": "a", "documents": ["b", document]}
+        error = refused(server, RERANK, 400, "10200000", "1048576", **body)["error"]
+        assert error["param"] == where
+    refused(server, SCORE, 400, "10200000", "1048576", text_1="a", text_2=large)
+
+
 def test_pairs_with_queries_of_their_own_are_scored_like_single_pairs(server: Server) -> None:
     queries, texts = ["first query", "second " * 3000], ["first text", "second text"]
     data = server.client.post(SCORE, json={"text_1": queries, "text_2": texts}).json()["data"]
@@ -252,6 +275,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (RERANK, {"query": "a", "documents": []}, "1 to 2048"),
     (RERANK, {"query": "a", "documents": ["a"] * 2049}, "2049"),
     (RERANK, {"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
+    (RERANK, {"query": "a", "documents": ["a"], "max_tokens_per_doc": 0}, "max_tokens_per_doc"),
     (RERANK, {"query": "a", "documents": [{"image": "a"}]}, "documents[0]"),
     (RERANK, {"query": "a", "documents": [{"text": 5}]}, "documents[0]"),
     (RERANK, {"documents": ["a"]}, "query"),
@@ -477,19 +501,6 @@ def test_vectors_in_flight_are_complete_when_the_server_drains(default_model_pat
         server.process.terminate()
         assert len(large.result().json()["data"]) == 500
         assert server.process.wait(60) == 0
-
-
-def engines(server: Server) -> list[int]:
-    """The process ids of the engines: that of the model that generates, then the others."""
-    found = []
-    for pid in server.children():
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"weft.engine.ipc.process" in command:
-            found.append(pid)
-    return sorted(found)
 
 
 def kill(pid: int) -> None:

@@ -1,4 +1,9 @@
-"""Vector stores of a server that is killed while it reads files. `WEFT_MEMORY_KILLS=200` runs the long form."""
+"""Vector stores of a server that is killed while it reads files and merges indexes. `WEFT_MEMORY_KILLS=200` runs the long
+form, `WEFT_MEMORY_SEED` changes the moments of the kills.
+
+Documents are found by their words, and by the vectors of their passages: the noop engine makes the same vector of the same
+text, and others of all other texts.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +15,38 @@ import threading
 import time
 from contextlib import closing
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
 import pytest
 from memory_client import MemoryClient, document, noop_memory
 from server_process import Server, running_server, wait_for
+from vector_models import engines
 
 NUM_KILLS = int(os.environ.get("WEFT_MEMORY_KILLS", "10"))
+SEED = int(os.environ.get("WEFT_MEMORY_SEED", "26"))
+HAS_INDEX = find_spec("usearch") is not None
 _PARAGRAPHS = (1, 6, 250)
 _DOCUMENTS = 8 if NUM_KILLS <= 20 else 4
 """Attached in the life of a server."""
 
+_AIMS = ("", "part", "", "merge")
+"""Half of the kills come after a random time, a quarter when a document is in part in the database, a quarter when a new
+index file is there."""
 _SMALL = {"type": "static", "static": {"max_chunk_size_tokens": 100, "chunk_overlap_tokens": 50}}
 """So that the longest documents are added in several transactions."""
+
+
+_SLOW_MERGES = """
+import sys, time
+if "launch.py" in " ".join(sys.orig_argv):
+    import weft.memory.index_file as file, weft.memory.vector_index as index
+    index.MAX_EXACT = 50
+    file._EXPANSION_SEARCH = 1024
+    hash_of = file._hash
+    file._hash = lambda path: (time.sleep(0.05), hash_of(path))[1]
+"""
 
 
 def check_whole(client: MemoryClient, store: str, known: dict[str, int]) -> int:
@@ -44,33 +67,57 @@ def check_whole(client: MemoryClient, store: str, known: dict[str, int]) -> int:
     return num_found
 
 
+def passages(client: MemoryClient, store: str, file_id: str) -> list[str]:
+    return [part["text"] for part in client.get(f"/v1/vector_stores/{store}/files/{file_id}/content")["data"]]
+
+
 def attach_until_dead(client: MemoryClient, store: str, seeds: list[int], known: dict[str, int]) -> None:
-    """Attaches documents until there are enough, or the server dies. `known` gets those that were acknowledged."""
+    """Attaches documents and searches, which begins merges, until there are enough or the server dies. `known` gets
+    the documents that were acknowledged."""
     try:
         for _ in range(_DOCUMENTS):
             seed = len(seeds)
             seeds.append(seed)
             _, text = document(seed, _PARAGRAPHS[seed % 3])
             known[client.attach(store, text, f"{seed}.md", chunking_strategy=_SMALL)] = seed
+            client.nearest(store, "river")
+        while client.http.get("/health").status_code:
+            client.nearest(store, "river")
     except (httpx.TransportError, AssertionError):
         return
 
 
-def kill_later(server: Server, state: Path, chance: random.Random) -> threading.Thread:
-    """Kills the server after a random time, or as soon as a document is in part in the database."""
-    waits_for_part, seconds = chance.random() < 0.5, chance.random()
+def kill_later(server: Server, state: Path, aim: str, seconds: float) -> threading.Thread:
+    """Kills the server after a time, or as soon as what it aims at is there."""
+    before = index_files(state)
+
+    def is_there() -> bool:
+        return num_partial(state) > 0 if aim == "part" else bool(index_files(state) - before)
 
     def kill() -> None:
-        give_up_at = time.monotonic() + 30
-        while waits_for_part and not num_partial(state) and time.monotonic() < give_up_at:
+        give_up_at = time.monotonic() + (30 if aim else seconds)
+        while time.monotonic() < give_up_at and not (aim and is_there()):
             time.sleep(0.005)
-        if not waits_for_part:
-            time.sleep(2 * seconds)
         server.process.send_signal(signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
     thread.start()
     return thread
+
+
+def index_files(state: Path) -> set[tuple[str, int]]:
+    """The name and the inode of each file of an index."""
+    try:
+        return {(entry.name, entry.inode()) for entry in os.scandir(state / "indexes")}
+    except FileNotFoundError:
+        return set()
+
+
+def unnamed_files(state: Path) -> set[str]:
+    """Index files that no vector store names: a merge was killed."""
+    with closing(sqlite3.connect(state / "state.db", timeout=30)) as connection:
+        named = {name for (name,) in connection.execute("SELECT index_file FROM vector_stores")}
+    return {name for name, _ in index_files(state)} - named
 
 
 def num_partial(state: Path) -> int:
@@ -83,62 +130,120 @@ def num_partial(state: Path) -> int:
         return int(connection.execute(query).fetchone()[0])
 
 
+def patched(folder: Path, text: str) -> list[str]:
+    """The setting `python_path` of a server whose processes execute `text` first."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
+    return [str(folder)]
+
+
 def test_after_kill_9_every_acknowledged_document_is_found_and_none_in_half(
     default_model_path: Path, tmp_path: Path
 ) -> None:
-    chance = random.Random(26)
-    settings = {"state_path": str(tmp_path), "vector_models": noop_memory(seconds_per_step=0.01)}
+    """The limit for exact search is lowered, so that kills meet merges, which take longer. Search follows more candidates
+    than usual: an approximate search may miss a passage."""
+    chance = random.Random(SEED)
+    state = tmp_path / "state"
+    settings = {
+        "state_path": str(state),
+        "vector_models": noop_memory(seconds_per_step=0.01),
+        "python_path": patched(tmp_path / "patch", _SLOW_MERGES),
+    }
     known: dict[str, int] = {}
     seeds: list[int] = []
     store = ""
-    num_cut = 0
+    num_cut = num_merges_cut = 0
     for number in range(NUM_KILLS):
         with running_server(default_model_path, **settings) as server:
             client = MemoryClient(server)
             store = store or client.create(name="crash")
-            killing = kill_later(server, tmp_path, chance)
+            killing = kill_later(server, state, _AIMS[number % len(_AIMS)], 2 * chance.random())
             attach_until_dead(client, store, seeds, known)
             killing.join()
             server.process.wait()
-        with closing(sqlite3.connect(tmp_path / "state.db")) as connection:
+        with closing(sqlite3.connect(state / "state.db")) as connection:
             query = "SELECT id, status FROM vector_store_files"
             rows = dict(connection.execute(query).fetchall())
-        num_cut += num_partial(tmp_path)
+        num_cut += num_partial(state)
+        num_merges_cut += bool(unnamed_files(state))
         assert known.keys() <= rows.keys(), "an acknowledged document was lost"
-        print(f"kill {number + 1}: {len(known)} documents, {num_cut} cut", flush=True)
+        print(
+            f"kill {number + 1}: {len(known)} documents, {num_cut} cut, {num_merges_cut} merges", flush=True
+        )
     with running_server(default_model_path, **settings) as server:
         client = MemoryClient(server)
+        wait_for(lambda: not unnamed_files(state))
         check_whole(client, store, dict(random.Random(1).sample(sorted(known.items()), min(20, len(known)))))
         counts = client.wait(store)
         assert counts["failed"] == counts["in_progress"] == 0
         assert check_whole(client, store, known) == len(known)
         for file_id, seed in known.items():
             _, text = document(seed, _PARAGRAPHS[seed % 3])
-            parts = [
-                part["text"]
-                for part in client.get(f"/v1/vector_stores/{store}/files/{file_id}/content")["data"]
-            ]
+            parts = passages(client, store, file_id)
+            for part in {parts[0], parts[len(parts) // 2], parts[-1]}:
+                assert client.nearest(store, part) == part, "a passage is not found by its vector"
             last = 0
             for part in parts:  # the passages cover the whole document, once
                 start = text.index(part)
                 assert start <= last + 2, f"a part of {file_id} is missing"
                 last = start + len(part)
             assert last == len(text)
+    assert not list((state / "indexes").glob("*.damaged")), "a kill left a damaged index"
     assert len(known) >= NUM_KILLS, "the servers died before they did anything"
     assert num_cut, "no server died between two parts of a document"
-    print(f"{NUM_KILLS} kills, {len(known)} documents, {num_cut} of them cut in the middle of their passages")
+    assert num_merges_cut or not HAS_INDEX, "no server died while it merged an index"
+    print(
+        f"{NUM_KILLS} kills, {len(known)} documents, {num_cut} of them cut in the middle of their passages, "
+        f"{num_merges_cut} merges cut"
+    )
+
+
+def test_files_wait_for_an_engine_that_starts_slowly(default_model_path: Path, tmp_path: Path) -> None:
+    """The engine of the embedder waits in its start while a file exists. The server tries again at once."""
+    gate = tmp_path / "gate"
+    path = patched(
+        tmp_path / "patch",
+        f"""
+import os, sys, time
+command = " ".join(sys.orig_argv)
+if "weft.engine.ipc.process" in command:
+    while os.path.exists({str(gate)!r}):
+        time.sleep(0.01)
+elif "launch.py" in command:
+    import weft.server.memory.ingest_runner as runner
+    runner._RETRY_SECONDS = 0.001
+""",
+    )
+    with running_server(default_model_path, vector_models=noop_memory(), python_path=path) as server:
+        client = MemoryClient(server)
+        store = client.create()
+        client.attach(store, document(0)[1], "0.md")
+        client.wait(store)
+        gate.touch()
+        os.kill(engines(server)[1], signal.SIGKILL)
+        wait_for(
+            lambda: (
+                client.send("POST", f"/v1/vector_stores/{store}/search", {"query": "a"}).status_code == 503
+            )
+        )
+        file_id = client.attach(store, document(1)[1], "1.md")
+        time.sleep(1)  # hundreds of tries
+        assert client.file(store, file_id)["status"] == "in_progress"
+        gate.unlink()
+        assert client.wait(store)["completed"] == 2
+        assert client.named(store, document(1)[0])
 
 
 def test_a_damaged_or_missing_index_is_made_again(default_model_path: Path, tmp_path: Path) -> None:
     """The limit for exact search is lowered, so that a small store has an index file."""
     pytest.importorskip("usearch")
-    patched = tmp_path / "patch"
-    patched.mkdir()
-    (patched / "sitecustomize.py").write_text(
-        "import weft.memory.vector_index as index\nindex.MAX_EXACT = 50\n", encoding="utf-8"
-    )
     state = tmp_path / "state"
-    settings = {"state_path": str(state), "vector_models": noop_memory(), "python_path": [str(patched)]}
+    limit = "import weft.memory.vector_index as index; index.MAX_EXACT = 50"
+    settings = {
+        "state_path": str(state),
+        "vector_models": noop_memory(),
+        "python_path": patched(tmp_path / "patch", limit),
+    }
 
     def index_file() -> Path | None:
         with closing(sqlite3.connect(state / "state.db")) as connection:
@@ -153,12 +258,11 @@ def test_a_damaged_or_missing_index_is_made_again(default_model_path: Path, tmp_
     with running_server(default_model_path, **settings) as server:
         client = MemoryClient(server)
         store = client.create()
-        for seed in range(8):
-            client.attach(store, document(seed, 60)[1], f"{seed}.md")
+        files = [client.attach(store, document(seed, 60)[1], f"{seed}.md") for seed in range(8)]
         client.wait(store)
         wait_for(partial(has_index, client))
-        expected = [client.search(store, document(seed)[0])[0]["filename"] for seed in range(8)]
-        assert expected == [f"{seed}.md" for seed in range(8)]
+        expected = [part for file_id in files for part in passages(client, store, file_id)[::5]]
+        assert [client.nearest(store, part) for part in expected] == expected
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
     for damage in ("flip", "cut", "remove"):
@@ -173,12 +277,12 @@ def test_a_damaged_or_missing_index_is_made_again(default_model_path: Path, tmp_
         (state / "indexes" / ".new-left").write_bytes(b"left by a crash")
         with running_server(default_model_path, **settings) as server:
             client = MemoryClient(server)
-            found = [client.search(store, document(seed)[0])[0]["filename"] for seed in range(8)]
-            assert found == expected
+            assert [client.nearest(store, part) for part in expected] == expected
             wait_for(partial(has_index, client))
-            assert [client.search(store, document(seed)[0])[0]["filename"] for seed in range(8)] == expected
+            assert [client.nearest(store, part) for part in expected] == expected
             extra = client.attach(store, "word", "late.md")
             client.wait(store)
+            assert client.nearest(store, "word") == "word"
             wait_for(lambda: not (state / "indexes" / ".new-left").exists())
             client.send("DELETE", f"/v1/vector_stores/{store}/files/{extra}")
     assert list((state / "indexes").glob("*.damaged")), "the damaged file is not set aside"

@@ -18,6 +18,7 @@ from memory_client import MemoryClient, document, noop_memory
 from server_process import Server, api_key, running_server, wait_for
 from vector_models import RERANKER, reranker
 
+from pdf_files import flate_bomb, small_pdf
 from weft.server.api.vector_store_shapes import (
     FileBatchObject,
     FileContent,
@@ -81,6 +82,34 @@ def test_a_file_is_attached_found_changed_and_removed(one: MemoryClient) -> None
     assert one.get(f"/v1/files/{file_id}")["id"] == file_id
     assert one.send("DELETE", f"/v1/vector_stores/{store}").json()["object"] == "vector_store.deleted"
     assert one.send("GET", f"/v1/vector_stores/{store}").status_code == 404
+
+
+def test_results_say_where_in_its_file_a_passage_is(one: MemoryClient) -> None:
+    pytest.importorskip("pypdf")
+    store = one.create()
+    text = f"# Install\n\n{'first ' * 95}\n\n## On Linux\n\nneedle in Markdown\n"
+    sizes = {"max_chunk_size_tokens": 100, "chunk_overlap_tokens": 0}
+    one.attach(store, text, "a.md", chunking_strategy={"type": "static", "static": sizes})
+    one.attach(store, small_pdf(["first page", "pin on the second page"]), "b.pdf")
+    one.wait(store)
+    [found] = one.named(store, "needle")
+    assert text[found["start"] : found["end"]] == found["content"][0]["text"]
+    assert found["start"] == text.index("## On Linux")
+    assert (found["heading"], found["page"]) == ("Install > On Linux", None)
+    [found] = one.named(store, "pin")
+    # One passage has both pages: it begins on the first one. The offsets are those of the text that was read.
+    extracted = "first page\n\npin on the second page"
+    assert extracted[found["start"] : found["end"]] == found["content"][0]["text"]
+    assert (found["heading"], found["page"]) == ("", 1)
+    tool = {"type": "file_search", "vector_store_ids": [store]}
+    body = {"input": "needle", "tools": [tool], "include": ["file_search_call.results"]}
+    call = one.send("POST", "/v1/responses", {**body, "max_output_tokens": 1}).json()["output"][0]
+    result = next(
+        result for result in call["results"] if result["filename"] == "a.md" and "needle" in result["text"]
+    )
+    assert text[result["start"] : result["end"]] == result["text"]
+    assert (result["heading"], result["page"]) == ("Install > On Linux", None)
+    one.send("DELETE", f"/v1/vector_stores/{store}")
 
 
 def test_the_chunk_size_of_the_file_or_of_the_store_decides_the_passages(one: MemoryClient) -> None:
@@ -389,6 +418,42 @@ def test_a_bad_file_fails_with_a_reason_and_the_others_are_read(one: MemoryClien
     ended = one.file(store, line)
     assert ended["status"] in ("completed", "failed") and (ended["last_error"] or ended["usage_bytes"])
     one.send("DELETE", f"/v1/vector_stores/{store}")
+
+
+def test_a_pdf_that_unpacks_to_gigabytes_ends_only_the_process_that_reads_it(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    """pypdf has a limit of its own, which is lifted in one of two servers."""
+    pypdf = pytest.importorskip("pypdf")
+    if not hasattr(pypdf, "overwrite_configuration"):
+        pytest.skip("this pypdf has no limit that could be lifted")
+    patch = tmp_path / "patch"
+    patch.mkdir()
+    (patch / "sitecustomize.py").write_text(
+        """
+import sys
+if "weft.server.memory.reading_process" in sys.orig_argv:
+    import pypdf
+    pypdf.overwrite_configuration(zlib_maximum_output_length=0)
+"""
+    )
+    bomb = flate_bomb(4 << 30)
+    for python_path, reason in (
+        ([], "the PDF is broken: LimitReachedError"),
+        ([str(patch)], "MiB of memory"),
+    ):
+        with running_server(
+            default_model_path, vector_models=noop_memory(), python_path=python_path
+        ) as server:
+            one = MemoryClient(server)
+            store = one.create()
+            file_id = one.attach(store, bomb, "bomb.pdf")
+            good = one.attach(store, document(1)[1], "good.md")
+            one.wait(store)
+            file = one.file(store, file_id)
+            assert file["status"] == "failed" and reason in file["last_error"]["message"], file
+            assert one.file(store, good)["status"] == "completed"
+            assert one.named(store, document(1)[0])
 
 
 def test_a_server_without_an_embedding_model_says_how_to_get_one(default_model_path: Path) -> None:

@@ -66,6 +66,12 @@ def test_a_pair_has_a_separator_between_its_texts(text: EmbeddingText) -> None:
     assert text.pairs_of("sea", ["blue", "seas"]) == [[2, 5, 3, 8, 3], [2, 5, 3, 5, 6, 3]]
 
 
+def test_only_so_many_tokens_of_a_document_are_used(text: EmbeddingText) -> None:
+    assert text.pair_tokens("sea", "is blue is blue", max_document=2) == text.pair_tokens("sea", "is blue")
+    assert text.pair_tokens("sea", "is", max_document=2) == text.pair_tokens("sea", "is")
+    assert text.pair_tokens("sea " * 9, "is " * 9, truncate=True, max_document=1) == [2, *[5] * 4, 3, 7, 3]
+
+
 def test_special_tokens_in_a_text_are_plain_text(text: EmbeddingText) -> None:
     for ids in (
         text.tokens("[SEP]sea"),
@@ -133,6 +139,8 @@ def test_qwen3_reranker_gets_its_question_and_keeps_the_end_of_it(tmp_path: Path
     )
     assert decoded.startswith("<|im_start|>system\nJudge whether")
     assert len([token for token in ids if token in side.tokenizer.control_ids]) == 5  # none from the document
+    short = side.pair_tokens("who?", "x" * 9, max_document=5)  # the space before it is a token here
+    assert short == side.pair_tokens("who?", "x" * 4)
     with pytest.raises(InvalidRequestError, match="at most 600"):
         side.pair_tokens("who?", "x" * 600)
     cut = side.pair_tokens("who?", "x" * 600, truncate=True)

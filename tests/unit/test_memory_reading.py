@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdf_files import small_pdf
 from weft.memory.documents import ChunkSize, Document, DocumentError
 from weft.memory.reading import read_document
 from weft.memory.splitting import refit, split, words_of
@@ -121,29 +122,6 @@ def test_a_pdf_has_pages_and_its_passages_name_them() -> None:
     passages = split(document, ChunkSize(2, 0), dict.fromkeys(words_of(document), 1))
     assert [(one.text, one.page) for one in passages] == [("first page", 1), ("second page", 2)]
     assert pypdf
-
-
-def small_pdf(pages: list[str]) -> bytes:
-    """A PDF with one line on each page."""
-    objects = [b"<</Type/Catalog/Pages 2 0 R>>"]
-    kids = b" ".join(b"%d 0 R" % (4 + 2 * index) for index in range(len(pages)))
-    objects.append(b"<</Type/Pages/Kids[%b]/Count %d>>" % (kids, len(pages)))
-    objects.append(b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>")
-    for index, text in enumerate(pages):
-        stream = b"BT /F1 12 Tf 72 720 Td (%b) Tj ET" % text.encode()
-        objects.append(
-            b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 612 792]/Resources<</Font<</F1 3 0 R>>>>/Contents %d 0 R>>"
-            % (5 + 2 * index)
-        )
-        objects.append(b"<</Length %d>>stream\n%b\nendstream" % (len(stream), stream))
-    content, offsets = b"%PDF-1.4\n", []
-    for number, each in enumerate(objects, 1):
-        offsets.append(len(content))
-        content += b"%d 0 obj%b\nendobj\n" % (number, each)
-    table = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
-    head = b"xref\n0 %d\n0000000000 65535 f \n" % (len(objects) + 1)
-    tail = b"trailer<</Size %d/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF" % (len(objects) + 1, len(content))
-    return content + head + table + tail
 
 
 def test_a_size_is_cut_to_the_model_and_shrinks_after_a_passage_was_too_long() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from weft.server.vectors.gate import GateTicket, VectorGate
+from weft.server.vectors.gate import VectorGate, VectorTicket
 
 ROOM = 100
 
@@ -20,7 +20,9 @@ def run(work: Callable[[VectorGate], Awaitable[None]]) -> None:
 class Client:
     """One request that asks for groups of `size` tokens, one after the other."""
 
-    def __init__(self, gate: VectorGate, ticket: GateTicket, size: int, order: list[str], name: str) -> None:
+    def __init__(
+        self, gate: VectorGate, ticket: VectorTicket, size: int, order: list[str], name: str
+    ) -> None:
         self._gate, self._ticket, self._size = gate, ticket, size
         self._order, self._name = order, name
         self.task = asyncio.ensure_future(self._ask())

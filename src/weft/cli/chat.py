@@ -275,8 +275,11 @@ class _Conversation:
         if answer is None:
             return False
         self._messages = [*messages, {"role": "assistant", "content": answer}]
-        for number, one in enumerate(sources, 1):
-            self._say(f"[{number}] {printable(one.place)}")
+        if sources:
+            from weft.cli.memory_command import source_line
+
+            for number, one in enumerate(sources, 1):
+                self._say(f"[{number}] {source_line(one)}")
         return True
 
     def _answer(self, messages: list[Message], params: SamplingParams) -> str | None:

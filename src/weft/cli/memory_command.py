@@ -47,10 +47,10 @@ def search_command(name: str, query: str, count: int, url: str, api_key: str | N
     if as_json:
         print_json(found)
         return
-    for one in found["data"]:
-        text = " ".join(one["content"][0]["text"].split())
+    for one in map(_source, found["data"]):
+        text = " ".join(one.text.split())
         cut = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + " ..."
-        print(f"{one['score']:.3f}  {printable(one['filename'])}\n    {printable(cut)}")
+        print(f"{one.score:.3f}  {source_line(one)}\n    {printable(cut)}")
     if not found["data"]:
         print_hint("Nothing was found.")
 
@@ -102,6 +102,11 @@ def remove_command(name: str, files: Sequence[str], url: str, api_key: str | Non
         print(f"{store['id']}  {len(chosen)} files removed" + ("" if files else ", and the vector store"))
 
 
+def source_line(source: Source) -> str:
+    """Where a passage is from, for a terminal."""
+    return f"{printable(source.place)}, characters {source.start:,} to {source.end:,}"
+
+
 class MemoryClient:
     """Sends requests about vector stores to one server."""
 
@@ -142,10 +147,7 @@ class MemoryClient:
         )
 
     def sources(self, store: str, query: str, count: int) -> list[Source]:
-        return [
-            Source(one["file_id"], one["filename"], one["score"], one["content"][0]["text"])
-            for one in self.search(store, query, count)["data"]
-        ]
+        return [_source(one) for one in self.search(store, query, count)["data"]]
 
     def files(self, store: str) -> Iterator[dict[str, Any]]:
         return self.pages(f"{_STORES}/{store}/files")
@@ -168,6 +170,17 @@ class MemoryClient:
             if not page["has_more"]:
                 return
             after = f"&after={page['last_id']}"
+
+
+def _source(result: dict[str, Any]) -> Source:
+    """A result of a search."""
+    return Source(
+        result["file_id"],
+        result["filename"],
+        result["score"],
+        result["content"][0]["text"],
+        *(result[name] for name in ("heading", "page", "start", "end")),
+    )
 
 
 def _files(paths: Sequence[Path]) -> Iterator[tuple[Path | None, str]]:

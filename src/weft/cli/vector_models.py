@@ -48,6 +48,7 @@ def with_vector_models(
             )
         found.append(_opened(settings, setting, kind, model))  # type: ignore[arg-type]
     _check_names(settings, found)
+    settings = _quantising_floats(settings, found)
     return *_sharing_cores(settings, found), spec
 
 
@@ -82,6 +83,23 @@ def _spec(path: str) -> EmbeddingSpec | None:
     return embedding_spec(open_checkpoint(path))
 
 
+def _quantisation(settings: ServerSettings, path: str) -> str | None:
+    """`quantize` for a model of several. It applies to weights that are stored as floats; other models keep theirs."""
+    from weft.loading.checkpoint import open_checkpoint
+
+    quantize = settings.quantize
+    return quantize if quantize is not None and open_checkpoint(path).has_float_weights else None
+
+
+def _quantising_floats(settings: ServerSettings, found: Sequence[VectorModelFiles]) -> ServerSettings:
+    """Leaves `quantize` out for MODEL if its weights are quantised already and those of another model are not. If no
+    model has floats, the engine of MODEL refuses it."""
+    if settings.backend not in ("cpu", EMBEDDER) or not any(one.backend_options["quantize"] for one in found):
+        return settings
+    options = {**settings.backend_options, "quantize": _quantisation(settings, settings.model)}
+    return dataclasses.replace(settings, backend_options=options)
+
+
 def _opened(
     settings: ServerSettings, setting: str, kind: Literal["embed", "rerank"], model: str
 ) -> VectorModelFiles:
@@ -100,7 +118,11 @@ def _opened(
     else:
         shown = Path(shown_name(model)).stem if path.endswith(".gguf") else shown_name(model)
         names = tuple(dict.fromkeys((shown, model)))
-    options = {"checkpoint": path, "threads": settings.threads}
+    options = {
+        "checkpoint": path,
+        "threads": settings.threads,
+        "quantize": _quantisation(settings, path),
+    }
     return VectorModelFiles(spec, path, names, EMBEDDER, options)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from weft.errors import ModelFileError
 from weft.loading.files import PICKLE_SUFFIXES, field_error, read_json
+from weft.loading.formats import SAFETENSORS_FORMATS as FLOAT_FORMATS
 from weft.loading.generation import gguf_sampling, huggingface_sampling
 from weft.loading.gguf import later_part_names, read_gguf
 from weft.loading.safetensors import INDEX_NAME, SINGLE_NAME, read_safetensors, read_sharded_safetensors
@@ -61,6 +62,13 @@ class Checkpoint:
     @property
     def parameter_count(self) -> int:
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+
+    @property
+    def has_float_weights(self) -> bool:
+        """Whether a weight matrix is stored as floats, so that it can be quantised."""
+        return any(
+            tensor.format_name in FLOAT_FORMATS for tensor in self.tensors.values() if len(tensor.shape) > 1
+        )
 
     @property
     def stored_as(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -36,6 +36,11 @@ class Source(msgspec.Struct, frozen=True):
         """Where the passage is, for readers: "guide.md, Install > On Linux"."""
         page = None if self.page is None else f"page {self.page}"
         return ", ".join(part for part in (self.name, self.heading, page) if part)
+
+    @property
+    def span(self) -> dict[str, Any]:
+        """Where the passage is, as fields of an answer."""
+        return {"start": self.start, "end": self.end, "heading": self.heading, "page": self.page}
 
 
 class Citation(NamedTuple):

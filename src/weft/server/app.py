@@ -31,7 +31,7 @@ from weft.server.api.formats import FORMATS, OTHER_ROUTES, Formats
 from weft.server.api.preparing import Prepared, Preparer
 from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
 from weft.server.api.services import Caller
-from weft.server.batches.runner import BatchRunner
+from weft.server.batches.batch_runner import BatchRunner
 from weft.server.errors import (
     ApiError,
     as_api_error,
@@ -49,7 +49,7 @@ from weft.server.live.feed import LiveFeed
 from weft.server.live.held import requests_of_server
 from weft.server.logs import ServerLog, current_record
 from weft.server.loop_lag import watch_lag
-from weft.server.memory.memory import Memory
+from weft.server.memory.document_memory import DocumentMemory
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
 from weft.server.models import ModelRegistry
 from weft.server.otlp import OtlpExporter
@@ -128,7 +128,7 @@ class ServerApp:
             self._name, engine, lambda: requests_of_server(self.active_requests, time.monotonic())
         )
         self._batches = BatchRunner(self, self._metrics, log.event, lambda: self.is_draining)
-        self.memory = Memory(
+        self.memory = DocumentMemory(
             self.store,
             self.files,
             lambda: self.models.embedder,

@@ -20,6 +20,7 @@ from weft.errors import (
     QueueFullError,
     WeftError,
 )
+from weft.request import FailureKind, GenerationResult
 from weft.server.admission.completion_rate import retry_after
 from weft.server.logs import current_record
 from weft.server.state.store import StoreError, StoreFullError
@@ -83,6 +84,16 @@ class ApiError(Exception):
         if self.retry_after is not None:
             headers = {**headers, "Retry-After": retry_after(self.retry_after)}
         return json_response(content, status, headers)
+
+
+def failed_result(result: GenerationResult) -> ApiError | WeftError:
+    """The error for a result of the engine that is not complete."""
+    message = result.error or f"the request was {result.state.value}"
+    if result.failure is FailureKind.DEADLINE:
+        return ApiError(504, message, code="deadline_exceeded")
+    if result.failure is FailureKind.NO_ALLOWED_TOKEN:
+        return ApiError(400, message, code="cannot_continue")
+    return WeftError(message)
 
 
 def refusal(message: str, param: str | None, code: str = "invalid_value") -> ApiError:

@@ -106,7 +106,7 @@ class ServerSettings:
         Literal["int8", "int4"] | None,
         Flag("--quantize", "int8|int4", "Quantise weights that are stored as floats."),
     ] = None
-    """Quantise weights that are stored as floats."""
+    """Quantise weights that are stored as floats. Applies to all models of the server."""
     chat_template: Annotated[
         str | None, Flag("--chat-template", "PATH", "A Jinja file that replaces the model's.")
     ] = None

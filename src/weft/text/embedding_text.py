@@ -21,6 +21,10 @@ _RERANK_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _RERANK_TASK = "Given a web search query, retrieve relevant passages that answer the query"
 
 
+class NoTokensError(InvalidRequestError):
+    """A text has no tokens, and the model adds none."""
+
+
 class EmbeddingText:
     """The text side of one embedding model or reranker. Thread-safe.
 
@@ -45,13 +49,17 @@ class EmbeddingText:
         prompt = self.spec.prompts.get("default" if kind is None else kind, "")
         return self._encode([text], prompt, truncate)
 
-    def pair_tokens(self, query: str, document: str, *, truncate: bool = False) -> list[int]:
-        """The tokens of a query and a document, for a reranker."""
+    def pair_tokens(
+        self, query: str, document: str, *, truncate: bool = False, max_document: int | None = None
+    ) -> list[int]:
+        """The tokens of a query and a document, for a reranker. `max_document`: those that are used of the document."""
         if not self._asks_yes_or_no:
-            return self._encode([query, document], "", truncate)
+            return self._encode([query, document], "", truncate, max_document)
         task = self.spec.prompts.get("query", _RERANK_TASK)
-        question = f"<Instruct>: {task}\n<Query>: {query}\n<Document>: {document}"
-        tokens = self.tokenizer.encode(question, add_bos=False)
+        question = f"<Instruct>: {task}\n<Query>: {query}\n<Document>:"
+        tokens = self.tokenizer.encode(f"{question} {document}", add_bos=False)
+        if max_document is not None:
+            tokens = tokens[: len(self.tokenizer.encode(question, add_bos=False)) + max_document]
         room = self.spec.max_tokens - len(self._start) - len(self._end)
         if not truncate:
             self._check(len(tokens) + self.spec.max_tokens - room)
@@ -65,13 +73,15 @@ class EmbeddingText:
     def pairs_of(self, query: str, documents: Iterable[str], *, truncate: bool = False) -> list[list[int]]:
         return [self.pair_tokens(query, document, truncate=truncate) for document in documents]
 
-    def _encode(self, parts: Sequence[str], prompt: str, truncate: bool) -> list[int]:
-        most = self.spec.max_tokens
-        tokens, count = self.tokenizer.encode_parts(parts, prompt, most if truncate else None)
+    def _encode(
+        self, parts: Sequence[str], prompt: str, truncate: bool, most_of_last: int | None = None
+    ) -> list[int]:
+        most = self.spec.max_tokens if truncate else None
+        tokens, count = self.tokenizer.encode_parts(parts, prompt, most, most_of_last)
         if not truncate:
             self._check(count)
         if not tokens:
-            raise InvalidRequestError("the text has no tokens; send a text that is not empty", field="input")
+            raise NoTokensError("the text has no tokens; send a text that is not empty", field="input")
         return tokens
 
     def _check(self, count: int) -> None:

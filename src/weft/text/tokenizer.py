@@ -91,12 +91,17 @@ class Tokenizer:
         return ids
 
     def encode_parts(
-        self, parts: Sequence[str], prefix: str = "", most: int | None = None
+        self,
+        parts: Sequence[str],
+        prefix: str = "",
+        most: int | None = None,
+        most_of_last: int | None = None,
     ) -> tuple[list[int], int]:
         """The token ids of one text or of a pair, with the special tokens of the model's files, for embedding models.
 
         `prefix` is a trusted text before the first part. With `most`, the longer part is cut until so many tokens are
-        left. Also returns the number of tokens without the cut.
+        left. With `most_of_last`, the last part is cut to so many first. Also returns the number of tokens without the
+        cut to `most`.
         """
         encodings = []
         for text in parts:
@@ -107,6 +112,8 @@ class Tokenizer:
             allowed = len(self._backend.encode(prefix, add_special_tokens=False).ids) if prefix else 0
             self._check_control(shielded, encodings[-1].ids, allowed)
             prefix = ""
+        if most_of_last is not None:
+            encodings[-1].truncate(most_of_last)
         with file_errors("the tokenizer"):
             specials = self._backend.num_special_tokens_to_add(len(parts) == 2)
             whole = specials + sum(len(encoding.ids) for encoding in encodings)

@@ -11,7 +11,6 @@ from weft.backends.cpu.memory_budget import MemoryBudget
 from weft.backends.host_memory import HostMemory, host_memory
 from weft.errors import InvalidRequestError
 from weft.loading.checkpoint import Checkpoint
-from weft.loading.formats import SAFETENSORS_FORMATS as FLOAT_FORMATS
 from weft.loading.packed import identity_of, open_packed, packed_path
 
 if TYPE_CHECKING:
@@ -49,11 +48,7 @@ def check_quantize(quantize: str | None, checkpoint: Checkpoint, is_native: bool
             "quantize needs the C++ kernels, and this install of weft has none (`weft doctor` says why)",
             field="quantize",
         )
-    if all(
-        tensor.format_name not in FLOAT_FORMATS
-        for tensor in checkpoint.tensors.values()
-        if len(tensor.shape) > 1
-    ):
+    if not checkpoint.has_float_weights:
         raise InvalidRequestError(
             f"quantize is {quantize!r}, but the weights of {checkpoint.path.name} are quantised already "
             f"({checkpoint.stored_as})",

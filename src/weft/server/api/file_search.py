@@ -56,6 +56,7 @@ class FoundPassages:
                 "score": one.score,
                 "attributes": one.attributes,
                 "text": one.text,
+                **one.span,
             }
             for one in self.sources
         ]
@@ -126,7 +127,14 @@ def _checked(where: str, tool: Mapping[str, Any], caller: Caller) -> Callable[[s
 
     def request(query: str) -> SearchRequest:
         return SearchRequest(
-            caller.owner, given.vector_store_ids, [query], count, chosen, **ranking, client_id=caller.owner
+            caller.owner,
+            given.vector_store_ids,
+            [query],
+            count,
+            chosen,
+            **ranking,
+            client_id=caller.owner,
+            request_id=caller.request_id,
         )
 
     return request

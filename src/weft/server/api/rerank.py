@@ -30,6 +30,8 @@ from weft.server.plain_requests import PlainRequest
 
 RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
 SCORE_PATHS = ("/v1/score", "/score")
+_MAX_DOCUMENT = 1 << 20
+"""Limit for the characters of a document."""
 
 _MODEL = Meta(description="Name of a model that scores documents. Default: that of the server.")
 _DEADLINE = Meta(description="Seconds after which the request ends with an error.")
@@ -43,11 +45,17 @@ class RerankRequest(msgspec.Struct, frozen=True, kw_only=True):
     query: Annotated[str, Meta(description="The question or the text that the documents are compared with.")]
     documents: Annotated[
         list[str | dict[str, Any]],
-        Meta(description=f"Texts, or objects with a text; at most {MAX_INPUTS}. Long ones are cut."),
+        Meta(
+            description=f"Texts, or objects with a text; at most {MAX_INPUTS}, of {_MAX_DOCUMENT} characters each. Long ones are cut."
+        ),
     ]
     model: Annotated[str | None, _MODEL] = None
     top_n: Annotated[int | None, Meta(description="How many results to return. Default: all.")] = None
     return_documents: Annotated[bool, Meta(description="Repeat each document in its result.")] = False
+    max_tokens_per_doc: Annotated[
+        int | None,
+        Meta(description="Use so many tokens of each document at most. Default: what the model reads."),
+    ] = None
     deadline: Annotated[float | None, _DEADLINE] = None
 
 
@@ -190,9 +198,18 @@ async def _rerank(services: Services, path: str, plain: PlainRequest[RerankReque
     check_count("documents", len(fields.documents))
     if fields.top_n is not None and fields.top_n < 1:
         raise refusal(f"top_n is {fields.top_n}; allowed: at least 1", "top_n")
+    most = fields.max_tokens_per_doc
+    if most is not None and most < 1:
+        raise refusal(f"max_tokens_per_doc is {most}; allowed: at least 1", "max_tokens_per_doc")
     documents = [_text_of(one, f"documents[{index}]") for index, one in enumerate(fields.documents)]
     prompts = await model.texts.encode(
-        "pair", documents, plain.client_id, queries=[fields.query], field="documents", truncate=True
+        "pair",
+        documents,
+        plain.client_id,
+        queries=[fields.query],
+        field="documents",
+        truncate=True,
+        max_document=most,
     )
     vectors, num_tokens = await run(services, plain, model, prompts, "documents")
     scores = vectors[:, 0]
@@ -216,12 +233,19 @@ async def _rerank(services: Services, path: str, plain: PlainRequest[RerankReque
 
 
 def _text_of(document: str | dict[str, Any], where: str) -> str:
-    if isinstance(document, str):
-        return document
-    text = document.get("text")
+    text = document if isinstance(document, str) else document.get("text")
     if not isinstance(text, str):
         raise refusal(f"{where} has no text; send a text, or an object with the field text", where)
+    _check_length(text, where)
     return text
+
+
+def _check_length(text: str, where: str) -> None:
+    """Refuses a document of which the model could read only a small part."""
+    if len(text) > _MAX_DOCUMENT:
+        raise refusal(
+            f"{where} has {len(text)} characters; allowed: {_MAX_DOCUMENT}; send a part of it", where
+        )
 
 
 async def _score(services: Services, path: str, plain: PlainRequest[ScoreRequest]) -> Response:
@@ -235,6 +259,8 @@ async def _score(services: Services, path: str, plain: PlainRequest[ScoreRequest
         raise refusal(message, "text_1")
     for index, query in enumerate(queries):
         check_text(query, "text_1" if len(queries) == 1 else f"text_1[{index}]")
+    for index, text in enumerate(texts):
+        _check_length(text, "text_2" if len(texts) == 1 else f"text_2[{index}]")
     prompts = await model.texts.encode(
         "pair", texts, plain.client_id, queries=queries, field="text_2", truncate=True
     )

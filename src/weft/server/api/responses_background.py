@@ -40,10 +40,10 @@ async def begin_background(caller: Caller, row: table.StoredResponse) -> None:
     """Stores a queued response, and starts its task."""
     services, store = caller.services, caller.services.store
     services.tasks.check_capacity(caller.owner)
-    row = dataclasses.replace(row, worker=store.worker.name)
+    row = dataclasses.replace(row, worker=store.process_lock.name)
 
     def add(connection: Any) -> None:
-        store.worker.begin()
+        store.process_lock.begin()
         table.insert(connection, row, caller.owner, store.wall_clock(), table.keeping(services.settings))
 
     await store.run(add)
@@ -75,7 +75,7 @@ async def read_state(services: Services, response_id: str, owner: str) -> table.
         row = table.find(connection, response_id, owner, store.wall_clock())
         if row is None or row.is_finished:
             return row
-        if is_own_task if row.worker == store.worker.name else store.worker.is_alive(row.worker):
+        if is_own_task if row.worker == store.process_lock.name else store.process_lock.is_alive(row.worker):
             return row
         return _end(connection, row, owner, "failed", failure(503, None, _STOPPED))
 

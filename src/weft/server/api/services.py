@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from weft.server.admission.active_requests import ActiveRequests
     from weft.server.api.answer_format import AnswerFormat
     from weft.server.live.feed import LiveFeed
-    from weft.server.memory.memory import Memory
+    from weft.server.memory.document_memory import DocumentMemory
 
 
 class Services(Protocol):
@@ -55,7 +55,7 @@ class Services(Protocol):
     @property
     def files(self) -> FileStore: ...
     @property
-    def memory(self) -> Memory: ...
+    def memory(self) -> DocumentMemory: ...
     @property
     def formats(self) -> Mapping[str, AnswerFormat[Any]]:
         """The routes that generate, by path."""

@@ -238,6 +238,16 @@ class SearchResult(Shape):
     score: Annotated[float, Meta(description="0 to 1. 1: first by meaning and by words.")]
     attributes: dict[str, Value]
     content: list[TextContent]
+    start: Annotated[
+        int,
+        Meta(
+            description="Where the passage begins: characters of the text of the file. Of HTML and PDF: of the text that "
+            "was read from it. An extension of weft, as the next three."
+        ),
+    ]
+    end: Annotated[int, Meta(description="Where the passage ends.")]
+    heading: Annotated[str, Meta(description="The headings above it: `Install > On Linux`. Empty: none.")]
+    page: Annotated[int | None, Meta(description="The page of a PDF on which it begins.")]
 
 
 class SearchResults(Shape):
@@ -407,6 +417,7 @@ def described_result(source: Source) -> dict[str, Any]:
         "score": source.score,
         "attributes": source.attributes,
         "content": [{"type": "text", "text": source.text}],
+        **source.span,
     }
 
 

@@ -204,6 +204,7 @@ class _VectorStores:
             checked_filter(given.filters),
             **checked_ranking(given.ranking_options),
             client_id=plain.client_id,
+            request_id=plain.active.id,
         )
         found = await self._services.memory.search(asked)
         content = {

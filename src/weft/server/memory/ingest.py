@@ -52,6 +52,7 @@ class Ingest:
             return
         if (store.model, store.dimensions) != (self._embedder.name, self._embedder.spec.dimensions):
             raise DocumentError(other_model(store, self._embedder), "server_error")
+        self._embedder.check_ready()  # reading a document only to wait then would cost much processor time
         while await self._store.run(
             lambda connection: passage_rows.remove_unfinished(connection, file.store, file.number)
         ):
@@ -64,7 +65,11 @@ class Ingest:
             piece = passages[start : start + _PIECE]
             vectors = unit(
                 await self._embedder.embed(
-                    [one.searched_text for one in piece], "document", client_id=owner, is_idle_work=True
+                    [one.searched_text for one in piece],
+                    "document",
+                    request_id=self._embedder.new_id(),
+                    client_id=owner,
+                    is_idle_work=True,
                 )
             )
             size_of_piece = sum(len(one.text.encode()) for one in piece) + vectors.size * 2

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from weft.errors import PromptTooLongError
 from weft.memory.filters import Filter
 from weft.memory.prompting import Source
 from weft.memory.ranking import fused, words_query
+from weft.request import RequestId
 from weft.server.errors import ApiError
 from weft.server.memory.indexes import StoreIndexes
 from weft.server.memory.ingest import other_model, unit
@@ -44,6 +45,8 @@ class SearchRequest:
     words_weight: float = 1.0
     reranks: bool = True
     client_id: str = ""
+    request_id: RequestId = field(kw_only=True)
+    """The request that searches. Its texts and candidates are in the engines under this id."""
 
 
 class Searcher:
@@ -59,7 +62,9 @@ class Searcher:
         """The best passages, best first. Raises ApiError if a store does not exist for the owner."""
         stores = await self._found(asked, embedder)
         texts = [await _shortened(one, embedder) for one in asked.queries]
-        vectors = unit(await embedder.embed(texts, "query", client_id=asked.client_id))
+        vectors = unit(
+            await embedder.embed(texts, "query", request_id=asked.request_id, client_id=asked.client_id)
+        )
         count = max(_CANDIDATES, 2 * asked.max_results)
         scores: dict[int, float] = {}
         for store in stores:
@@ -124,7 +129,10 @@ class Searcher:
             return []
         query = "\n".join(asked.queries)
         scores = await reranker.rerank(
-            query, [one.searched_text for one in sources], client_id=asked.client_id
+            query,
+            [one.searched_text for one in sources],
+            request_id=asked.request_id,
+            client_id=asked.client_id,
         )
         scored = [one.with_score(score) for one, score in zip(sources, scores, strict=True)]
         scored.sort(key=lambda one: -one.score)

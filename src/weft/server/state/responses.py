@@ -7,7 +7,7 @@ there are no cycles.
 The state of a background response is the `status` of its row and nothing else. A row that is `queued` or `in_progress`
 changes once, to a final status; later changes have no effect. So a cancellation and an end at the same time are no
 conflict, and any process that has the store may cancel. `worker` names the process that works on it
-(`weft.server.state.worker`). When that process has ended, a reader changes the row to `failed`.
+(`weft.server.state.process_lock`). When that process has ended, a reader changes the row to `failed`.
 
 All functions that take a connection run in the thread of the store, inside one transaction.
 """

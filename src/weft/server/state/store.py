@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
 
 from weft.errors import WeftError
+from weft.server.state.process_lock import ProcessLock
 from weft.server.state.schema import EXPIRING, MIGRATIONS
-from weft.server.state.worker import Worker
 
 if TYPE_CHECKING:
     from sqlite3 import Connection, DatabaseError
@@ -84,7 +84,7 @@ class Store:
         self._lock: IO[str] | None = None
         self._expired_at = -math.inf
         """When expired rows were last deleted."""
-        self.worker = Worker(folder)
+        self.process_lock = ProcessLock(folder)
         self.is_primary = False
         """Whether this server opened the store before any other. False until the first transaction."""
 
@@ -211,7 +211,7 @@ class Store:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-        self.worker.close()
+        self.process_lock.close()
 
 
 def used_bytes(connection: Connection) -> int:

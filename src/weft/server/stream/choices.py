@@ -12,14 +12,13 @@ from weft.engine.ipc.client import EngineClient
 from weft.engine.ipc.remote_answer import RemoteAnswer, Unread
 from weft.errors import WeftError
 from weft.request import (
-    FailureKind,
     GenerationResult,
     InferenceRequest,
     RequestState,
     TokenLogprobs,
     TokenOutput,
 )
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, failed_result
 from weft.server.http.byte_budget import RequestBytes
 from weft.text.answer_parts import Delta, ToolCallStart
 from weft.text.answer_reader import AnswerReader, AnswerSyntax
@@ -177,12 +176,7 @@ class Choice:
         if self.has_calls:
             self.calls_ended = time.monotonic()
         if not self._text.is_cut and result.state is not RequestState.COMPLETED:
-            message = result.error or f"the request was {result.state.value}"
-            if result.failure is FailureKind.DEADLINE:
-                raise ApiError(504, message, code="deadline_exceeded")
-            if result.failure is FailureKind.NO_ALLOWED_TOKEN:
-                raise ApiError(400, message, code="cannot_continue")
-            raise WeftError(message)
+            raise failed_result(result)
         return self._text.result(result)
 
 

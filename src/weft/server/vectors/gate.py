@@ -33,7 +33,7 @@ class _Client(_Account):
         """The virtual time at which one of its requests last got tokens. A new request starts from here."""
 
 
-class GateTicket(_Account):
+class VectorTicket(_Account):
     """One request at the gate. It waits for one group of inputs at a time."""
 
     def __init__(self, client: _Client, number: int, is_idle_work: bool) -> None:
@@ -58,7 +58,7 @@ class VectorGate:
         self._num_tokens = 0
         self._num_requests = 0
         self._clients: dict[str, _Client] = {}
-        self._waiting: list[GateTicket] = []
+        self._waiting: list[VectorTicket] = []
         self._now = 0.0
         """The virtual time at which a client last got tokens. An idle client gains no credit: it starts from here."""
 
@@ -67,7 +67,7 @@ class VectorGate:
         """Requests with a group that waits."""
         return len(self._waiting)
 
-    def enter(self, client_id: str, weight: float = 1.0, *, is_idle_work: bool = False) -> GateTicket:
+    def enter(self, client_id: str, weight: float = 1.0, *, is_idle_work: bool = False) -> VectorTicket:
         """Adds a request. The caller also calls `leave`."""
         client = self._clients.get(client_id)
         if client is None:
@@ -76,9 +76,9 @@ class VectorGate:
             client.virtual_time = max(client.virtual_time, self._now)
         client.num_open += 1
         self._num_requests += 1
-        return GateTicket(client, self._num_requests, is_idle_work)
+        return VectorTicket(client, self._num_requests, is_idle_work)
 
-    async def take(self, ticket: GateTicket, num_tokens: int) -> None:
+    async def take(self, ticket: VectorTicket, num_tokens: int) -> None:
         """Waits until a group of inputs with `num_tokens` may go to the engine. The caller then calls `free` for them,
         unless this call was cancelled."""
         ticket.num_tokens = num_tokens
@@ -99,7 +99,7 @@ class VectorGate:
         self._num_tokens -= num_tokens
         self._release()
 
-    def leave(self, ticket: GateTicket) -> None:
+    def leave(self, ticket: VectorTicket) -> None:
         """Removes a request. Clients without requests are forgotten once the others have got as much as they did."""
         ticket.client.num_open -= 1
         clients = self._clients.items()

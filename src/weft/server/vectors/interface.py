@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from weft.embedding import EmbeddingSpec
+from weft.request import RequestId
 from weft.vectors import Vectors
 
 TextKind = Literal["query", "document"]
+ENGINE_NOT_READY = "engine_not_ready"
+"""The code of the ApiError while the engine of a model starts."""
 
 
 class Embedder(Protocol):
@@ -22,12 +25,26 @@ class Embedder(Protocol):
     @property
     def spec(self) -> EmbeddingSpec: ...
 
+    def check_ready(self) -> None:
+        """Raises a 503 with the code ENGINE_NOT_READY while the engine of the model is not ready."""
+        ...
+
+    def new_id(self) -> RequestId:
+        """An id for work that belongs to no request of a client."""
+        ...
+
     async def embed(
-        self, texts: Sequence[str], kind: TextKind, *, client_id: str = "", is_idle_work: bool = False
+        self,
+        texts: Sequence[str],
+        kind: TextKind,
+        *,
+        request_id: RequestId,
+        client_id: str = "",
+        is_idle_work: bool = False,
     ) -> Vectors:
         """One vector for each text: an array of shape (texts, `spec.dimensions`). A text longer than the model allows
-        raises InvalidRequestError with both numbers. The engine is shared fairly between clients, by `client_id`. Idle
-        work waits for all other texts. Raises WeftError if the engine is not ready, or ends meanwhile: try again."""
+        raises InvalidRequestError with both numbers. The engine gets the texts as `request_id` and their index, and
+        is shared fairly between clients, by `client_id`. Idle work waits for all other texts. Raises WeftError if the engine is not ready, or ends meanwhile: try again."""
         ...
 
     async def count_tokens(self, texts: Sequence[str], kind: TextKind) -> list[int]:
@@ -44,7 +61,9 @@ class Reranker(Protocol):
     @property
     def spec(self) -> EmbeddingSpec: ...
 
-    async def rerank(self, query: str, documents: Sequence[str], *, client_id: str = "") -> list[float]:
+    async def rerank(
+        self, query: str, documents: Sequence[str], *, request_id: RequestId, client_id: str = ""
+    ) -> list[float]:
         """The score of each document, in their order. A higher score means more relevant. Long documents are cut.
         Raises as `Embedder.embed` does."""
         ...

@@ -10,10 +10,10 @@ from weft.embedding import EmbeddingSpec
 from weft.engine.ipc.client import EngineClient, EngineState
 from weft.engine.ipc.remote_answer import RemoteAnswer
 from weft.errors import InvalidRequestError, PromptTooLongError, WeftError
-from weft.request import FailureKind, InferenceRequest, RequestId, RequestState, SamplingParams
-from weft.server.errors import ApiError
+from weft.request import InferenceRequest, RequestId, RequestState, SamplingParams
+from weft.server.errors import ApiError, failed_result
 from weft.server.vectors.gate import VectorGate
-from weft.server.vectors.interface import TextKind
+from weft.server.vectors.interface import ENGINE_NOT_READY, TextKind
 from weft.server.vectors.texts import VectorTexts
 from weft.vectors import Vectors, np
 
@@ -72,7 +72,7 @@ class VectorModel:
             raise ApiError(
                 503,
                 f"the engine of {self.name!r} is starting; try again",
-                code="engine_not_ready",
+                code=ENGINE_NOT_READY,
                 retry_after=self.engine.seconds_until_ready,
             )
 
@@ -95,20 +95,30 @@ class VectorModel:
 
     # ------------------------------------------------------------------ for the rest of the server
 
+    def new_id(self) -> RequestId:
+        return self.engine.new_id()
+
     async def embed(
-        self, texts: Sequence[str], kind: TextKind, *, client_id: str = "", is_idle_work: bool = False
+        self,
+        texts: Sequence[str],
+        kind: TextKind,
+        *,
+        request_id: RequestId,
+        client_id: str = "",
+        is_idle_work: bool = False,
     ) -> Vectors:
         prompts = await self.texts.encode(kind, texts, client_id)
-        caller = VectorCaller(self.engine.new_id(), client_id, is_idle_work=is_idle_work)
-        return await self.run(prompts, caller)
+        return await self.run(prompts, VectorCaller(request_id, client_id, is_idle_work=is_idle_work))
 
-    async def rerank(self, query: str, documents: Sequence[str], *, client_id: str = "") -> list[float]:
+    async def rerank(
+        self, query: str, documents: Sequence[str], *, request_id: RequestId, client_id: str = ""
+    ) -> list[float]:
         prompts = await self.texts.encode("pair", documents, client_id, queries=[query], truncate=True)
-        scores = await self.run(prompts, VectorCaller(self.engine.new_id(), client_id))
+        scores = await self.run(prompts, VectorCaller(request_id, client_id))
         return [float(score) for score in scores[:, 0]]
 
     async def count_tokens(self, texts: Sequence[str], kind: TextKind) -> list[int]:
-        return [len(tokens) for tokens in await self.texts.encode(kind, texts, "")]
+        return [len(tokens) for tokens in await self.texts.encode(kind, texts, "", allows_empty=True)]
 
     # ------------------------------------------------------------------ running
 
@@ -169,7 +179,7 @@ class _Run:
                         InferenceRequest(
                             tuple(prompt),
                             _ONE_TOKEN,
-                            request_id=RequestId(f"{self._caller.request_id}-v{index}"),
+                            request_id=self._id_of(index),
                         ),
                         self._arrived,
                     )
@@ -180,6 +190,11 @@ class _Run:
                 self._open[index] = answer
             self._num_submitted = indices.stop
             self._arrived.set()
+
+    def _id_of(self, index: int) -> RequestId:
+        """The id of one input, as those of several prompts or answers (docs/internals/server.md)."""
+        request_id = self._caller.request_id
+        return request_id if len(self._prompts) == 1 else RequestId(f"{request_id}-{index}")
 
     def _next_group(self) -> tuple[range, int]:
         first = end = self._num_submitted
@@ -210,10 +225,7 @@ class _Run:
         del self._open[index]
         self._gate.free(len(self._prompts[index]))
         if result.state is not RequestState.COMPLETED or result.vector is None:
-            message = result.error or f"the request was {result.state.value}"
-            if result.failure is FailureKind.DEADLINE:
-                raise ApiError(504, message, code="deadline_exceeded")
-            raise WeftError(message)
+            raise failed_result(result)
         vector = np.frombuffer(result.vector, "<f4")
         if not np.isfinite(vector).all():
             raise WeftError("the model computed a vector that is not finite; its weights may be damaged")

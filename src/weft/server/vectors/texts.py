@@ -12,7 +12,13 @@ from weft.errors import PromptTooLongError
 from weft.server.errors import ApiError, refusal
 from weft.server.text_work.work_slots import WorkSlots
 from weft.server.text_work.worker import Workers
-from weft.server.vectors.text_process import JobKind, TextJob, TextRefusal, TextResult, convert
+from weft.server.vectors.vector_text_process import (
+    JobKind,
+    VectorTextJob,
+    VectorTextRefusal,
+    VectorTextResult,
+    convert,
+)
 from weft.text.embedding_text import EmbeddingText
 
 _TINY_BYTES = 1 << 10
@@ -36,8 +42,8 @@ class VectorTexts:
         self._text = text
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weft-vectors")
         self._slots = WorkSlots(_THREADS)
-        self._workers = Workers("weft.server.vectors.text_process", path, count=_PROCESSES)
-        self._decoder = msgspec.msgpack.Decoder(TextResult)
+        self._workers = Workers("weft.server.vectors.vector_text_process", path, count=_PROCESSES)
+        self._decoder = msgspec.msgpack.Decoder(VectorTextResult)
 
     async def encode(
         self,
@@ -48,16 +54,21 @@ class VectorTexts:
         queries: Sequence[str] = (),
         field: str = "input",
         truncate: bool = False,
+        max_document: int | None = None,
+        allows_empty: bool = False,
     ) -> list[list[int]]:
         """The tokens of each text, or of each pair: with the only query, or with that at the same index. Errors name
-        `field` and the index of the text."""
+        `field` and the index of the text. A text without tokens is an error unless `allows_empty`. `max_document`: tokens
+        of the text of a pair that are used."""
         tokens: list[list[int]] = []
         has_one_query = len(queries) == 1
         for start, end, size in _groups(texts, queries):
             own = queries if has_one_query else queries[start:end]
-            job = TextJob(kind, list(texts[start:end]), truncate, list(own), start)
+            job = VectorTextJob(
+                kind, list(texts[start:end]), truncate, list(own), start, max_document, allows_empty
+            )
             result = await self._convert(job, size, client_id)
-            if isinstance(result, TextRefusal):
+            if isinstance(result, VectorTextRefusal):
                 raise _error(result, field if len(texts) == 1 else f"{field}[{result.index}]")
             tokens += result.tokens
         return tokens
@@ -66,7 +77,7 @@ class VectorTexts:
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._workers.close()
 
-    async def _convert(self, job: TextJob, size: int, client_id: str) -> TextResult:
+    async def _convert(self, job: VectorTextJob, size: int, client_id: str) -> VectorTextResult:
         if size <= _TINY_BYTES:
             return convert(self._text, job)
         cost = _SECONDS_PER_BYTE * size
@@ -89,7 +100,7 @@ class VectorTexts:
         return self._decoder.decode(result)
 
 
-def _error(refused: TextRefusal, where: str) -> Exception:
+def _error(refused: VectorTextRefusal, where: str) -> Exception:
     message = f"{where}: {refused.message}"
     if refused.lengths is not None:
         return PromptTooLongError(message, where, *refused.lengths)

@@ -8,15 +8,15 @@ from weft.memory.prompting import Source
 from weft.server.errors import ApiError
 from weft.server.memory.indexes import StoreIndexes
 from weft.server.memory.ingest import Ingest
+from weft.server.memory.ingest_runner import IngestRunner
 from weft.server.memory.reader import DocumentReader
-from weft.server.memory.runner import IngestRunner
 from weft.server.memory.search import Searcher, SearchRequest
 from weft.server.state.files import FileStore
 from weft.server.state.store import Store
 from weft.server.vectors.interface import Embedder, Reranker
 
 
-class Memory:
+class DocumentMemory:
     """Belongs to one event loop."""
 
     def __init__(

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-class Worker:
+class ProcessLock:
     """The identity of this process: a random name, and a locked file with this name."""
 
     def __init__(self, folder: Path) -> None:

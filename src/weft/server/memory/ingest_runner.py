@@ -14,13 +14,15 @@ from weft.server.memory.indexes import StoreIndexes
 from weft.server.memory.ingest import Ingest
 from weft.server.state import passages, vector_stores
 from weft.server.state.store import Store, StoreError
+from weft.server.vectors.interface import ENGINE_NOT_READY
 
 _POLL_SECONDS = 30.0
 """How often the runner reads the store. Another server with the same folder may have attached a file."""
 _SWEEP_SECONDS = 600.0
 _RETRY_SECONDS = 2.0
 _MAX_TRIES = 5
-"""A file fails after so many errors that are not its own, such as an engine that died."""
+"""A file fails after so many errors that are not its own, such as an engine that died while it read the file. The time
+until the engine is ready again does not count."""
 
 
 class IngestRunner:
@@ -98,7 +100,8 @@ class IngestRunner:
         return await self._store.run(lambda connection: passages.remove_leftovers(connection, now))
 
     async def _try_again(self, file: vector_stores.AttachedFile, error: Exception) -> None:
-        tries = self._tries[file.number] = self._tries.get(file.number, 0) + 1
+        is_waiting = isinstance(error, ApiError) and error.code == ENGINE_NOT_READY
+        tries = self._tries[file.number] = self._tries.get(file.number, 0) + (not is_waiting)
         if tries < _MAX_TRIES:
             await asyncio.sleep(_RETRY_SECONDS)
             return
