@@ -188,9 +188,7 @@ async def _rerank(services: Services, path: str, plain: PlainRequest[RerankReque
     if fields.top_n is not None and fields.top_n < 1:
         raise refusal(f"top_n is {fields.top_n}; allowed: at least 1", "top_n")
     documents = [_text_of(one, f"documents[{index}]") for index, one in enumerate(fields.documents)]
-    prompts = await model.texts.encode(
-        "pair", documents, plain.client_id, queries=[fields.query], field="documents", truncate=True
-    )
+    prompts = await model.texts.encode_pairs([fields.query], documents, plain.client_id)
     vectors, num_tokens = await run(services, plain, model, prompts, "documents")
     scores = vectors[:, 0]
     # The sort is stable: documents with the same score keep their order.
@@ -232,8 +230,8 @@ async def _score(services: Services, path: str, plain: PlainRequest[ScoreRequest
         raise refusal(message, "text_1")
     for index, query in enumerate(queries):
         check_text(query, "text_1" if len(queries) == 1 else f"text_1[{index}]")
-    prompts = await model.texts.encode(
-        "pair", texts, plain.client_id, queries=queries, field="text_2", truncate=True
+    prompts = await model.texts.encode_pairs(
+        queries, texts, plain.client_id, query_field="text_1", field="text_2"
     )
     vectors, num_tokens = await run(services, plain, model, prompts, "text_2")
     entries = (

@@ -103,7 +103,7 @@ class VectorModel:
         return await self.run(prompts, caller)
 
     async def rerank(self, query: str, documents: Sequence[str], *, client_id: str = "") -> list[float]:
-        prompts = await self.texts.encode("pair", documents, client_id, queries=[query], truncate=True)
+        prompts = await self.texts.encode_pairs([query], documents, client_id)
         scores = await self.run(prompts, VectorCaller(self.engine.new_id(), client_id))
         return [float(score) for score in scores[:, 0]]
 

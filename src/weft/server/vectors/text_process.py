@@ -11,27 +11,26 @@ from weft.errors import InvalidRequestError, PromptTooLongError
 from weft.loading.checkpoint import open_checkpoint
 from weft.loading.embedding_files import embedding_spec
 from weft.server.text_work.worker import ignore_signals, serve_jobs
-from weft.text.embedding_text import EmbeddingText
+from weft.text.embedding_text import EmbeddingText, PairPart
 
-JobKind = Literal["query", "document", "default", "pair"]
-"""The prompt before a text: for a query, for a document, or the default of the model's files."""
+JobKind = Literal["query", "document", "default", "pair_query", "pair_document"]
+"""The prompt before a text: for a query, for a document, or the default of the model's files. Or the part of a pair."""
 
 
 class TextJob(msgspec.Struct, frozen=True):
-    """Texts to tokenise. A pair is a query and a text: the only query, or the one at the same index."""
+    """Texts to tokenise."""
 
     kind: JobKind
     texts: list[str]
     truncate: bool
-    queries: list[str] = []
     first: int = 0
     """The index of the first text among the inputs of the request."""
 
 
 class TextTokens(msgspec.Struct, frozen=True, tag=True):
-    """The tokens of each text."""
+    """The tokens of each text. A part of a pair is cut; its count is that before the cut."""
 
-    tokens: list[list[int]]
+    parts: list[PairPart]
 
 
 class TextRefusal(msgspec.Struct, frozen=True, tag=True):
@@ -47,21 +46,22 @@ TextResult = TextTokens | TextRefusal
 
 
 def convert(text: EmbeddingText, job: TextJob) -> TextResult:
-    tokens = []
-    queries = job.queries * len(job.texts) if len(job.queries) == 1 else job.queries
+    parts = []
     for index, one in enumerate(job.texts, start=job.first):
         try:
-            if job.kind == "pair":
-                found = text.pair_tokens(queries[index - job.first], one, truncate=job.truncate)
+            if job.kind == "pair_query":
+                part = text.query_part(one)
+            elif job.kind == "pair_document":
+                part = text.document_part(one)
             else:
-                kind = None if job.kind == "default" else job.kind
-                found = text.tokens(one, kind, truncate=job.truncate)
+                tokens = text.tokens(one, None if job.kind == "default" else job.kind, truncate=job.truncate)
+                part = PairPart(tokens, len(tokens))
         except PromptTooLongError as error:
             return TextRefusal(index, str(error), error.code, (error.num_tokens, error.most))
         except InvalidRequestError as error:
             return TextRefusal(index, str(error), error.code or "invalid_value")
-        tokens.append(found)
-    return TextTokens(tokens)
+        parts.append(part)
+    return TextTokens(parts)
 
 
 def main() -> None:
