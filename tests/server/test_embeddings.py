@@ -22,6 +22,7 @@ from vector_models import (
     embedder,
     embedder_path,
     embedder_server,
+    engines,
     noop_embedder,
     reranker,
 )
@@ -477,19 +478,6 @@ def test_vectors_in_flight_are_complete_when_the_server_drains(default_model_pat
         server.process.terminate()
         assert len(large.result().json()["data"]) == 500
         assert server.process.wait(60) == 0
-
-
-def engines(server: Server) -> list[int]:
-    """The process ids of the engines: that of the model that generates, then the others."""
-    found = []
-    for pid in server.children():
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"weft.engine.ipc.process" in command:
-            found.append(pid)
-    return sorted(found)
 
 
 def kill(pid: int) -> None:

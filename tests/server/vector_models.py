@@ -59,6 +59,19 @@ def noop_reranker(path: Path) -> dict[str, Any]:
     return {**one, "spec": {**one["spec"], "kind": "rerank"}, "names": ["noop-reranker"]}
 
 
+def engines(server: Server) -> list[int]:
+    """The process ids of the engines: that of the model that generates, then the others."""
+    found = []
+    for pid in server.children():
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"weft.engine.ipc.process" in command:
+            found.append(pid)
+    return sorted(found)
+
+
 def _setting(
     spec: dict[str, Any], path: str, name: str, backend: str, options: dict[str, Any]
 ) -> dict[str, Any]:

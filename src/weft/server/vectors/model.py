@@ -67,14 +67,16 @@ class VectorModel:
         return _ROOM_BESIDE_ANSWERS if has_answers else _ROOM_TOKENS
 
     def check_ready(self) -> None:
-        """Raises a 503 while the engine of the model is not ready."""
-        if self.engine.state is not EngineState.READY:
-            raise ApiError(
-                503,
-                f"the engine of {self.name!r} is starting; try again",
-                code="engine_not_ready",
-                retry_after=self.engine.seconds_until_ready,
-            )
+        """Raises a 503 while the engine of the model is not ready or does not respond."""
+        if self.engine.is_responding:
+            return
+        is_ready = self.engine.state is EngineState.READY
+        raise ApiError(
+            503,
+            f"the engine of {self.name!r} {'does not respond' if is_ready else 'is starting'}; try again",
+            code="engine_not_responding" if is_ready else "engine_not_ready",
+            retry_after=self.engine.seconds_until_ready,
+        )
 
     def check_tokens(self, tokens: Sequence[int], where: str) -> None:
         """Refuses tokens that a client sent and that the model cannot read."""
