@@ -65,7 +65,12 @@ class LocalVectors:
                 "Qwen3-Reranker",
                 field="model",
             )
-        scores, errors = self._run(documents, lambda text: self._text.pair_tokens(query, text, truncate=True))
+        asked = self._text.query_part(query)
+
+        def tokens_of(document: str) -> list[int]:
+            return self._text.pair(asked, self._text.document_part(document), truncate=True)
+
+        scores, errors = self._run(documents, tokens_of)
         if errors:
             raise errors[min(errors)]
         return [float(score) for score in scores[:, 0]]

@@ -92,6 +92,12 @@ def test_a_reranker_scores_each_document(tmp_path: Path) -> None:
         scores = llm.rerank("Who wrote Faust?", ["Goethe", "Bees", "word " * 5000])
         assert len(scores) == 3 and all(0 < score < 1 for score in scores)
         assert llm.rerank("Who wrote Faust?", ["Bees"]) == scores[1:2]
+        queries: list[str] = []
+        text = llm.vectors._text
+        query_part = text.query_part
+        text.query_part = lambda query: (queries.append(query), query_part(query))[1]  # type: ignore
+        assert llm.rerank("Who wrote Faust?", ["Bees"] * 3) == scores[1:2] * 3
+        assert len(queries) == 1, "the query is tokenised once"
         with pytest.raises(InvalidRequestError, match=r"LLM\.rerank"):
             llm.embed("a")
 

@@ -15,12 +15,17 @@ from typing import Any
 from server_process import MODEL
 
 from weft.config import SchedulerConfig, ServingEngineConfig
+from weft.embedding import EmbeddingSpec
 from weft.engine.ipc.client import EngineClient
 from weft.loading.checkpoint import open_checkpoint
 from weft.server.api.formats import FORMATS, Formats
 from weft.server.app import ServerApp
 from weft.server.logs import ServerLog
+from weft.server.models import ModelRegistry
 from weft.server.settings import ServerSettings
+from weft.server.vectors.model import VectorModel
+from weft.server.vectors.texts import VectorTexts
+from weft.text.embedding_text import EmbeddingText
 from weft.text.model_text import open_model_text
 
 
@@ -90,7 +95,7 @@ async def in_process(
     model_path: Path, *, max_context: int = 64, formats: Formats = FORMATS, **settings: Any
 ) -> AsyncIterator[InProcess]:
     """`settings` may also have `seconds_per_step` of the backend, fields of the `scheduler`, and `backend_options`:
-    then the backend is not noop but that of `backend`."""
+    then the backend is not noop but that of `backend`. And `vector_models`, as in `vector_models.py`."""
     with TemporaryDirectory() as folder:
         async with _in_process(
             model_path, max_context, formats, {"state_path": folder, **settings}
@@ -110,10 +115,13 @@ async def _in_process(
         options["seconds_per_step"] = settings.pop("seconds_per_step")
     if "scheduler" in settings:
         settings["engine"] = ServingEngineConfig(SchedulerConfig(**settings.pop("scheduler")))
+    given = settings.pop("vector_models", ())
     chosen = ServerSettings(str(model_path), (MODEL,), **settings)
     engine = EngineClient(settings.get("backend", "noop"), options, chosen.engine)
     await engine.start()
-    server = ServerApp(chosen, text, checkpoint.generation, engine, ServerLog("off"), formats)
+    others = [await _vector_model(**one) for one in given]
+    models = ModelRegistry(chosen, engine, others)
+    server = ServerApp(chosen, text, checkpoint.generation, engine, ServerLog("off"), formats, models=models)
     application = InProcess(server)
     batches = asyncio.create_task(server.run_batches())
     try:
@@ -122,6 +130,16 @@ async def _in_process(
         batches.cancel()
         await asyncio.wait([batches])
         await server.close()
-        await engine.stop()
+        await asyncio.gather(engine.stop(), *(one.engine.stop() for one in others))
         text.close()
         await asyncio.sleep(0.1)  # the event loop must see the end of the worker processes
+
+
+async def _vector_model(
+    spec: dict[str, Any], path: str, names: list[str], backend: str, backend_options: dict[str, Any]
+) -> VectorModel:
+    found = EmbeddingSpec(**spec)
+    engine = EngineClient(backend, backend_options, found.engine_config())
+    await engine.start()
+    texts = VectorTexts(EmbeddingText(open_checkpoint(path), found), path)
+    return VectorModel(names, path, found, engine, texts)

@@ -19,6 +19,7 @@ import msgspec
 import pytest
 from in_process import InProcess, in_process
 from server_process import Server
+from vector_models import embedder_path, noop_embedder, noop_reranker
 
 from weft.engine.ipc.remote_answer import RemoteAnswer
 from weft.request import InferenceRequest
@@ -54,23 +55,25 @@ async def cost(
     statuses: tuple[int, ...] = (200,),
     of_process: bool = False,
 ) -> tuple[float, float]:
-    """CPU seconds of the event loop (`of_process`: of all threads of the server) and of the engine process for one
+    """CPU seconds of the event loop (`of_process`: of all threads of the server) and of the engine processes for one
     answered request."""
-    process = server.server.engine._process
-    assert process is not None
     content = json.dumps({"max_tokens": 1, **body} if path == "/v1/completions" else body).encode()
-    used = _process_seconds(process.pid)
+    used = _engine_seconds(server)
     clock = time.process_time if of_process else time.thread_time
     began = clock()
     reply = await server.send(path, content, key=key)
     seconds = clock() - began
     assert reply.status in statuses, reply.body
-    return seconds, _process_seconds(process.pid) - used
+    return seconds, _engine_seconds(server) - used
 
 
-def _process_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
+def _engine_seconds(server: InProcess) -> float:
+    ticks = 0
+    for _, _, engine in server.server.models.engines():
+        assert engine._process is not None
+        fields = Path(f"/proc/{engine._process.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / _TICKS
 
 
 def with_server(model_path: Path, work: Callable[[InProcess], Any], **settings: Any) -> Any:
@@ -224,23 +227,114 @@ def test_the_cost_of_each_list_of_an_api_is_bounded_by_its_bytes(default_model_p
     """Also for requests that are refused, for example because the prompt is too long. Large bodies are read in threads,
     which hold the interpreter, so these count too."""
     base, lists = EVERY_API[path]
+    with_server(default_model_path, lambda server: check_costs(server, path, base, lists), max_context=4096)
+
+
+async def check_costs(
+    server: InProcess, path: str, base: dict[str, Any], lists: dict[str, dict[str, Any]]
+) -> None:
+    plain = [await cost(server, base, path=path, of_process=True) for _ in range(3)]
+    for name, fields in lists.items():
+        body = {**base, **fields}
+        listed = [
+            await cost(server, body, path=path, statuses=(200, 400, 404), of_process=True) for _ in range(2)
+        ]
+        num_bytes = len(json.dumps(body))
+        for index, process_name in enumerate(("the server", "the engine")):
+            without, found = max(one[index] for one in plain), min(one[index] for one in listed)
+            assert found < 2 * without + num_bytes * _SECONDS_PER_BYTE, (
+                f"{process_name} needs {found:.3f} s for {num_bytes} bytes with {name}, and {without:.3f} s without"
+            )
+
+
+TEXTS = [
+    "a text of a hundred bytes, which is about as long as a short sentence in a page of a manual is. " + "."
+] * 2048
+IDS = [[5, 6, 7] * 10] * 2048
+QUERY = "why? " * 80_000
+DEEP: dict[str, Any] = {"type": "eq", "key": "a", "value": 1}
+for _ in range(6):
+    DEEP = {"type": "and", "filters": [DEEP] * 4}
+OF_VECTORS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "/v1/embeddings": (
+        {"input": "x"},
+        {"texts": {"input": TEXTS}, "ids": {"input": IDS}, "one text": {"input": QUERY, "truncate": True}},
+    ),
+    "/api/embed": ({"input": "x"}, {"texts": {"input": TEXTS}, "one text": {"input": QUERY}}),
+    "/v1/rerank": (
+        {"query": "x", "documents": ["y"]},
+        {
+            "documents": {"documents": TEXTS},
+            "objects": {"documents": [{"text": one, "more": [1] * 10} for one in TEXTS]},
+            "a long query": {"documents": ["y"] * 2048, "query": QUERY},
+            "the same documents back": {"documents": TEXTS, "return_documents": True, "top_n": 2000},
+        },
+    ),
+    "/v1/score": (
+        {"text_1": "x", "text_2": ["y"]},
+        {
+            "texts": {"text_2": TEXTS},
+            "a long query": {"text_1": QUERY, "text_2": ["y"] * 2048},
+            "pairs": {"text_1": TEXTS, "text_2": TEXTS},
+        },
+    ),
+    "/v1/vector_stores": (
+        {},
+        {
+            "files": {"file_ids": ["FILE"] * 500},
+            "too many files": {"file_ids": ["FILE"] * 20_000},
+            "metadata": {"metadata": {f"{n}": "x" * 100 for n in range(9000)}},
+        },
+    ),
+    "/v1/vector_stores/STORE/search": (
+        {"query": "x"},
+        {
+            "queries": {"query": ["what? " * 100] * 16},
+            "too many queries": {"query": ["what?"] * 100_000},
+            "a long query": {"query": "what? " * 80_000},
+            "filters": {"query": "x", "filters": DEEP},
+            "values": {
+                "query": "x",
+                "filters": {"type": "in", "key": "a", "value": [str(n) for n in range(100_000)]},
+            },
+        },
+    ),
+    "/v1/vector_stores/STORE/file_batches": (
+        {"file_ids": ["FILE"]},
+        {
+            "files": {"file_ids": ["FILE"] * 500},
+            "objects": {
+                "file_ids": None,
+                "files": [
+                    {"file_id": "FILE", "attributes": {f"{n}": "x" * 100 for n in range(16)}}
+                    for _ in range(500)
+                ],
+            },
+            "too many": {"file_ids": ["FILE"] * 25_000},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("path", OF_VECTORS)
+def test_the_cost_of_each_list_for_vectors_and_searches_is_bounded_by_its_bytes(
+    default_model_path: Path, path: str
+) -> None:
+    base, lists = OF_VECTORS[path]
 
     async def work(server: InProcess) -> None:
-        plain = [await cost(server, base, path=path, of_process=True) for _ in range(3)]
-        for name, fields in lists.items():
-            body = {**base, **fields}
-            listed = [
-                await cost(server, body, path=path, statuses=(200, 400, 404), of_process=True)
-                for _ in range(2)
-            ]
-            num_bytes = len(json.dumps(body))
-            for index, process_name in enumerate(("the server", "the engine")):
-                without, found = max(one[index] for one in plain), min(one[index] for one in listed)
-                assert found < 2 * without + num_bytes * _SECONDS_PER_BYTE, (
-                    f"{process_name} needs {found:.3f} s for {num_bytes} bytes with {name}, and {without:.3f} s without"
-                )
+        form = (
+            b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nassistants\r\n'
+            b'--b\r\ncontent-disposition: form-data; name="file"; filename="a.txt"\r\n\r\nbees\r\n--b--\r\n'
+        )
+        kind = {b"content-type": b"multipart/form-data; boundary=b"}
+        file = json.loads((await server.send("/v1/files", form, more_headers=kind)).body)["id"]
+        store = json.loads((await server.send("/v1/vector_stores", b"{}")).body)["id"]
+        given = json.loads(json.dumps([base, lists]).replace("FILE", file))
+        await check_costs(server, path.replace("STORE", store), *given)
 
-    with_server(default_model_path, work, max_context=4096)
+    models = [noop_embedder(embedder_path()), noop_reranker(embedder_path())]
+    with_server(default_model_path, work, vector_models=models)
 
 
 @pytest.mark.parametrize(

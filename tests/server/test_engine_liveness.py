@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from server_process import SLOW, Server, running_server, wait_for
+from vector_models import embedder_path, engines, noop_embedder
 
 LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True}
 STALL_SECONDS = 6.0
@@ -93,9 +94,9 @@ def watched_server(model_path: Path, tmp_path: Path, **settings: Any) -> Iterato
 class BackgroundRequest(threading.Thread):
     """A request in a thread; `answer` is set when it ends."""
 
-    def __init__(self, server: Server, **fields: Any) -> None:
+    def __init__(self, server: Server, path: str = "/v1/completions", **fields: Any) -> None:
         super().__init__(daemon=True)
-        self._url, self._fields = f"{server.url}/v1/completions", fields
+        self._url, self._fields = f"{server.url}{path}", fields
         self.answer: httpx.Response
         self.start()
 
@@ -129,6 +130,29 @@ def test_41_a_stopped_engine_is_not_ready_then_unhealthy_fails_its_requests_and_
         assert server.metrics("engine_stalls_total", "engine_restarts_total") == [1, 1]
         [stalled] = watched.events("engine_stalled")
         assert stalled["process_state"] == "T" and "weft/engine/serving.py" in stalled["traceback"]
+        server.wait_until_free()
+
+
+def test_a_stopped_embedder_is_shown_fails_its_requests_and_restarts_while_chats_go_on(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    model = noop_embedder(embedder_path(), seconds_per_step=0.05)
+    with watched_server(default_model_path, tmp_path, backend_options=SLOW, vector_models=[model]) as watched:
+        server = watched.server
+        chat, embedder = engines(server)
+        states = lambda path: server.client.get(path).json().get("models", {}).get("noop-embedder")  # noqa: E731
+        pending = BackgroundRequest(server, "/v1/embeddings", input=["word " * 60] * 2048)
+        wait_for(lambda: server.metric("num_requests_running") > 0)
+        os.kill(embedder, signal.SIGSTOP)
+        wait_for(lambda: states("/health") == states("/ready") == "not responding", 10)
+        refused = server.client.post("/v1/embeddings", json={"input": "x"})
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_not_responding"
+        assert watched.status("/health") == watched.status("/ready") == server.complete().status_code == 200
+        assert pending.wait() == (503, "engine_stalled")
+        wait_for(lambda: states("/ready") == "ready")
+        assert server.client.post("/v1/embeddings", json={"input": "x"}).status_code == 200
+        assert engines(server)[0] == chat and embedder not in engines(server)
+        assert len(watched.events("engine_stalled")) == 1
         server.wait_until_free()
 
 

@@ -37,6 +37,7 @@ KV_CACHE = "weft.scheduling.cache.manager:KvCacheManager"
 POOL = "weft.scheduling.cache.block_pool:BlockPool"
 SWAPS = "weft.scheduling.cache.swap:SwapSlots"
 SPECULATION = "weft.scheduling.draft_tokens:Speculation"
+ANSWERS = "weft.scheduling.answer_index:AnswerIndexes"
 PROPOSER = "weft.scheduling.draft_tokens:DraftProposer"
 NOOP = "weft.backends.noop:NoopBackend"
 
@@ -522,6 +523,24 @@ MUTATIONS = (
         f"{PROPOSER}._find",
         "self._answers.of(self._cache_salt)",
         "next((one for salt, one in self._answers._indexes.items() if salt != self._cache_salt), None)",
+    ),
+    Mutation(
+        "the answers of a dropped generation are still counted",
+        f"{ANSWERS}._unlist",
+        "-= index.num",
+        "-= 0 * index.num",
+    ),
+    Mutation(
+        "an index of answers stays listed with its old size",
+        f"{ANSWERS}._unlist",
+        "self._by_size[length].pop(cache_salt, None)",
+        "pass",
+    ),
+    Mutation(
+        "finished answers take more memory than allowed",
+        f"{ANSWERS}.add",
+        "while self",
+        "while False and self",
     ),
     Mutation(
         "draft tokens of an answer go on past its end",

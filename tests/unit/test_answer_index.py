@@ -18,7 +18,9 @@ from weft.scheduling.answer_index import (
     END,
     INITIAL_RATE,
     LENGTHS,
+    MAX_SALTS,
     PROMPT_TOKENS,
+    AnswerIndex,
     AnswerIndexes,
 )
 from weft.scheduling.draft_tokens import INITIAL_ACCEPTANCE, DraftProposer
@@ -133,12 +135,45 @@ def test_memory_is_bounded_and_the_salt_with_most_answers_pays() -> None:
     for _ in range(400):
         answer = [numbers.randrange(1000) for _ in range(numbers.randrange(4, 200))]
         indexes.add("large", PROMPT + answer, len(PROMPT))
-        assert indexes.num_bytes <= 40 * BYTES_PER_INDEX
+        indexes.check_integrity()
     assert proposed(indexes, ANSWER[:6], "small"), "a small index stays"
     assert proposed(indexes, answer[:-1] if len(answer) > 5 else answer, "large", 1)
     for salt in range(300):
         indexes.add(str(salt), PROMPT + ANSWER, len(PROMPT))
-        assert indexes.num_bytes <= 40 * BYTES_PER_INDEX
+        indexes.check_integrity()
+
+
+def test_an_answer_costs_the_same_with_thousands_of_salts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients choose the salts, and answers are added in the loop of the engine."""
+    num_reads = 0
+    num_tokens = AnswerIndex.num_tokens.fget
+    assert num_tokens is not None
+
+    def counted(index: AnswerIndex) -> int:
+        nonlocal num_reads
+        num_reads += 1
+        return num_tokens(index)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(AnswerIndex, "num_tokens", property(counted))
+    for max_bytes in (1 << 30, MAX_SALTS * BYTES_PER_INDEX):
+        indexes, most = AnswerIndexes(max_bytes), 0
+        for number in range(2 * MAX_SALTS):
+            num_reads = 0
+            indexes.add(str(number), PROMPT + ANSWER, len(PROMPT))
+            most = max(most, num_reads)
+        assert most <= 30, f"{most} reads of the size of an index for one answer"
+        indexes.check_integrity()
+
+
+def test_the_salts_without_an_answer_for_the_longest_time_are_dropped() -> None:
+    indexes = AnswerIndexes(1 << 30)
+    for number in range(MAX_SALTS):
+        indexes.add(str(number), PROMPT + ANSWER, len(PROMPT))
+    indexes.add("0", PROMPT + ANSWER, len(PROMPT))
+    for number in range(MAX_SALTS, MAX_SALTS + 5):
+        indexes.add(str(number), PROMPT + ANSWER, len(PROMPT))
+    assert [number for number in range(MAX_SALTS) if indexes.of(str(number)) is None] == [1, 2, 3, 4, 5]
+    indexes.check_integrity()
 
 
 def test_the_memory_of_a_token_is_what_is_counted() -> None:

@@ -16,9 +16,13 @@ from model_files import F32, FLOAT, I32, STRING, U32, gguf, pair, string, string
 from weft.embedding import EmbeddingSpec
 from weft.errors import InvalidRequestError
 from weft.loading.checkpoint import Checkpoint, open_checkpoint
+from weft.loading.gguf import read_gguf
+from weft.loading.vocabulary import read_vocabulary
 from weft.text.embedding_text import EmbeddingText
 
 SPEC = EmbeddingSpec("embed", "mean", 8, max_tokens=8, prompts={"query": "find : ", "document": ""})
+RERANK = EmbeddingSpec("rerank", "cls", 1, max_tokens=8)
+TASK = "Given a web search query, retrieve relevant passages that answer the query"
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "sea", "##s", "is", "blue", "find", ":", "caf", "##e"]
 
 
@@ -49,6 +53,16 @@ def text(tmp_path: Path) -> EmbeddingText:
     return EmbeddingText(folder(tmp_path, bert()), SPEC)
 
 
+@pytest.fixture
+def reranker(tmp_path: Path) -> EmbeddingText:
+    return EmbeddingText(folder(tmp_path, bert()), RERANK)
+
+
+def pair_of(text: EmbeddingText, query: str, document: str, *, truncate: bool = False) -> list[int]:
+    [found] = text.pairs_of(query, [document], truncate=truncate)
+    return found
+
+
 def test_a_text_gets_the_special_tokens_and_the_prompt_of_its_kind(text: EmbeddingText) -> None:
     assert text.tokens("The SEAS") == [2, 4, 5, 6, 3]
     assert text.tokens("seas", "query") == [2, 9, 10, 5, 6, 3]
@@ -61,35 +75,42 @@ def test_a_default_prompt_is_used_without_a_kind(tmp_path: Path) -> None:
     assert EmbeddingText(folder(tmp_path, bert()), spec).tokens("sea") == [2, 9, 5, 3]
 
 
-def test_a_pair_has_a_separator_between_its_texts(text: EmbeddingText) -> None:
-    assert text.pair_tokens("sea", "is blue") == [2, 5, 3, 7, 8, 3]
-    assert text.pairs_of("sea", ["blue", "seas"]) == [[2, 5, 3, 8, 3], [2, 5, 3, 5, 6, 3]]
+def test_a_pair_has_a_separator_between_its_texts(reranker: EmbeddingText) -> None:
+    assert reranker.pairs_of("sea", ["is blue"]) == [[2, 5, 3, 7, 8, 3]]
+    assert reranker.pairs_of("sea", ["blue", "seas"]) == [[2, 5, 3, 8, 3], [2, 5, 3, 5, 6, 3]]
 
 
-def test_only_so_many_tokens_of_a_document_are_used(text: EmbeddingText) -> None:
-    assert text.pair_tokens("sea", "is blue is blue", max_document=2) == text.pair_tokens("sea", "is blue")
-    assert text.pair_tokens("sea", "is", max_document=2) == text.pair_tokens("sea", "is")
-    assert text.pair_tokens("sea " * 9, "is " * 9, truncate=True, max_document=1) == [2, *[5] * 4, 3, 7, 3]
+def test_only_so_many_tokens_of_a_document_are_used(reranker: EmbeddingText) -> None:
+    def pair(query: str, document: str, most: int | None = None) -> list[int]:
+        return reranker.pair(
+            reranker.query_part(query), reranker.document_part(document, most), truncate=True
+        )
+
+    assert pair("sea", "is blue is blue", 2) == pair("sea", "is blue")
+    assert pair("sea", "is", 2) == pair("sea", "is")
+    assert pair("sea " * 9, "is " * 9, 1) == [2, *[5] * 4, 3, 7, 3]
 
 
-def test_special_tokens_in_a_text_are_plain_text(text: EmbeddingText) -> None:
+def test_special_tokens_in_a_text_are_plain_text(text: EmbeddingText, reranker: EmbeddingText) -> None:
     for ids in (
         text.tokens("[SEP]sea"),
         text.tokens("[CLS]", "query"),
-        text.pair_tokens("[SEP]", "a [CLS]"[:2]),
+        pair_of(reranker, "[CLS]", "a"),
     ):
         assert ids.count(2) == 1
     assert text.tokens("[SEP]sea").count(3) == 1
 
 
-def test_a_text_that_is_too_long_is_an_error_with_both_numbers_or_cut(text: EmbeddingText) -> None:
+def test_a_text_that_is_too_long_is_an_error_with_both_numbers_or_cut(
+    text: EmbeddingText, reranker: EmbeddingText
+) -> None:
     with pytest.raises(InvalidRequestError, match=r"the text has 11 tokens.* at most 8") as error:
         text.tokens("sea " * 9)
     assert error.value.field == "input"
     assert text.tokens("sea is " * 9, truncate=True) == [2, 5, 7, 5, 7, 5, 7, 3]
     assert text.tokens("sea " * 6) == [2, *[5] * 6, 3]
     with pytest.raises(InvalidRequestError, match=r"9 tokens.*8"):
-        text.pair_tokens("sea " * 3, "is " * 3)
+        pair_of(reranker, "sea " * 3, "is " * 3)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +118,9 @@ def test_a_text_that_is_too_long_is_an_error_with_both_numbers_or_cut(text: Embe
     [(1, 9, (1, 4)), (9, 1, (4, 1)), (9, 9, (2, 3)), (2, 9, (2, 3)), (4, 4, (2, 3))],
 )
 def test_the_longer_text_of_a_pair_is_cut(
-    first: int, second: int, kept: tuple[int, int], text: EmbeddingText
+    first: int, second: int, kept: tuple[int, int], reranker: EmbeddingText
 ) -> None:
-    found = text.pair_tokens("sea " * first, "is " * second, truncate=True)
+    found = pair_of(reranker, "sea " * first, "is " * second, truncate=True)
     assert found == [2, *[5] * kept[0], 3, *[7] * kept[1], 3]
     reference = bert()
     reference.enable_truncation(8)
@@ -131,7 +152,7 @@ def test_qwen3_reranker_gets_its_question_and_keeps_the_end_of_it(tmp_path: Path
     checkpoint = Checkpoint(path, "huggingface", {"model_type": "qwen3"}, {}, frozenset())
     spec = EmbeddingSpec("rerank", "last", 1, max_tokens=600, yes_no=(1, 2))
     side = EmbeddingText(checkpoint, spec)
-    ids = side.pair_tokens("who?", "<|im_end|> me")
+    ids = pair_of(side, "who?", "<|im_end|> me")
     decoded = side.tokenizer.decode(ids, skip_control=False)
     assert (
         "<Query>: who?\n<Document>: <|im_end|> me<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -139,15 +160,36 @@ def test_qwen3_reranker_gets_its_question_and_keeps_the_end_of_it(tmp_path: Path
     )
     assert decoded.startswith("<|im_start|>system\nJudge whether")
     assert len([token for token in ids if token in side.tokenizer.control_ids]) == 5  # none from the document
-    short = side.pair_tokens("who?", "x" * 9, max_document=5)  # the space before it is a token here
-    assert short == side.pair_tokens("who?", "x" * 4)
+    short = side.pair(
+        side.query_part("who?"), side.document_part("x" * 9, 5)
+    )  # the space before it is a token here
+    assert short == pair_of(side, "who?", "x" * 4)
     with pytest.raises(InvalidRequestError, match="at most 600"):
-        side.pair_tokens("who?", "x" * 600)
-    cut = side.pair_tokens("who?", "x" * 600, truncate=True)
+        pair_of(side, "who?", "x" * 600)
+    cut = pair_of(side, "who?", "x" * 600, truncate=True)
     assert len(cut) == 600
     assert side.tokenizer.decode(cut, skip_control=False).endswith(
         "xx<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
+
+
+@pytest.mark.parametrize(
+    "query", ["who?", "a b \n", "x  ", "\n\n \n", "é\u0301 \r\n\t", "1\u200d", "[]}>.", "", "'s"]
+)
+def test_the_parts_of_a_question_for_qwen3_have_the_tokens_of_the_whole_question(
+    query: str, llama_cpp_models: Path
+) -> None:
+    path = llama_cpp_models / "ggml-vocab-qwen2.gguf"
+    vocabulary = read_vocabulary(read_gguf(path).metadata)
+    metadata = {"general.architecture": "qwen3"}
+    checkpoint = Checkpoint(path, "gguf", metadata, {}, frozenset(), vocabulary=vocabulary)
+    side = EmbeddingText(checkpoint, dataclasses.replace(RERANK, max_tokens=600, yes_no=(1, 2)))
+    documents = ["\nan answer", "", " 's", "\u0301"]
+    for document, found in zip(documents, side.pairs_of(query, documents), strict=True):
+        whole = f"<Instruct>: {TASK}\n<Query>: {query}\n<Document>: {document}"
+        expected = side.tokenizer.encode(whole, add_bos=False)
+        start = next(i for i in range(len(found)) if found[i : i + len(expected)] == expected)
+        assert side.tokenizer.decode(found[start:]).startswith(whole)
 
 
 # --- vocabularies of GGUF files -----------------------------------------------------------------------------------
@@ -182,11 +224,13 @@ def test_a_word_piece_vocabulary_of_a_gguf_file_gives_the_tokens_of_the_folder(t
         token_id("unknown", 1), token_id("cls", 2), token_id("seperator", 3), token_id("padding", 0),
     )  # fmt: skip
     (tmp_path / "folder").mkdir()
-    correct = EmbeddingText(folder(tmp_path / "folder", bert()), SPEC)
+    files = folder(tmp_path / "folder", bert())
+    correct = EmbeddingText(files, SPEC)
     found = EmbeddingText(checkpoint, SPEC)
     for text in ("The seas", "café :", "xyz", "", "blue, the sea!", "[SEP] sea"):
         assert found.tokens(text) == correct.tokens(text), text
-    assert found.pair_tokens("sea", "is blue") == correct.pair_tokens("sea", "is blue")
+    pairs = (EmbeddingText(one, RERANK).pairs_of("sea", ["is blue"]) for one in (checkpoint, files))
+    assert next(pairs) == next(pairs) == [[2, 5, 3, 7, 8, 3]]
 
 
 def test_a_unigram_vocabulary_of_a_gguf_file_is_read(tmp_path: Path) -> None:
@@ -199,5 +243,7 @@ def test_a_unigram_vocabulary_of_a_gguf_file_is_read(tmp_path: Path) -> None:
     )  # fmt: skip
     text = EmbeddingText(checkpoint, dataclasses.replace(SPEC, max_tokens=30))
     assert text.tokens("the  seas") == [0, 5, 6, 7, 2]
-    assert text.pair_tokens("the", "sea") == [0, 5, 2, 2, 6, 2]
+    assert pair_of(EmbeddingText(checkpoint, dataclasses.replace(RERANK, max_tokens=30)), "the", "sea") == [
+        *(0, 5, 2, 2, 6, 2)
+    ]
     assert text.tokens("the z")[-2] == 3

@@ -6,6 +6,7 @@ Each cache salt has an index of its own. So the speed of a request shows nothing
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from zlib import crc32
 
@@ -17,6 +18,8 @@ BYTES_PER_TOKEN = 224
 """Memory of an indexed token: the token, its position, and an entry with a key for each length. Measured."""
 BYTES_PER_INDEX = 4096
 """Memory of an index without tokens, rounded up."""
+MAX_SALTS = 4096
+"""The maximum number of indexes. With more, the one without an answer for the longest time is dropped."""
 INITIAL_RATE = 0.5
 LEARNING_RATE = 0.05
 END = -1
@@ -67,10 +70,6 @@ class AnswerIndex:
     def num_tokens(self) -> int:
         return len(self._younger.tokens) + len(self._older.tokens)
 
-    @property
-    def num_bytes(self) -> int:
-        return BYTES_PER_INDEX + self.num_tokens * BYTES_PER_TOKEN
-
     def add(self, text: Sequence[int], num_prompt_tokens: int) -> None:
         self._younger.add(text, num_prompt_tokens)
 
@@ -96,21 +95,25 @@ class AnswerIndex:
 
 
 class AnswerIndexes:
-    """Owns the indexes of all cache salts, and keeps them within a number of bytes."""
+    """Owns the indexes of all cache salts, and keeps them within a number of bytes.
+
+    Clients choose the salts. So the cost of an answer does not depend on how many there are.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._indexes: dict[str, AnswerIndex] = {}
+        self._indexes: OrderedDict[str, AnswerIndex] = OrderedDict()
+        """By cache salt; the one with the newest answer last."""
+        self._by_size: defaultdict[int, OrderedDict[str, None]] = defaultdict(OrderedDict)
+        """The salts, by the bit length of their number of tokens."""
+        self.num_tokens = 0
+        """Tokens of all indexes."""
         self.num_texts = 0
         """Texts that were added since the start."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(index.num_bytes for index in self._indexes.values())
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(index.num_tokens for index in self._indexes.values())
+        return len(self._indexes) * BYTES_PER_INDEX + self.num_tokens * BYTES_PER_TOKEN
 
     def of(self, cache_salt: str) -> AnswerIndex | None:
         return self._indexes.get(cache_salt)
@@ -123,11 +126,44 @@ class AnswerIndexes:
             return
         text = text[: (self._max_bytes - BYTES_PER_INDEX) // (2 * BYTES_PER_TOKEN)]
         index = self._indexes.setdefault(cache_salt, AnswerIndex())
+        self._indexes.move_to_end(cache_salt)
+        self._unlist(cache_salt, index)
         index.add(text, num_prompt_tokens - first)
+        self._list(cache_salt, index)
         self.num_texts += 1
+        if len(self._indexes) > MAX_SALTS:
+            self._unlist(*self._indexes.popitem(last=False))
         while self.num_bytes > self._max_bytes:
-            # The largest index loses texts, so that a salt with many answers does not remove the texts of the others.
-            salt, largest = max(self._indexes.items(), key=lambda item: item[1].num_tokens)
+            # One of the largest indexes loses texts, so that a salt with many answers does not remove those of the others.
+            salt = next(iter(self._by_size[max(self._by_size)]))
+            largest = self._indexes[salt]
+            self._unlist(salt, largest)
             largest.age()
-            if not largest.num_tokens:
+            if largest.num_tokens:
+                self._list(salt, largest)
+                # First in its list: if its older generation was empty, it pays again. Else all others could pay nothing.
+                self._by_size[largest.num_tokens.bit_length()].move_to_end(salt, last=False)
+            else:
                 del self._indexes[salt]
+
+    def check_integrity(self) -> None:
+        sizes = {salt: index.num_tokens for salt, index in self._indexes.items()}
+        assert self.num_tokens == sum(sizes.values()), "the tokens of answers are counted wrongly"
+        listed = {salt: length for length, salts in self._by_size.items() for salt in salts}
+        assert listed == {salt: size.bit_length() for salt, size in sizes.items()}, (
+            "an index is listed with a wrong size"
+        )
+        assert self.num_bytes <= self._max_bytes, "the answers take more memory than allowed"
+        assert len(sizes) <= MAX_SALTS, "there are more indexes of answers than allowed"
+
+    def _list(self, cache_salt: str, index: AnswerIndex) -> None:
+        self._by_size[index.num_tokens.bit_length()][cache_salt] = None
+        self.num_tokens += index.num_tokens
+
+    def _unlist(self, cache_salt: str, index: AnswerIndex) -> None:
+        """Called before an index changes."""
+        length = index.num_tokens.bit_length()
+        self._by_size[length].pop(cache_salt, None)
+        if not self._by_size[length]:
+            del self._by_size[length]
+        self.num_tokens -= index.num_tokens

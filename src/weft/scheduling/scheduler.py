@@ -522,4 +522,5 @@ class ContinuousBatchScheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError if blocks, rows, swap slots, sequences or steps are inconsistent."""
         self._sequence_table.check_integrity()
+        self._planner.speculation.answers.check_integrity()
         assert all(a.plan.step + 1 == b.plan.step for a, b in pairwise(self._in_flight)), "a step is missing"

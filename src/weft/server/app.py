@@ -457,7 +457,7 @@ class ServerApp:
     def _states(self) -> dict[str, Any]:
         """The state of each engine, if there are several. Only that of MODEL decides the status: the server goes on
         without the others."""
-        states = {name: engine.state.value for name, _, engine in self.models.engines()}
+        states = {name: engine.shown_state for name, _, engine in self.models.engines()}
         return {"models": states} if len(states) > 1 else {}
 
     async def _show_metrics(self, request: Request) -> Response:

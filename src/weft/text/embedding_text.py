@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
 from weft.embedding import EmbeddingSpec
 from weft.errors import InvalidRequestError, PromptTooLongError
@@ -18,11 +18,21 @@ _RERANK_START = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 _RERANK_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+_DOCUMENT = "<Document>:"
 _RERANK_TASK = "Given a web search query, retrieve relevant passages that answer the query"
 
 
 class NoTokensError(InvalidRequestError):
     """A text has no tokens, and the model adds none."""
+
+
+class PairPart(NamedTuple):
+    """The query or the document of a pair, tokenised alone: a query is tokenised once for all its documents."""
+
+    tokens: list[int]
+    """At most as many as the model reads."""
+    length: int
+    """Its tokens before that cut."""
 
 
 class EmbeddingText:
@@ -34,58 +44,75 @@ class EmbeddingText:
     def __init__(self, checkpoint: Checkpoint, spec: EmbeddingSpec) -> None:
         self.spec = spec
         self.tokenizer = open_tokenizer(checkpoint)
-        self._start: list[int] = []
-        self._end: list[int] = []
+        self._around_text = self.tokenizer.around(1)
+        self._around_pair = self.tokenizer.around(2) if spec.kind == "rerank" else [[], [], []]
         self._asks_yes_or_no = spec.kind == "rerank" and checkpoint.architecture == "qwen3"
         if self._asks_yes_or_no:
-            self._start, self._end = (
+            start, end = (
                 self.tokenizer.encode(text, allow_control=True, add_bos=False)
                 for text in (_RERANK_START, _RERANK_END)
             )
+            self._around_pair = [start, [], end]
 
     def tokens(self, text: str, kind: Kind | None = None, *, truncate: bool = False) -> list[int]:
         """The tokens of one text. `kind` selects the prompt that the model expects before it, if it has one. None: the
         default prompt of the model's files, which most models lack."""
         prompt = self.spec.prompts.get("default" if kind is None else kind, "")
-        return self._encode([text], prompt, truncate)
-
-    def pair_tokens(
-        self, query: str, document: str, *, truncate: bool = False, max_document: int | None = None
-    ) -> list[int]:
-        """The tokens of a query and a document, for a reranker. `max_document`: those that are used of the document."""
-        if not self._asks_yes_or_no:
-            return self._encode([query, document], "", truncate, max_document)
-        task = self.spec.prompts.get("query", _RERANK_TASK)
-        question = f"<Instruct>: {task}\n<Query>: {query}\n<Document>:"
-        tokens = self.tokenizer.encode(f"{question} {document}", add_bos=False)
-        if max_document is not None:
-            tokens = tokens[: len(self.tokenizer.encode(question, add_bos=False)) + max_document]
-        room = self.spec.max_tokens - len(self._start) - len(self._end)
-        if not truncate:
-            self._check(len(tokens) + self.spec.max_tokens - room)
-        return [*self._start, *tokens[: max(0, room)], *self._end]
+        tokens = self.tokenizer.encode_part(text, prompt)
+        start, end = self._around_text
+        room = self.spec.max_tokens - len(start) - len(end)
+        self._check(len(tokens) - room, truncate)
+        return _not_empty([*start, *tokens[: max(0, room)], *end])
 
     def tokens_of(
         self, texts: Iterable[str], kind: Kind | None = None, *, truncate: bool = False
     ) -> list[list[int]]:
         return [self.tokens(text, kind, truncate=truncate) for text in texts]
 
+    # ------------------------------------------------------------------ pairs
+
+    def query_part(self, query: str) -> PairPart:
+        if self._asks_yes_or_no:
+            task = self.spec.prompts.get("query", _RERANK_TASK)
+            # No token crosses the end of a line, so the tokens of both parts are those of the whole text.
+            query = f"<Instruct>: {task}\n<Query>: {query}\n"
+        return self._part(query)
+
+    def document_part(self, document: str, most: int | None = None) -> PairPart:
+        """`most`: tokens of the document that are used."""
+        if not self._asks_yes_or_no:
+            return self._part(document, most)
+        if most is not None:
+            most += len(self.tokenizer.encode_part(_DOCUMENT))
+        return self._part(f"{_DOCUMENT} {document}", most)
+
+    def num_pair_tokens(self, query: PairPart, document: PairPart) -> int:
+        """The number of tokens of a pair that may be cut."""
+        return min(self.spec.max_tokens, sum(map(len, self._around_pair)) + query.length + document.length)
+
+    def pair(self, query: PairPart, document: PairPart, *, truncate: bool = False) -> list[int]:
+        """The tokens of a query and a document, for a reranker."""
+        start, between, end = self._around_pair
+        room = max(0, self.spec.max_tokens - len(start) - len(between) - len(end))
+        self._check(query.length + document.length - room, truncate)
+        cut = (
+            [room, max(0, room - query.length)]
+            if self._asks_yes_or_no
+            else _cut(query.length, document.length, room)
+        )
+        return _not_empty([*start, *query.tokens[: cut[0]], *between, *document.tokens[: cut[1]], *end])
+
     def pairs_of(self, query: str, documents: Iterable[str], *, truncate: bool = False) -> list[list[int]]:
-        return [self.pair_tokens(query, document, truncate=truncate) for document in documents]
+        part = self.query_part(query)
+        return [self.pair(part, self.document_part(document), truncate=truncate) for document in documents]
 
-    def _encode(
-        self, parts: Sequence[str], prompt: str, truncate: bool, most_of_last: int | None = None
-    ) -> list[int]:
-        most = self.spec.max_tokens if truncate else None
-        tokens, count = self.tokenizer.encode_parts(parts, prompt, most, most_of_last)
-        if not truncate:
-            self._check(count)
-        if not tokens:
-            raise NoTokensError("the text has no tokens; send a text that is not empty", field="input")
-        return tokens
+    def _part(self, text: str, most: int | None = None) -> PairPart:
+        tokens = self.tokenizer.encode_part(text)[:most]
+        return PairPart(tokens[: self.spec.max_tokens], len(tokens))
 
-    def _check(self, count: int) -> None:
-        if count > self.spec.max_tokens:
+    def _check(self, excess: int, truncate: bool) -> None:
+        if excess > 0 and not truncate:
+            count = self.spec.max_tokens + excess
             raise PromptTooLongError(
                 f"the text has {count} tokens, and the model takes at most {self.spec.max_tokens}; "
                 "send a shorter text, or ask to truncate it",
@@ -93,3 +120,19 @@ class EmbeddingText:
                 count,
                 self.spec.max_tokens,
             )
+
+
+def _not_empty(tokens: list[int]) -> list[int]:
+    if not tokens:
+        raise NoTokensError("the text has no tokens; send a text that is not empty", field="input")
+    return tokens
+
+
+def _cut(first: int, second: int, room: int) -> tuple[int, int]:
+    """The lengths after the longer one was cut until both fit into `room`, as in transformers."""
+    short, long = sorted((first, second))
+    if short + long > room:
+        long = max(short, room - short)
+    if short + long > room:
+        short, long = room // 2, room - room // 2
+    return (short, long) if first <= second else (long, short)

@@ -90,40 +90,29 @@ class Tokenizer:
             ids.insert(0, bos_id)
         return ids
 
-    def encode_parts(
-        self,
-        parts: Sequence[str],
-        prefix: str = "",
-        most: int | None = None,
-        most_of_last: int | None = None,
-    ) -> tuple[list[int], int]:
-        """The token ids of one text or of a pair, with the special tokens of the model's files, for embedding models.
-
-        `prefix` is a trusted text before the first part. With `most`, the longer part is cut until so many tokens are
-        left. With `most_of_last`, the last part is cut to so many first. Also returns the number of tokens without the
-        cut to `most`.
-        """
-        encodings = []
-        for text in parts:
-            _check_unicode(text)
-            shielded = prefix + self._shielded(text)
-            with file_errors("the tokenizer"):
-                encodings.append(self._backend.encode(shielded, add_special_tokens=False))
-            allowed = len(self._backend.encode(prefix, add_special_tokens=False).ids) if prefix else 0
-            self._check_control(shielded, encodings[-1].ids, allowed)
-            prefix = ""
-        if most_of_last is not None:
-            encodings[-1].truncate(most_of_last)
+    def encode_part(self, text: str, prefix: str = "") -> list[int]:
+        """The token ids of a text, without the special tokens of the model's files: see `around`. `prefix` is a trusted
+        text before it."""
+        _check_unicode(text)
+        shielded = prefix + self._shielded(text)
         with file_errors("the tokenizer"):
-            specials = self._backend.num_special_tokens_to_add(len(parts) == 2)
-            whole = specials + sum(len(encoding.ids) for encoding in encodings)
-            if most is not None and whole > most:
-                for encoding, count in zip(
-                    encodings, _cut([len(e.ids) for e in encodings], most - specials), strict=True
-                ):
-                    encoding.truncate(count)
-            ids: list[int] = self._backend.post_process(*encodings, add_special_tokens=True).ids
-        return ids, whole
+            ids: list[int] = self._backend.encode(shielded, add_special_tokens=False).ids
+            allowed = len(self._backend.encode(prefix, add_special_tokens=False).ids) if prefix else 0
+        self._check_control(shielded, ids, allowed)
+        return ids
+
+    def around(self, num_parts: int) -> list[list[int]]:
+        """The special tokens of the model's files for an embedding model: those before the text or before the two texts
+        of a pair, those between them, and those after."""
+        with file_errors("the tokenizer"):
+            found = self._backend.post_process(*[_any_token()] * num_parts, add_special_tokens=True)
+        runs: list[list[int]] = [[]]
+        for token, part in zip(found.ids, found.sequence_ids, strict=True):
+            if part is None:
+                runs[-1].append(token)
+            else:
+                runs.append([])
+        return runs
 
     def _shielded(self, text: str) -> str:
         return self._shield.mark_control_tokens(_escaped(text, ""), MARK + _REMOVED)
@@ -225,16 +214,13 @@ def _check_unicode(text: str) -> None:
         ) from error
 
 
-def _cut(counts: list[int], most: int) -> list[int]:
-    """The counts after the longer one was cut until both fit into `most`, as in transformers."""
-    most = max(0, most)
-    if len(counts) == 1:
-        return [min(counts[0], most)]
-    short, long = sorted(counts)
-    long = max(short, most - short)
-    if short + long > most:
-        short, long = most // 2, most - most // 2
-    return [short, long] if counts[0] <= counts[1] else [long, short]
+def _any_token() -> tokenizers.Encoding:
+    """An encoding of one token, whatever the vocabulary has."""
+    lists = {"tokens": [""], "words": [None], "offsets": [[0, 0]], "overflowing": [], "sequence_ranges": {}}
+    numbers = {"ids": [0], "type_ids": [0], "special_tokens_mask": [0], "attention_mask": [1]}
+    encoding = tokenizers.Encoding()
+    encoding.__setstate__(json.dumps(lists | numbers).encode())
+    return encoding
 
 
 def _escaped(text: str, mark: str) -> str:
@@ -248,7 +234,7 @@ def _escaped(text: str, mark: str) -> str:
 def _removing_marks(normalizer: Any) -> normalizers.Normalizer:
     steps = [
         normalizers.Replace(MARK + _REMOVED, ""),
-        # The lookbehind keeps MARK: replacing it too would change the offset of a text's first character.
+        # Replaces only _KEPT: replacing MARK too would change the offset of a text's first character.
         normalizers.Replace(Regex(f"(?<={MARK}){_KEPT}"), ""),
     ]
     return normalizers.Sequence(steps if normalizer is None else [*steps, normalizer])

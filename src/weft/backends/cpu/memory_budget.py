@@ -13,7 +13,7 @@ from weft.errors import OutOfMemoryError
 # The default cache size. It is a constant and not a fraction of the machine's memory, so that a model behaves the same
 # everywhere.
 _DEFAULT_CACHE_BYTES = 2 << 30
-# Reserved for activations, and for the other processes of a server.
+# Reserved for activations, finished answers (`max_learned_bytes`), and the other processes of a server.
 _OTHER_BYTES = 256 << 20
 # The smallest useful cache, in tokens.
 _LEAST_TOKENS = 512

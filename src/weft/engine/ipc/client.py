@@ -191,6 +191,12 @@ class EngineClient:
         return self.state is EngineState.READY and running is not None and not running.liveness.is_silent
 
     @property
+    def shown_state(self) -> str:
+        """For `/health` and `/ready`."""
+        is_silent = self.state is EngineState.READY and not self.is_responding
+        return "not responding" if is_silent else self.state.value
+
+    @property
     def num_unfinished(self) -> int:
         return len(self._answers)
 

@@ -19,7 +19,6 @@ from weft.server.api.services import Services
 from weft.server.api.vector_requests import (
     ERRORS,
     MAX_INPUTS,
-    MAX_TOKENS,
     check_count,
     check_text,
     encode,
@@ -29,6 +28,7 @@ from weft.server.api.vector_requests import (
 from weft.server.errors import refusal
 from weft.server.plain_requests import PlainRequest
 from weft.server.vectors.model import VectorModel
+from weft.server.vectors.texts import MAX_TOKENS
 from weft.server.vectors.vector_text_process import JobKind
 from weft.vectors import Vectors, check_dimensions, shortened
 

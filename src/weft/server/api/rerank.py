@@ -202,15 +202,7 @@ async def _rerank(services: Services, path: str, plain: PlainRequest[RerankReque
     if most is not None and most < 1:
         raise refusal(f"max_tokens_per_doc is {most}; allowed: at least 1", "max_tokens_per_doc")
     documents = [_text_of(one, f"documents[{index}]") for index, one in enumerate(fields.documents)]
-    prompts = await model.texts.encode(
-        "pair",
-        documents,
-        plain.client_id,
-        queries=[fields.query],
-        field="documents",
-        truncate=True,
-        max_document=most,
-    )
+    prompts = await model.texts.encode_pairs([fields.query], documents, plain.client_id, max_document=most)
     vectors, num_tokens = await run(services, plain, model, prompts, "documents")
     scores = vectors[:, 0]
     # The sort is stable: documents with the same score keep their order.
@@ -261,8 +253,8 @@ async def _score(services: Services, path: str, plain: PlainRequest[ScoreRequest
         check_text(query, "text_1" if len(queries) == 1 else f"text_1[{index}]")
     for index, text in enumerate(texts):
         _check_length(text, "text_2" if len(texts) == 1 else f"text_2[{index}]")
-    prompts = await model.texts.encode(
-        "pair", texts, plain.client_id, queries=queries, field="text_2", truncate=True
+    prompts = await model.texts.encode_pairs(
+        queries, texts, plain.client_id, query_field="text_1", field="text_2"
     )
     vectors, num_tokens = await run(services, plain, model, prompts, "text_2")
     entries = (

@@ -15,12 +15,11 @@ from weft.server.logs import current_record
 from weft.server.plain_requests import PlainRequest
 from weft.server.stream.whole_answer import PartsResponse
 from weft.server.vectors.model import VectorCaller, VectorModel
+from weft.server.vectors.texts import check_num_tokens
 from weft.vectors import Vectors
 
 MAX_INPUTS = 2048
 """Limit for the texts or pairs of one request."""
-MAX_TOKENS = 1 << 20
-"""Limit for the tokens of all inputs of one request together."""
 ERRORS = (400, 404, 408, 413, 429, 500, 503, 504)
 """The error statuses of these routes."""
 _BYTES_PER_NUMBER = 4
@@ -49,9 +48,7 @@ async def run(
 ) -> tuple[Vectors, int]:
     """The vectors of tokenised inputs, and the number of their tokens. The key is charged for these tokens."""
     num_tokens = sum(map(len, prompts))
-    if num_tokens > MAX_TOKENS:
-        message = f"{field} has {num_tokens} tokens in all; allowed: at most {MAX_TOKENS}. Split it into several requests"
-        raise refusal(message, field)
+    check_num_tokens(num_tokens, field)
     active, began = plain.active, time.monotonic()
     services.plain_requests.active_requests.reserve(active, num_tokens)
     plain.body_bytes.keep(0)  # from here on, only tokens are needed

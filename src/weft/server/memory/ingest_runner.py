@@ -14,7 +14,7 @@ from weft.server.memory.indexes import StoreIndexes
 from weft.server.memory.ingest import Ingest
 from weft.server.state import passages, vector_stores
 from weft.server.state.store import Store, StoreError
-from weft.server.vectors.interface import ENGINE_NOT_READY
+from weft.server.vectors.interface import ENGINE_NOT_READY, ENGINE_NOT_RESPONDING
 
 _POLL_SECONDS = 30.0
 """How often the runner reads the store. Another server with the same folder may have attached a file."""
@@ -100,7 +100,7 @@ class IngestRunner:
         return await self._store.run(lambda connection: passages.remove_leftovers(connection, now))
 
     async def _try_again(self, file: vector_stores.AttachedFile, error: Exception) -> None:
-        is_waiting = isinstance(error, ApiError) and error.code == ENGINE_NOT_READY
+        is_waiting = isinstance(error, ApiError) and error.code in (ENGINE_NOT_READY, ENGINE_NOT_RESPONDING)
         tries = self._tries[file.number] = self._tries.get(file.number, 0) + (not is_waiting)
         if tries < _MAX_TRIES:
             await asyncio.sleep(_RETRY_SECONDS)

@@ -12,6 +12,8 @@ from weft.vectors import Vectors
 TextKind = Literal["query", "document"]
 ENGINE_NOT_READY = "engine_not_ready"
 """The code of the ApiError while the engine of a model starts."""
+ENGINE_NOT_RESPONDING = "engine_not_responding"
+"""The code while the engine is stuck."""
 
 
 class Embedder(Protocol):
@@ -26,7 +28,7 @@ class Embedder(Protocol):
     def spec(self) -> EmbeddingSpec: ...
 
     def check_ready(self) -> None:
-        """Raises a 503 with the code ENGINE_NOT_READY while the engine of the model is not ready."""
+        """Raises a 503 with one of these codes while the engine of the model is not ready or does not respond."""
         ...
 
     def new_id(self) -> RequestId:

@@ -13,7 +13,7 @@ from weft.errors import InvalidRequestError, PromptTooLongError, WeftError
 from weft.request import InferenceRequest, RequestId, RequestState, SamplingParams
 from weft.server.errors import ApiError, failed_result
 from weft.server.vectors.gate import VectorGate
-from weft.server.vectors.interface import ENGINE_NOT_READY, TextKind
+from weft.server.vectors.interface import ENGINE_NOT_READY, ENGINE_NOT_RESPONDING, TextKind
 from weft.server.vectors.texts import VectorTexts
 from weft.vectors import Vectors, np
 
@@ -67,14 +67,16 @@ class VectorModel:
         return _ROOM_BESIDE_ANSWERS if has_answers else _ROOM_TOKENS
 
     def check_ready(self) -> None:
-        """Raises a 503 while the engine of the model is not ready."""
-        if self.engine.state is not EngineState.READY:
-            raise ApiError(
-                503,
-                f"the engine of {self.name!r} is starting; try again",
-                code=ENGINE_NOT_READY,
-                retry_after=self.engine.seconds_until_ready,
-            )
+        """Raises a 503 while the engine of the model is not ready or does not respond."""
+        if self.engine.is_responding:
+            return
+        is_ready = self.engine.state is EngineState.READY
+        raise ApiError(
+            503,
+            f"the engine of {self.name!r} {'does not respond' if is_ready else 'is starting'}; try again",
+            code=ENGINE_NOT_RESPONDING if is_ready else ENGINE_NOT_READY,
+            retry_after=self.engine.seconds_until_ready,
+        )
 
     def check_tokens(self, tokens: Sequence[int], where: str) -> None:
         """Refuses tokens that a client sent and that the model cannot read."""
@@ -113,7 +115,7 @@ class VectorModel:
     async def rerank(
         self, query: str, documents: Sequence[str], *, request_id: RequestId, client_id: str = ""
     ) -> list[float]:
-        prompts = await self.texts.encode("pair", documents, client_id, queries=[query], truncate=True)
+        prompts = await self.texts.encode_pairs([query], documents, client_id)
         scores = await self.run(prompts, VectorCaller(request_id, client_id))
         return [float(score) for score in scores[:, 0]]
 

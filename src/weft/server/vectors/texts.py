@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -19,8 +19,10 @@ from weft.server.vectors.vector_text_process import (
     VectorTextResult,
     convert,
 )
-from weft.text.embedding_text import EmbeddingText
+from weft.text.embedding_text import EmbeddingText, PairPart
 
+MAX_TOKENS = 1 << 20
+"""Limit for the tokens of all inputs of one request together."""
 _TINY_BYTES = 1 << 10
 """Texts of up to this size together are tokenised in less time than waking a thread takes."""
 _SHORT_BYTES = 8 << 10
@@ -51,27 +53,65 @@ class VectorTexts:
         texts: Sequence[str],
         client_id: str,
         *,
-        queries: Sequence[str] = (),
         field: str = "input",
+        truncate: bool = False,
+        allows_empty: bool = False,
+    ) -> list[list[int]]:
+        """The tokens of each text. Errors name `field` and the index of the text. A text without tokens is an error unless
+        `allows_empty`."""
+        tokens: list[list[int]] = []
+        num_tokens = 0
+        async for part in self._parts(
+            kind, texts, client_id, field, truncate=truncate, allows_empty=allows_empty
+        ):
+            num_tokens += part.length
+            check_num_tokens(num_tokens, field)
+            tokens.append(part.tokens)
+        return tokens
+
+    async def encode_pairs(
+        self,
+        queries: Sequence[str],
+        texts: Sequence[str],
+        client_id: str,
+        *,
+        query_field: str = "query",
+        field: str = "documents",
+        max_document: int | None = None,
+    ) -> list[list[int]]:
+        """The tokens of each text with the only query, or with the query at the same index. Long texts are cut. The only
+        query is tokenised once. `max_document`: tokens of each text that are used."""
+        asked = [part async for part in self._parts("pair_query", queries, client_id, query_field)]
+        if len(asked) == 1:
+            asked *= len(texts)
+        tokens: list[list[int]] = []
+        num_tokens = 0
+        async for part in self._parts("pair_document", texts, client_id, field, max_document=max_document):
+            query = asked[len(tokens)]
+            # Checked before the pair is made: a short body may have many times its size in tokens of pairs.
+            num_tokens += self._text.num_pair_tokens(query, part)
+            check_num_tokens(num_tokens, field)
+            tokens.append(self._text.pair(query, part, truncate=True))
+        return tokens
+
+    async def _parts(
+        self,
+        kind: JobKind,
+        texts: Sequence[str],
+        client_id: str,
+        field: str,
+        *,
         truncate: bool = False,
         max_document: int | None = None,
         allows_empty: bool = False,
-    ) -> list[list[int]]:
-        """The tokens of each text, or of each pair: with the only query, or with that at the same index. Errors name
-        `field` and the index of the text. A text without tokens is an error unless `allows_empty`. `max_document`: tokens
-        of the text of a pair that are used."""
-        tokens: list[list[int]] = []
-        has_one_query = len(queries) == 1
-        for start, end, size in _groups(texts, queries):
-            own = queries if has_one_query else queries[start:end]
-            job = VectorTextJob(
-                kind, list(texts[start:end]), truncate, list(own), start, max_document, allows_empty
-            )
+    ) -> AsyncIterator[PairPart]:
+        for start, end, size in _groups(texts):
+            job = VectorTextJob(kind, list(texts[start:end]), truncate, start, max_document, allows_empty)
             result = await self._convert(job, size, client_id)
             if isinstance(result, VectorTextRefusal):
                 raise _error(result, field if len(texts) == 1 else f"{field}[{result.index}]")
-            tokens += result.tokens
-        return tokens
+            for part in result.parts:
+                yield part
 
     async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -100,6 +140,13 @@ class VectorTexts:
         return self._decoder.decode(result)
 
 
+def check_num_tokens(num_tokens: int, field: str) -> None:
+    """Refuses a request with too many tokens."""
+    if num_tokens > MAX_TOKENS:
+        message = f"{field} has at least {num_tokens} tokens in all; allowed: at most {MAX_TOKENS}. Split it into several requests"
+        raise refusal(message, field)
+
+
 def _error(refused: VectorTextRefusal, where: str) -> Exception:
     message = f"{where}: {refused.message}"
     if refused.lengths is not None:
@@ -107,13 +154,12 @@ def _error(refused: VectorTextRefusal, where: str) -> Exception:
     return refusal(message, where, refused.code)
 
 
-def _groups(texts: Sequence[str], queries: Sequence[str]) -> Iterator[tuple[int, int, int]]:
+def _groups(texts: Sequence[str]) -> Iterator[tuple[int, int, int]]:
     """Splits texts into groups, so that other requests can run in between. Yields the start, the end and the size in
     bytes of each."""
     start = size = 0
     for index, text in enumerate(texts):
-        query = queries[0 if len(queries) == 1 else index] if queries else ""
-        more = len(text) + len(query) + _BYTES_PER_TEXT
+        more = len(text) + _BYTES_PER_TEXT
         if index > start and size + more > _GROUP_BYTES:
             yield start, index, size
             start, size = index, 0

@@ -11,19 +11,18 @@ from weft.errors import InvalidRequestError, PromptTooLongError
 from weft.loading.checkpoint import open_checkpoint
 from weft.loading.embedding_files import embedding_spec
 from weft.server.text_work.worker import ignore_signals, serve_jobs
-from weft.text.embedding_text import EmbeddingText, NoTokensError
+from weft.text.embedding_text import EmbeddingText, NoTokensError, PairPart
 
-JobKind = Literal["query", "document", "default", "pair"]
-"""The prompt before a text: for a query, for a document, or the default of the model's files."""
+JobKind = Literal["query", "document", "default", "pair_query", "pair_document"]
+"""The prompt before a text: for a query, for a document, or the default of the model's files. Or the part of a pair."""
 
 
 class VectorTextJob(msgspec.Struct, frozen=True):
-    """Texts to tokenise. A pair is a query and a text: the only query, or the one at the same index."""
+    """Texts to tokenise."""
 
     kind: JobKind
     texts: list[str]
     truncate: bool
-    queries: list[str] = []
     first: int = 0
     """The index of the first text among the inputs of the request."""
     max_document: int | None = None
@@ -33,9 +32,9 @@ class VectorTextJob(msgspec.Struct, frozen=True):
 
 
 class VectorTextTokens(msgspec.Struct, frozen=True, tag=True):
-    """tokens[i] has the tokens of text i."""
+    """The tokens of each text. A part of a pair is cut; its length is that before the cut."""
 
-    tokens: list[list[int]]
+    parts: list[PairPart]
 
 
 class VectorTextRefusal(msgspec.Struct, frozen=True, tag=True):
@@ -51,25 +50,24 @@ VectorTextResult = VectorTextTokens | VectorTextRefusal
 
 
 def convert(text: EmbeddingText, job: VectorTextJob) -> VectorTextResult:
-    tokens = []
-    queries = job.queries * len(job.texts) if len(job.queries) == 1 else job.queries
+    parts = []
     for index, one in enumerate(job.texts, start=job.first):
         try:
-            if job.kind == "pair":
-                found = text.pair_tokens(
-                    queries[index - job.first], one, truncate=job.truncate, max_document=job.max_document
-                )
+            if job.kind == "pair_query":
+                part = text.query_part(one)
+            elif job.kind == "pair_document":
+                part = text.document_part(one, job.max_document)
             else:
-                kind = None if job.kind == "default" else job.kind
-                found = text.tokens(one, kind, truncate=job.truncate)
+                tokens = text.tokens(one, None if job.kind == "default" else job.kind, truncate=job.truncate)
+                part = PairPart(tokens, len(tokens))
         except PromptTooLongError as error:
             return VectorTextRefusal(index, str(error), error.code, (error.num_tokens, error.most))
         except InvalidRequestError as error:
             if not (job.allows_empty and isinstance(error, NoTokensError)):
                 return VectorTextRefusal(index, str(error), error.code or "invalid_value")
-            found = []
-        tokens.append(found)
-    return VectorTextTokens(tokens)
+            part = PairPart([], 0)
+        parts.append(part)
+    return VectorTextTokens(parts)
 
 
 def main() -> None:
