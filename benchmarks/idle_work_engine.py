@@ -25,7 +25,7 @@ async def measure(
     """The figures without (False) and with (True) idle work. Rounds alternate."""
     config = ServerSettings().engine
     if backend == "cuda":
-        scheduler = dataclasses.replace(config.scheduler, **registry.CARD_BUDGETS)
+        scheduler = dataclasses.replace(config.scheduler, **registry.GPU_BUDGETS)
         config = dataclasses.replace(config, scheduler=scheduler)
     built = registry.build(backend, checkpoint=open_shape(shape), max_context=MAX_CONTEXT)
     figures = {False: Figures(), True: Figures()}
