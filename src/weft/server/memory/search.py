@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MAX_RESULTS = 50
 _CANDIDATES = 50
-"""At least so many passages of each ranking are joined."""
+"""Minimum passages that each of the two rankings (vectors, words) gives to the joined ranking."""
 _RERANKED = 32
 """Candidates that a reranker reads: it reads each of them with the query."""
 
