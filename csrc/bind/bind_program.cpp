@@ -73,7 +73,7 @@ class BoundProgram {
     program_.append(instruction);
   }
 
-  // Any operation on rows that a product could also begin with.
+  // Adds an instruction that applies only a prologue to rows: a norm or a gate, which a product may also begin with.
   void norm(int input, int kind, std::optional<Floats> weight, std::optional<Floats> bias, float epsilon, int output) {
     Instruction instruction = make(Instruction::Kind::norm, input, output);
     set_prologue(instruction, kind, weight, bias, epsilon, program_.columns(output), "norm");

@@ -162,7 +162,7 @@ def buffers_made(operation: FusedOperation) -> Iterator[Buffer]:
 
 @dataclass(frozen=True)
 class Slots:
-    """The memory (buffer slot) of each buffer. Buffers of one width share a slot if they are not live at the same time."""
+    """The buffer slot (memory) of each buffer. Buffers of one width share a slot unless both are live at the same time."""
 
     places: dict[Buffer, int]
     """Buffer -> the index of its slot."""

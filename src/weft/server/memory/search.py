@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MAX_RESULTS = 50
 _CANDIDATES = 50
-"""Minimum passages that each of the two rankings (vectors, words) gives to the joined ranking."""
+"""Minimum passages to read of each of the two rankings (by vector, by words) that are joined."""
 _RERANKED = 32
 """Candidates that a reranker reads: it reads each of them with the query."""
 
