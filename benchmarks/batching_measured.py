@@ -55,8 +55,8 @@ class Measured:
 def main(device: str, shapes: list[str], json: bool) -> None:
     device = registry.chosen(device, {})
     names = chosen(shapes, tuple(SHAPES), "--shape", default=("0.6b", "8b"))
-    cards = gpus() or [] if device != "cpu" else []
-    where = f"{'; '.join([*cards, machine()])}; weft {__version__} on {device}"
+    found = gpus() or [] if device != "cpu" else []
+    where = f"{'; '.join([*found, machine()])}; weft {__version__} on {device}"
     if not json:
         print_line(
             f"{where}. Random weights, greedy, no prefix cache, {ROUNDS} rounds after a warm-up, the engines in turn."

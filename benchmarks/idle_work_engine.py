@@ -22,7 +22,7 @@ from weft.server.settings import ServerSettings
 async def measure(backend: str, shape: str, seconds: float, rounds: int, clients: int, lines: int) -> Pairs:
     config = ServerSettings().engine
     if backend == "cuda":
-        scheduler = dataclasses.replace(config.scheduler, **registry.CARD_BUDGETS)
+        scheduler = dataclasses.replace(config.scheduler, **registry.GPU_BUDGETS)
         config = dataclasses.replace(config, scheduler=scheduler)
     built = registry.build(backend, checkpoint=open_shape(shape), max_context=MAX_CONTEXT)
     pairs = [(Figures(), Figures()) for _ in range(rounds)]

@@ -49,7 +49,7 @@ class Measured:
     p50_ms: float
     p99_ms: float
     cpu_p99_ms: float
-    """Processor time of a search: that of a machine without other load."""
+    """Processor time of a search, which other load on the machine hardly changes."""
     exact_p50_ms: float
     build_seconds: float
     build_per_second: float

@@ -53,7 +53,7 @@ def main(
     json_path: Path | None,
     plot_path: Path | None,
 ) -> bool:
-    """Measures, prints and writes. True if every engine completed its workloads."""
+    """Measures the chosen engines, and prints the report. True if every engine completed its workloads."""
     engines, columns = choose_engines(peers), choose_work(work)
     if plot_path is not None and columns == [START]:
         raise InvalidRequestError("--plot draws workloads, and --work names none", field="--plot")

@@ -75,7 +75,7 @@ def main(
     scores = [score(checkpoint, pieces, REFERENCE, dtype=np.float32)]
     if kernels is not None:
         scores.append(score(checkpoint, pieces, f"kernels, {kernels}", quantize=quantize))
-    if registry.why_no_card() is None:
+    if registry.why_no_gpu() is None:
         scores.append(score(checkpoint, pieces, "GPU, bf16", "cuda"))
     differences = [compare(one, scores[0]) for one in scores[1:]]
     checks = [

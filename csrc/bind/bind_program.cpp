@@ -73,7 +73,7 @@ class BoundProgram {
     program_.append(instruction);
   }
 
-  // Any operation on rows that a product could also begin with.
+  // Adds an instruction that applies only a prologue to rows: a norm or a gate, which a product may also begin with.
   void norm(int input, int kind, std::optional<Floats> weight, std::optional<Floats> bias, float epsilon, int output) {
     Instruction instruction = make(Instruction::Kind::norm, input, output);
     set_prologue(instruction, kind, weight, bias, epsilon, program_.columns(output), "norm");
@@ -314,7 +314,8 @@ class BoundProgram {
     return instruction;
   }
 
-  // The operation before a product, or alone: the input is wider than `columns` if it is gated.
+  // Sets the prologue of an instruction: the norm or gate that it applies to its input. The input of a gate is wider than
+  // `columns`.
   void set_prologue(Instruction& instruction, int kind, const std::optional<Floats>& weight, const std::optional<Floats>& bias, float epsilon,
                     int64_t columns, const char* what) {
     const auto expect = [&](bool holds, const char* problem) { require(holds, (std::string(what) + ": " + problem).c_str()); };

@@ -47,8 +47,8 @@ constexpr int rows_in_registers = panel_rows;
 constexpr int rows_in_registers = 4;
 #endif
 
-// Whether multiplying in pairs (isa/vec_pairs.h) pays for so many rows. Its correction term, a product of two weights, is
-// computed once per tile. With few rows this costs more than the pairs save.
+// Whether multiplying in pairs (isa/vec_pairs.h) is faster for a tile of this many rows. It needs a correction term, a
+// product of two weights, once per tile. With few rows this term costs more than the pairs save.
 template <Layout layout>
 constexpr bool goes_in_pairs(int rows) {
 #if defined(WEFT_PAIRS)

@@ -42,8 +42,8 @@ def build_config(options: dict[str, Any], device: str) -> ServingEngineConfig:
     # ADAPTIVE limits how long prefill may delay decodes, by measured times. Machines differ too much for a fixed chunk
     # size.
     options = {"policy": PriorityPolicy.ADAPTIVE, **options}
-    if device == "cuda" and options.keys().isdisjoint(registry.CARD_BUDGETS):
-        options |= registry.CARD_BUDGETS
+    if device == "cuda" and options.keys().isdisjoint(registry.GPU_BUDGETS):
+        options |= registry.GPU_BUDGETS
     for name, value in options.items():
         if name not in known or name in ("scheduler", "cache"):
             names = ", ".join(sorted(set(known) - {"scheduler", "cache"}))

@@ -468,7 +468,7 @@ class GenerationResult:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """One for each prompt token, if the request asks for them. The first is None: no token precedes it."""
     siblings: tuple[GenerationResult, ...] = ()
-    """The other answers, if `n` is above 1."""
+    """The results of the other answers of the request, if its `n` is above 1."""
     num_tokens: int | None = None
     """Number of generated tokens, if `tokens` was left out. None: `len(tokens)`."""
     metadata: Mapping[str, Any] = field(default_factory=dict)

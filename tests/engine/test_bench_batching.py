@@ -93,11 +93,11 @@ def test_the_command_measures_on_the_named_device() -> None:
     assert "768 blocks" in done.stdout and "to padded" in done.stdout
 
 
-def test_an_unknown_shape_and_a_missing_card_are_refused(
+def test_an_unknown_shape_and_a_missing_gpu_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(InvalidRequestError, match=r"--shape is '70b'; allowed: 0\.6b, 8b, tiny"):
         batching_measured.main("cpu", ["70b"], json=False)
-    monkeypatch.setattr(registry, "why_no_card", lambda: "no card is here")
-    with pytest.raises(InvalidRequestError, match="the device is cuda, but no card is here"):
+    monkeypatch.setattr(registry, "why_no_gpu", lambda: "no GPU is here")
+    with pytest.raises(InvalidRequestError, match="the device is cuda, but no GPU is here"):
         batching_measured.main("cuda", [], json=False)

@@ -99,11 +99,11 @@ def test_an_unknown_shape_or_workload_is_refused_with_the_known_ones() -> None:
         gpu.main([], ["sing"], "cpu", False, 64, None)
 
 
-def test_a_missing_card_is_reported_before_anything_starts(
+def test_a_missing_gpu_is_reported_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(registry, "why_no_card", lambda: "no card is here")
-    with pytest.raises(InvalidRequestError, match="the device is cuda, but no card is here"):
+    monkeypatch.setattr(registry, "why_no_gpu", lambda: "no GPU is here")
+    with pytest.raises(InvalidRequestError, match="the device is cuda, but no GPU is here"):
         gpu.main([], [], "cuda", False, 64, None)
     assert not capsys.readouterr().out
 
@@ -120,7 +120,7 @@ def test_answers_that_are_too_short_are_an_error(monkeypatch: pytest.MonkeyPatch
 
 def test_ratio_and_share_belong_to_the_shape() -> None:
     with gpu.Options("cpu", invariant=False, step_tokens=64).open("tiny") as llm:
-        speed = gpu.measure(llm, "8b", Work("single", ([1, 2],), (3,)), is_card=True)
+        speed = gpu.measure(llm, "8b", Work("single", ([1, 2],), (3,)), is_gpu=True)
     assert speed.recorded == 201
     assert speed.ratio == pytest.approx(speed.tokens_per_second / 201)
     assert speed.share is not None and speed.at_best is not None

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from card import Request, answers, assert_same, mixed_requests, open_on_card, small_checkpoint
+from gpu_runs import Request, answers, assert_same, mixed_requests, open_on_gpu, small_checkpoint
 
 from weft.config import PreemptionMode
 from weft.llm import LLM
@@ -30,7 +30,7 @@ def requests() -> list[Request]:
 
 
 def open_invariant(checkpoint: Checkpoint, **options: Any) -> LLM:
-    return open_on_card(
+    return open_on_gpu(
         checkpoint, **{"invariant": True, "num_blocks": BLOCKS, "prefix_caching": False, **options}
     )
 

@@ -123,7 +123,7 @@ def test_a_data_type_without_kernels_is_rejected(device: Device) -> None:
 
 
 def test_by_default_the_cache_takes_the_free_memory_less_a_reserve(device: Device) -> None:
-    class Card(Device):
+    class Gpu(Device):
         def __init__(self, free: int) -> None:
             self.free = free
 
@@ -132,6 +132,6 @@ def test_by_default_the_cache_takes_the_free_memory_less_a_reserve(device: Devic
 
     memory = BlockMemory(KvCachePoolConfig(), 4096, 2048, 2 << 20, 0)
     assert memory.requested() is None
-    assert memory.sizes(free_bytes(Card(100 << 30))) == (96 * 512, 0)
-    assert memory.sizes(free_bytes(Card(9 << 30))) == (8 * 512, 0)
-    assert memory.sizes(free_bytes(Card(1 << 20))) == (1, 0)
+    assert memory.sizes(free_bytes(Gpu(100 << 30))) == (96 * 512, 0)
+    assert memory.sizes(free_bytes(Gpu(9 << 30))) == (8 * 512, 0)
+    assert memory.sizes(free_bytes(Gpu(1 << 20))) == (1, 0)

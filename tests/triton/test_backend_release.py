@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from small_backends import cuda_backend, engine_of, prompt, request, run, tokens_of
-from watched_card import SHAPE, WatchedCard
+from watched_gpu import SHAPE, WatchedGpu
 
 from weft.backends import registry
 from weft.backends.cuda import runner
@@ -36,12 +36,12 @@ REQUESTS = [
 
 
 @pytest.fixture
-def card(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[WatchedCard]:
+def gpu(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[WatchedGpu]:
     """A tracked device, with the garbage collector disabled."""
     gc.collect()
     gc.disable()
     monkeypatch.setattr(gc, "collect", lambda *generation: 0)
-    yield WatchedCard(str(device.torch_device))
+    yield WatchedGpu(str(device.torch_device))
     gc.enable()
 
 
@@ -50,19 +50,19 @@ def card(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[WatchedCar
     [{}, {"overlap": False}, {"num_blocks": 8, "store_blocks": 12}],
     ids=["overlapped", "plain", "two tiers"],
 )
-def test_a_closed_engine_keeps_no_memory(card: WatchedCard, options: dict[str, Any]) -> None:
-    engine = engine_of(cuda_backend(card), **{"num_blocks": 6, **options})
+def test_a_closed_engine_keeps_no_memory(gpu: WatchedGpu, options: dict[str, Any]) -> None:
+    engine = engine_of(cuda_backend(gpu), **{"num_blocks": 6, **options})
     results = run(engine, REQUESTS)
     assert len(tokens_of(results)) == len(REQUESTS)
-    assert len(card.taken) > 50 and card.num_released == 1
-    assert card.alive == 0
+    assert len(gpu.taken) > 50 and gpu.num_released == 1
+    assert gpu.alive == 0
     assert engine.metrics().requests_completed == len(REQUESTS)  # metrics are still readable
 
 
 def test_steps_that_were_in_flight_when_the_engine_failed_keep_no_memory(
-    card: WatchedCard, monkeypatch: pytest.MonkeyPatch
+    gpu: WatchedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_of(cuda_backend(card))
+    engine = engine_of(cuda_backend(gpu))
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a mistake in the engine")
@@ -75,69 +75,69 @@ def test_steps_that_were_in_flight_when_the_engine_failed_keep_no_memory(
     except ZeroDivisionError:
         failed = True
     engine.stop()
-    assert failed and card.alive == 0
+    assert failed and gpu.alive == 0
 
 
-def test_a_backend_may_be_closed_twice_and_before_it_was_allocated(card: WatchedCard) -> None:
-    backend = cuda_backend(card)
-    assert card.alive > 0
+def test_a_backend_may_be_closed_twice_and_before_it_was_allocated(gpu: WatchedGpu) -> None:
+    backend = cuda_backend(gpu)
+    assert gpu.alive > 0
     backend.close()
     backend.close()
-    assert card.alive == 0
+    assert gpu.alive == 0
 
 
-def test_a_model_that_fails_to_load_keeps_no_memory_even_if_its_error_is_kept(card: WatchedCard) -> None:
+def test_a_model_that_fails_to_load_keeps_no_memory_even_if_its_error_is_kept(gpu: WatchedGpu) -> None:
     checkpoint = random_checkpoint(SHAPE, fill_on_device=False)
     tensors = {name: source for name, source in checkpoint.tensors.items() if name != "model.norm.weight"}
     damaged = dataclasses.replace(checkpoint, tensors=tensors)
     with pytest.raises(ModelFileError, match=r"norm.weight: the tensor is missing") as error:
-        open_cuda_backend(damaged, device=card)
-    assert len(card.taken) > 10 and card.num_released == 1
-    assert card.alive == 0, error
+        open_cuda_backend(damaged, device=gpu)
+    assert len(gpu.taken) > 10 and gpu.num_released == 1
+    assert gpu.alive == 0, error
 
 
-def test_a_cache_that_does_not_fit_keeps_no_memory_even_if_its_error_is_kept(card: WatchedCard) -> None:
-    backend = open_cuda_backend(random_checkpoint(SHAPE, fill_on_device=False), device=card)
+def test_a_cache_that_does_not_fit_keeps_no_memory_even_if_its_error_is_kept(gpu: WatchedGpu) -> None:
+    backend = open_cuda_backend(random_checkpoint(SHAPE, fill_on_device=False), device=gpu)
     with pytest.raises(OutOfMemoryError) as error:
         ServingEngine(backend, ServingEngineConfig(cache=KvCachePoolConfig(memory=1 << 50)))
-    assert card.alive == 0, error
+    assert gpu.alive == 0, error
 
 
 def test_an_engine_that_fails_to_start_keeps_no_memory_even_if_its_backend_is_kept(
-    card: WatchedCard, monkeypatch: pytest.MonkeyPatch
+    gpu: WatchedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise MemoryError("no room for the scheduler")
 
     monkeypatch.setattr(serving, "ContinuousBatchScheduler", fail)
-    backend = cuda_backend(card)
+    backend = cuda_backend(gpu)
     with pytest.raises(MemoryError, match="no room for the scheduler") as error:
         ServingEngine(backend, ServingEngineConfig(cache=KvCachePoolConfig(num_blocks=8)))
-    assert card.alive == 0, error
+    assert gpu.alive == 0, error
 
 
 def test_a_closed_model_keeps_no_memory_in_a_frozen_heap(
-    card: WatchedCard, monkeypatch: pytest.MonkeyPatch
+    gpu: WatchedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "why_no_card", lambda: None)
-    monkeypatch.setattr(runner, "Device", lambda name: card)
+    monkeypatch.setattr(registry, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(runner, "Device", lambda name: gpu)
     gc.unfreeze()
     options: dict[str, Any] = {"max_running": 4, "max_tokens_per_step": 64, "max_prefill_tokens": 32}
     llm = LLM(random_checkpoint(SHAPE, fill_on_device=False), device="cuda", num_blocks=16, **options)
     assert gc.get_freeze_count() > 0
     other = LLM(random_checkpoint(SHAPE, fill_on_device=False), device="cuda", num_blocks=16, **options)
     ids = llm.generate([prompt(9, 1)], SamplingParams(max_tokens=3, temperature=0.0))
-    assert len(ids[0].tokens) == 3 and card.alive > 50
+    assert len(ids[0].tokens) == 3 and gpu.alive > 50
     llm.close()
     assert gc.get_freeze_count() > 0, "the other model is still open"
     other.close()
     llm.close()
-    assert card.alive == 0
+    assert gpu.alive == 0
     assert gc.get_freeze_count() == 0
 
 
 def test_streams_are_reused_so_that_libraries_keep_memory_for_few(device: Device) -> None:
-    if not device.is_card:
+    if not device.is_gpu:
         pytest.skip("the interpreter has no streams")
     first = Device(str(device.torch_device))
     streams = [first.stream() for _ in range(3)]

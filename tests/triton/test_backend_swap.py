@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 import torch
 
 from weft.backends.cuda import swap
-from weft.backends.cuda.swap import CardSwap
+from weft.backends.cuda.swap import GpuSwap
 from weft.ops.triton.device import Device
 from weft.plan import IterationPlan, SwapTask
 from weft.request import RequestId
@@ -31,7 +31,7 @@ def cache(device: Device) -> torch.Tensor:
     return torch.arange(12 * 6, dtype=torch.float32, device=device.torch_device).reshape(12, 2, 3)
 
 
-def reports(space: CardSwap, count: int) -> tuple[set[int], dict[int, str]]:
+def reports(space: GpuSwap, count: int) -> tuple[set[int], dict[int, str]]:
     """Collects the reports of `count` swaps, from as many results as needed."""
     finished: set[int] = set()
     failed: dict[int, str] = {}
@@ -47,7 +47,7 @@ def test_swapped_blocks_come_back_unchanged_at_any_position(
     device: Device, cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch, slots_at_once: int
 ) -> None:
     monkeypatch.setattr(swap, "_REGION_BYTES", slots_at_once * 24)
-    space = CardSwap(device, cache, 10)
+    space = GpuSwap(device, cache, 10)
     before = cache.clone()
     blocks, slots = (3, 4, 5, 9, 8, 0), (1, 2, 3, 4, 5, 9)
     space.launch(plan_of(out=(task(1, blocks, slots),)), None)
@@ -61,7 +61,7 @@ def test_swapped_blocks_come_back_unchanged_at_any_position(
 
 
 def test_blocks_that_are_contiguous_in_both_places_are_one_copy(device: Device, cache: torch.Tensor) -> None:
-    space = CardSwap(device, cache, 10)
+    space = GpuSwap(device, cache, 10)
     assert list(space.full.runs(zip((3, 4, 5, 9, 10, 1), (1, 2, 3, 4, 6, 7), strict=True))) == [
         (3, 1, 3),
         (9, 4, 1),
@@ -76,7 +76,7 @@ def test_a_swap_that_depends_on_a_failed_one_fails_and_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    space = CardSwap(device, cache, 10)
+    space = GpuSwap(device, cache, 10)
     before = cache.clone()
 
     def refuse(*_: object, **__: object) -> torch.Tensor:
@@ -98,7 +98,7 @@ def test_a_swap_that_depends_on_a_failed_one_fails_and_changes_nothing(
 
 
 def test_each_swap_is_reported_once(device: Device, cache: torch.Tensor) -> None:
-    space = CardSwap(device, cache, 10)
+    space = GpuSwap(device, cache, 10)
     space.launch(plan_of(out=(task(1, (1,), (1,)), task(2, (2,), (2,)))), None)
     assert reports(space, 2) == ({1, 2}, {})
     assert space.take_reports(must_wait=True) == ((), {})
@@ -108,7 +108,7 @@ def test_pinned_memory_is_allocated_at_first_use(
     device: Device, cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(swap, "_REGION_BYTES", 2 * 24)
-    space = CardSwap(device, cache, 10)
+    space = GpuSwap(device, cache, 10)
     assert space.full.regions == [None] * 5
     space.launch(plan_of(out=(task(1, (1, 2), (4, 5)),)), None)
     assert [region is not None for region in space.full.regions] == [False, False, True, False, False]
@@ -120,7 +120,7 @@ def test_blocks_of_both_tiers_are_swapped_together_and_come_back_unchanged(
     """Blocks from 12 and slots from 10 on belong to the store: the last full one and the first stored one are
     adjacent."""
     store = torch.arange(5 * 7, dtype=torch.int8, device=device.torch_device).reshape(5, 7)
-    space = CardSwap(device, cache, 10, store, 4)
+    space = GpuSwap(device, cache, 10, store, 4)
     before, stored_before = cache.clone(), store.clone()
     space.launch(plan_of(out=(task(1, (11, 12, 13, 3), (9, 10, 11, 2)),)), None)
     assert reports(space, 1) == ({1}, {})
@@ -134,6 +134,6 @@ def test_blocks_of_both_tiers_are_swapped_together_and_come_back_unchanged(
 
 def test_a_block_is_not_swapped_to_a_slot_of_the_other_tier(device: Device, cache: torch.Tensor) -> None:
     store = torch.zeros(5, 7, dtype=torch.int8, device=device.torch_device)
-    space = CardSwap(device, cache, 10, store, 4)
+    space = GpuSwap(device, cache, 10, store, 4)
     space.launch(plan_of(out=(task(1, (11, 12), (10, 9)),)), None)
     assert reports(space, 1) == (set(), {1: "a block and its slot are of different tiers"})

@@ -16,7 +16,7 @@ def test_every_kernel_of_a_forward_pass_and_of_sampling_compiles_for_hopper(tmp_
     environment["PYTHONPATH"] = os.pathsep.join([environment.get("PYTHONPATH", ""), str(HERE.parent)]).strip(
         os.pathsep
     )
-    command = [sys.executable, str(HERE / "compile_for_card.py")]
+    command = [sys.executable, str(HERE / "compile_for_gpu.py")]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-4000:]
     assert "kernels compiled" in result.stdout

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from watched_card import SHAPE, WatchedCard
+from watched_gpu import SHAPE, WatchedGpu
 
 from weft.backends.cuda import memory
 from weft.backends.cuda.memory import BlockMemory
@@ -32,7 +32,7 @@ POOL = KvCachePoolConfig(num_blocks=8, swap_blocks=4)
 interpreted = pytest.mark.skipif(not INTERPRETED.value, reason="a real GPU has a fixed memory size")
 
 
-class SmallCard(WatchedCard):
+class SmallGpu(WatchedGpu):
     """A device with the free memory that a test sets."""
 
     def __init__(self, name: str, free: int, refuse_from: int | None = None) -> None:
@@ -50,8 +50,8 @@ def checkpoint(**fields: Any) -> Checkpoint:
     return random_checkpoint({**SHAPE, **fields}, fill_on_device=False)
 
 
-def opened(card: Device, **fields: Any) -> CudaBackend:
-    return open_cuda_backend(checkpoint(**fields), device=card, dtype="float32")
+def opened(gpu: Device, **fields: Any) -> CudaBackend:
+    return open_cuda_backend(checkpoint(**fields), device=gpu, dtype="float32")
 
 
 def sentence(error: pytest.ExceptionInfo[OutOfMemoryError]) -> str:
@@ -65,37 +65,37 @@ def sentence(error: pytest.ExceptionInfo[OutOfMemoryError]) -> str:
 
 
 def test_weights_that_do_not_fit_are_rejected_before_any_is_read(device: Device) -> None:
-    card = SmallCard(str(device.torch_device), free=3 * MIB)
+    gpu = SmallGpu(str(device.torch_device), free=3 * MIB)
     with pytest.raises(OutOfMemoryError) as error:
-        opened(card, vocab_size=100_000)  # 6.1 MiB of embeddings
+        opened(gpu, vocab_size=100_000)  # 6.1 MiB of embeddings
     text = sentence(error)
     assert text.startswith(
-        f"the memory of {card.description} is too small: the weights take 6 MiB, and 3 MiB of 1,024 MiB"
+        f"the memory of {gpu.description} is too small: the weights take 6 MiB, and 3 MiB of 1,024 MiB"
     )
     assert text.endswith("; take a smaller model, or end other programs that use the GPU")
-    assert not card.taken
+    assert not gpu.taken
 
 
 def test_running_out_of_memory_while_weights_are_read_gives_the_same_sentence(device: Device) -> None:
-    card = SmallCard(str(device.torch_device), free=500 * MIB, refuse_from=3)
+    gpu = SmallGpu(str(device.torch_device), free=500 * MIB, refuse_from=3)
     with pytest.raises(OutOfMemoryError) as error:
-        opened(card, vocab_size=100_000)
+        opened(gpu, vocab_size=100_000)
     assert "the weights take 6 MiB, and 500 MiB of 1,024 MiB are free" in sentence(error)
-    assert len(card.taken) == 3 and card.alive == 0
+    assert len(gpu.taken) == 3 and gpu.alive == 0
 
 
 @pytest.mark.parametrize("refuse_after", [1, 5, 40])
 def test_running_out_of_memory_during_allocation_gives_one_sentence(
     device: Device, refuse_after: int
 ) -> None:
-    card = SmallCard(str(device.torch_device), free=500 * MIB)
-    backend = opened(card)
-    card.refuse_from = len(card.taken) + refuse_after
+    gpu = SmallGpu(str(device.torch_device), free=500 * MIB)
+    backend = opened(gpu)
+    gpu.refuse_from = len(gpu.taken) + refuse_after
     with pytest.raises(OutOfMemoryError) as error:
         backend.allocate(POOL, 4, 64)
     text = sentence(error)
     assert "buffers for steps of 64 tokens and 4 requests" in text and "--memory, --context" in text
-    assert card.alive == 0
+    assert gpu.alive == 0
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ def test_running_out_of_memory_during_allocation_gives_one_sentence(
 def test_a_requested_cache_that_does_not_fit_is_rejected_with_both_sizes(
     device: Device, pool: KvCachePoolConfig
 ) -> None:
-    card = SmallCard(str(device.torch_device), free=500 * MIB)
+    gpu = SmallGpu(str(device.torch_device), free=500 * MIB)
     with pytest.raises(OutOfMemoryError) as error:
-        opened(card).allocate(pool, 4, 64)
+        opened(gpu).allocate(pool, 4, 64)
     text = sentence(error)
     assert re.search(r"the KV cache takes [\d,]+ MiB beside 0 MiB of weights, and 500 MiB of 1,024 MiB", text)
     assert "set a smaller --memory, --context" in text
@@ -123,26 +123,26 @@ def test_a_requested_cache_that_does_not_fit_is_rejected_with_both_sizes(
 
 def test_a_gpu_without_room_for_any_cache_is_rejected(device: Device) -> None:
     """With a cache of a few tokens, every prompt would be rejected as too long."""
-    card = SmallCard(str(device.torch_device), free=1024 * MIB)  # all of it is reserved
+    gpu = SmallGpu(str(device.torch_device), free=1024 * MIB)  # all of it is reserved
     with pytest.raises(OutOfMemoryError) as error:
-        opened(card).allocate(KvCachePoolConfig(), 4, 64)
+        opened(gpu).allocate(KvCachePoolConfig(), 4, 64)
     assert "the KV cache takes at least 0 MiB, with 1,024 MiB in reserve, beside" in sentence(error)
-    card.free = 127 * MIB
+    gpu.free = 127 * MIB
     with pytest.raises(
         OutOfMemoryError, match=r"with 1,024 MiB in reserve, .* and 127 MiB of 1,024 MiB are free"
     ):
-        opened(card).allocate(KvCachePoolConfig(), 4, 64)
-    card.free = 1025 * MIB
-    info = opened(card).allocate(KvCachePoolConfig(), 4, 64)
+        opened(gpu).allocate(KvCachePoolConfig(), 4, 64)
+    gpu.free = 1025 * MIB
+    info = opened(gpu).allocate(KvCachePoolConfig(), 4, 64)
     assert info.num_blocks * info.block_size >= info.max_context == 128
 
 
 @interpreted
 def test_the_interpreter_has_the_memory_that_is_set(device: Device) -> None:
-    card = Device(str(device.torch_device))
-    card.interpreter_memory = 3000
+    gpu = Device(str(device.torch_device))
+    gpu.interpreter_memory = 3000
     with pytest.raises(OutOfMemoryError, match=r"0 MiB of 0 MiB are free"):
-        opened(card)
+        opened(gpu)
 
 
 def test_processes_that_use_the_gpu_are_named_largest_first(
@@ -154,9 +154,9 @@ def test_processes_that_use_the_gpu_are_named_largest_first(
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    card = SmallCard(str(device.torch_device), free=3 * MIB)
+    gpu = SmallGpu(str(device.torch_device), free=3 * MIB)
     with pytest.raises(OutOfMemoryError) as error:
-        opened(card, vocab_size=100_000)
+        opened(gpu, vocab_size=100_000)
     named = "(train, process 4711, uses 130,000 MiB, python3, process 77, uses 1,200 MiB)"
     assert f"3 MiB of 1,024 MiB are free {named};" in sentence(error)
 
@@ -170,7 +170,7 @@ def test_a_driver_that_names_no_process_does_not_hide_the_error(
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(OutOfMemoryError, match="nvidia-smi names no process that uses the rest"):
-        opened(SmallCard(str(device.torch_device), free=3 * MIB), vocab_size=100_000)
+        opened(SmallGpu(str(device.torch_device), free=3 * MIB), vocab_size=100_000)
 
 
 # --- swap space -------------------------------------------------------------------------------------------------
@@ -218,9 +218,9 @@ def test_a_backend_without_memory_for_its_swap_space_frees_everything(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_available(monkeypatch, 1000)
-    card = SmallCard(str(device.torch_device), free=500 * MIB)
+    gpu = SmallGpu(str(device.torch_device), free=500 * MIB)
     with pytest.raises(OutOfMemoryError, match="swap_blocks = 4 takes"):
-        opened(card).allocate(POOL, 4, 64)
-    assert card.alive == 0
-    info = opened(card).allocate(KvCachePoolConfig(num_blocks=8), 4, 64)
+        opened(gpu).allocate(POOL, 4, 64)
+    assert gpu.alive == 0
+    info = opened(gpu).allocate(KvCachePoolConfig(num_blocks=8), 4, 64)
     assert info.swap_blocks == 0

@@ -136,7 +136,7 @@ def test_filters_work_with_short_lists_and_with_distributions_too_flat_for_a_lis
         {"top_k": 30, "typical_p": 0.5},
         {},
     ]
-    vocabulary = 150_000 if device.is_card else 4_000  # lists are long on a GPU and short in the interpreter
+    vocabulary = 150_000 if device.is_gpu else 4_000  # lists are long on a GPU and short in the interpreter
     on_device = OnDevice(device, vocabulary)
     settled = []
     for scale in (10.0, 1.5, 0.01):

@@ -225,7 +225,7 @@ def test_in_the_invariant_mode_a_token_has_the_same_bits_in_a_chunk_and_in_decod
     case: Case, bits: int, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_module, "_LEAST_FIXED_SPLIT", 128)
-    dtype = torch.bfloat16 if device.is_card else torch.float32
+    dtype = torch.bfloat16 if device.is_gpu else torch.float32
     tiered = TieredStep(Step(case, device, dtype), bits)
     attention = attention_of(case, device, invariant=True)
     together = tiered.attended(attention)

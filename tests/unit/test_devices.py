@@ -16,7 +16,7 @@ from weft.llm_config import build_config
 
 
 @pytest.fixture
-def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Simulates a machine with a GPU, its driver, torch and triton."""
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(registry, "_DEVICE_FILES", tmp_path)
@@ -36,13 +36,13 @@ def lacks(package: str) -> Any:
     return version
 
 
-def test_auto_uses_the_gpu_if_there_is_one(card: pytest.MonkeyPatch) -> None:
-    assert registry.why_no_card() is None
+def test_auto_uses_the_gpu_if_there_is_one(gpu: pytest.MonkeyPatch) -> None:
+    assert registry.why_no_gpu() is None
     assert registry.chosen("auto", {}) == "cuda"
     assert registry.chosen("cuda", {"threads": None}) == "cuda"
 
 
-def test_auto_uses_the_cpu_if_there_is_no_gpu(card: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_auto_uses_the_cpu_if_there_is_no_gpu(gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "nvidia0").unlink()
     (tmp_path / "nvidiactl").touch()
     assert registry.chosen("auto", {}) == "cpu"
@@ -52,26 +52,26 @@ def test_auto_uses_the_cpu_if_there_is_no_gpu(card: pytest.MonkeyPatch, tmp_path
 
 @pytest.mark.parametrize("package", ["torch", "triton"])
 def test_without_the_cuda_extra_the_gpu_is_not_used_and_the_error_says_how_to_install_it(
-    card: pytest.MonkeyPatch, package: str
+    gpu: pytest.MonkeyPatch, package: str
 ) -> None:
-    card.setattr(importlib.metadata, "version", lacks(package))
+    gpu.setattr(importlib.metadata, "version", lacks(package))
     assert registry.chosen("auto", {}) == "cpu"
     with pytest.raises(InvalidRequestError, match=rf"{package} is not installed; pip install 'weft\[cuda\]'"):
         registry.chosen("cuda", {})
 
 
-def test_a_torch_without_cuda_counts_as_not_installed(card: pytest.MonkeyPatch) -> None:
-    card.setattr(importlib.metadata, "version", lambda name: "2.13.0+cpu")
+def test_a_torch_without_cuda_counts_as_not_installed(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(importlib.metadata, "version", lambda name: "2.13.0+cpu")
     assert registry.chosen("auto", {}) == "cpu"
 
 
 @pytest.mark.parametrize(("hidden", "expected"), [("", "cpu"), ("-1", "cpu"), ("0", "cuda")])
-def test_hidden_gpus_are_not_used(card: pytest.MonkeyPatch, hidden: str, expected: str) -> None:
-    card.setenv("CUDA_VISIBLE_DEVICES", hidden)
+def test_hidden_gpus_are_not_used(gpu: pytest.MonkeyPatch, hidden: str, expected: str) -> None:
+    gpu.setenv("CUDA_VISIBLE_DEVICES", hidden)
     assert registry.chosen("auto", {}) == expected
 
 
-def test_cpu_options_make_auto_choose_the_cpu_and_are_rejected_with_cuda(card: pytest.MonkeyPatch) -> None:
+def test_cpu_options_make_auto_choose_the_cpu_and_are_rejected_with_cuda(gpu: pytest.MonkeyPatch) -> None:
     assert registry.chosen("auto", {"quantize": "int8"}) == "cpu"
     assert registry.chosen("auto", {"threads": 4}) == "cpu"
     with pytest.raises(InvalidRequestError, match="quantize is 'int8', but the device is cuda and only cpu"):
@@ -79,7 +79,9 @@ def test_cpu_options_make_auto_choose_the_cpu_and_are_rejected_with_cuda(card: p
 
 
 def test_an_unknown_device_is_rejected_with_the_list_of_devices() -> None:
-    with pytest.raises(InvalidRequestError, match="'tpu'; allowed: auto, cpu, cuda, noop"):
+    with pytest.raises(
+        InvalidRequestError, match="'tpu'; allowed: auto, cpu, cuda, cuda-embedder, embedder, noop"
+    ):
         registry.chosen("tpu", {})
 
 

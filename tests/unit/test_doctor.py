@@ -172,7 +172,7 @@ H200 = "NVIDIA H200, 143771 MiB, 570.124.06"
 
 
 @pytest.fixture
-def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Simulates a GPU and the versions of torch and triton."""
 
     def put(torch: str | None = "2.11.0+cu128", triton: str | None = "3.6.0") -> None:
@@ -209,13 +209,13 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
 )
 def test_a_gpu_is_reported_with_the_packages_that_weft_needs(
     report: Report,
-    card: Callable[..., None],
+    gpu: Callable[..., None],
     torch: str | None,
     triton: str | None,
     status: str,
     expected: str,
 ) -> None:
-    card(torch, triton)
+    gpu(torch, triton)
     check = report("/nowhere/model.gguf")[1]["GPU"]
     assert check["status"] == status
     assert H200 in check["found"] and expected in check["found"] + check["advice"]
@@ -225,26 +225,26 @@ def test_a_gpu_is_reported_with_the_packages_that_weft_needs(
 
 
 def test_a_hidden_gpu_is_reported_as_not_used(
-    report: Report, card: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    report: Report, gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    card()
+    gpu()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     check = report("/nowhere/model.gguf")[1]["GPU"]
     assert check["status"] == "note" and "CUDA_VISIBLE_DEVICES hides all GPUs" in check["advice"]
 
 
 def test_room_and_speed_are_of_the_gpu_if_weft_runs_on_it(
-    report: Report, card: Callable[..., None], monkeypatch: pytest.MonkeyPatch, default_model_path: Path
+    report: Report, gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch, default_model_path: Path
 ) -> None:
-    card()
-    monkeypatch.setattr(machine, "card_memory", lambda: machine.Memory(1 << 37, 1 << 36, None))
+    gpu()
+    monkeypatch.setattr(machine, "gpu_memory", lambda: machine.Memory(1 << 37, 1 << 36, None))
     monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1 << 30, 1 << 26, None))
     exit_code, checks = report()
     assert exit_code == 0
     # 134.5 million weights of two bytes.
     assert "0.25 GiB on the GPU for weights, as bfloat16" in checks["room"]["found"]
     assert "the GPU reads 0.27 GB for every token" in checks["speed"]["found"]
-    monkeypatch.setattr(machine, "card_memory", lambda: machine.Memory(1 << 37, 1 << 26, None))
+    monkeypatch.setattr(machine, "gpu_memory", lambda: machine.Memory(1 << 37, 1 << 26, None))
     exit_code, checks = report()
     assert exit_code == 1 and "Only 0.06 GiB of GPU memory are free" in checks["room"]["advice"]
 

@@ -37,7 +37,7 @@ _OPTIONS_OF = {
     "core_lease": ("cpu", "embedder"),
 }
 
-CARD_BUDGETS: dict[str, Any] = {
+GPU_BUDGETS: dict[str, Any] = {
     "max_tokens_per_step": 8448,
     "max_prefill_tokens": 8192,
     "max_chunk_tokens": 8192,
@@ -79,7 +79,7 @@ def chosen(name: str, options: Mapping[str, Any]) -> str:
         if "cpu" in owners and "cuda" not in owners and options.get(key) is not None
     ]
     if name == AUTO:
-        return "cpu" if cpu_only or why_no_card() is not None else "cuda"
+        return "cpu" if cpu_only or why_no_gpu() is not None else "cuda"
     if name == "cuda":
         if cpu_only:
             raise InvalidRequestError(
@@ -87,19 +87,19 @@ def chosen(name: str, options: Mapping[str, Any]) -> str:
                 "leave it out, or use the device cpu",
                 field=cpu_only[0],
             )
-        if str(options.get("device", name)).startswith("cuda") and (reason := why_no_card()) is not None:
+        if str(options.get("device", name)).startswith("cuda") and (reason := why_no_gpu()) is not None:
             raise InvalidRequestError(f"the device is cuda, but {reason}", field="device")
     return name
 
 
-def has_card() -> bool:
+def has_gpu() -> bool:
     """Looks for the device files of the driver: one per GPU, or `dxg` for all of them under WSL."""
     return any(_DEVICE_FILES.glob("nvidia[0-9]*")) or (_DEVICE_FILES / "dxg").exists()
 
 
-def why_no_card() -> str | None:
+def why_no_gpu() -> str | None:
     """Why weft cannot run on a GPU here; None if it can, as far as this can be checked without torch."""
-    if not has_card():
+    if not has_gpu():
         return "no NVIDIA GPU is here, or its driver is not loaded"
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return "CUDA_VISIBLE_DEVICES hides all GPUs"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from weft import __version__
 from weft.backends import registry
-from weft.bench.gpu_clocks import CardState, CardWatch
+from weft.bench.gpu_clocks import GpuState, GpuWatch
 from weft.bench.gpu_start import Start, measure_starts
 from weft.bench.gpu_work import (
     MAX_CONTEXT,
@@ -66,7 +66,7 @@ class Speed:
     at_best: float | None
     """Upper bound on an H200, in tokens per second."""
     share: float | None
-    card: CardState | None
+    gpu: GpuState | None
     """State of the GPU during the runs."""
 
 
@@ -77,7 +77,7 @@ class Options:
     step_tokens: int
 
     @property
-    def is_card(self) -> bool:
+    def is_gpu(self) -> bool:
         return self.device != "cpu"
 
     def open(self, shape: str) -> LLM:
@@ -108,8 +108,8 @@ def main(
     options = Options(device, invariant, step_tokens)
     names = chosen(work, WORK, "--work", default=WORK)
     models = chosen(shapes, tuple(SHAPES), "--shape", default=("0.6b", "8b"))
-    cards = gpus() or [] if options.is_card else []
-    watch = CardWatch() if options.is_card else None
+    found = gpus() or [] if options.is_gpu else []
+    watch = GpuWatch() if options.is_gpu else None
     speeds: list[Speed] = []
     starts: list[Start] = []
 
@@ -119,7 +119,7 @@ def main(
             document = {
                 "weft": __version__,
                 "machine": machine(),
-                "cards": cards,
+                "gpus": found,
                 **asdict(options),
                 "speeds": [asdict(speed) for speed in speeds],
                 "starts": [asdict(start) for start in starts],
@@ -127,7 +127,7 @@ def main(
             json_path.write_text(json.dumps(document, indent=2) + "\n")
 
     mode = " in the batch-invariant mode" if invariant else ""
-    print_line(f"{'; '.join([*cards, machine()])}; weft {__version__} on {device}{mode}")
+    print_line(f"{'; '.join([*found, machine()])}; weft {__version__} on {device}{mode}")
     print_line(
         f"Random weights, greedy, {MAX_RUNNING} sequences at most, {step_tokens} prompt tokens a step at most, "
         f"no prefix cache. Warm-up: each workload once with shortened answers ({_WARM_UP_TOKENS} tokens at most, or 1/"
@@ -146,20 +146,20 @@ def main(
             if lists := [name for name in names if name != START]:
                 with options.open(shape) as llm:
                     for name in lists:
-                        speeds.append(measure(llm, shape, make_work(name, shape), options.is_card, watch))
+                        speeds.append(measure(llm, shape, make_work(name, shape), options.is_gpu, watch))
                         _print_speed(speeds[-1])
                         save()
-        if (card := next((speed.card for speed in speeds if speed.card), None)) is not None:
+        if (gpu := next((speed.gpu for speed in speeds if speed.gpu), None)) is not None:
             print_line(
-                f"Limits of the GPU: {card.most_megahertz:,.0f} MHz (memory {card.memory_megahertz:,.0f} MHz), "
-                f"{card.most_watts:.0f} W."
+                f"Limits of the GPU: {gpu.most_megahertz:,.0f} MHz (memory {gpu.memory_megahertz:,.0f} MHz), "
+                f"{gpu.most_watts:.0f} W."
             )
     finally:
         if watch is not None:
             watch.close()
 
 
-def measure(llm: LLM, shape: str, work: Work, is_card: bool, watch: CardWatch | None = None) -> Speed:
+def measure(llm: LLM, shape: str, work: Work, is_gpu: bool, watch: GpuWatch | None = None) -> Speed:
     """Measures one workload. It is compared with vLLM and with the upper bound only on a GPU."""
     run(llm, work.shortened(max(_WARM_UP_TOKENS, max(work.new_tokens) // _WARM_UP_SHARE)))
     seconds: list[float] = []
@@ -170,8 +170,8 @@ def measure(llm: LLM, shape: str, work: Work, is_card: bool, watch: CardWatch | 
         seconds.append(run(llm, work))
         steps = llm.engine.metrics().steps - before
     speed = work.tokens / statistics.median(seconds)
-    recorded = RECORDED.get(shape, {}).get(work.name) if is_card else None
-    at_best = work.tokens / least_seconds(work, shape) if is_card else None
+    recorded = RECORDED.get(shape, {}).get(work.name) if is_gpu else None
+    at_best = work.tokens / least_seconds(work, shape) if is_gpu else None
     return Speed(
         shape,
         work.name,
@@ -210,7 +210,7 @@ def _print_speed(speed: Speed) -> None:
     print(
         f"{speed.shape:<6}{speed.work:<16}{speed.tokens_per_second:>10,.0f}{shown(speed.recorded, ',.0f'):>9}"
         f"{shown(speed.ratio, '.2f'):>7}{shown(speed.at_best, ',.0f'):>9}{shown(speed.share, '.0%'):>7}"
-        f"{speed.steps:>7}{per_step:>9.3f}  {each}{'' if speed.card is None else f'; {speed.card}'}",
+        f"{speed.steps:>7}{per_step:>9.3f}  {each}{'' if speed.gpu is None else f'; {speed.gpu}'}",
         flush=True,
     )
 

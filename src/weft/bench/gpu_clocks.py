@@ -49,7 +49,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class CardState:
+class GpuState:
     """Summary of the samples of an interval."""
 
     samples: int
@@ -74,7 +74,7 @@ class CardState:
         return f"{self.megahertz:,.0f} MHz{lowest}, {self.watts:.0f} W, {self.celsius:.0f} °C{throttled}"
 
 
-def state_of(samples: Sequence[Sample]) -> CardState | None:
+def state_of(samples: Sequence[Sample]) -> GpuState | None:
     if not samples:
         return None
     throttled = [sample for sample in samples if any(sample.reasons & bit for bit in _THROTTLE_REASONS)]
@@ -82,7 +82,7 @@ def state_of(samples: Sequence[Sample]) -> CardState | None:
         name for bit, name in _THROTTLE_REASONS.items() if any(sample.reasons & bit for sample in throttled)
     )
     last = samples[-1]
-    return CardState(
+    return GpuState(
         len(samples),
         statistics.median_low(sample.megahertz for sample in samples),
         min(sample.megahertz for sample in samples),
@@ -106,7 +106,7 @@ def read_sample(line: str, at: float) -> Sample | None:
         return None
 
 
-class CardWatch:
+class GpuWatch:
     """Samples the first visible GPU from construction until `close`."""
 
     def __init__(self) -> None:
@@ -114,8 +114,8 @@ class CardWatch:
         self._process: subprocess.Popen[str] | None = None
         if (tool := shutil.which("nvidia-smi")) is None:
             return
-        card = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
-        command = [tool, f"--id={card}", f"--query-gpu={','.join(_FIELDS)}", f"--loop-ms={_MILLISECONDS}"]
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+        command = [tool, f"--id={gpu}", f"--query-gpu={','.join(_FIELDS)}", f"--loop-ms={_MILLISECONDS}"]
         try:
             self._process = subprocess.Popen(
                 [*command, "--format=csv,noheader,nounits"],
@@ -125,7 +125,7 @@ class CardWatch:
             )
         except OSError:
             return
-        threading.Thread(target=self._read, name="card-watch", daemon=True).start()
+        threading.Thread(target=self._read, name="gpu-watch", daemon=True).start()
 
     def _read(self) -> None:
         assert self._process is not None and self._process.stdout is not None
@@ -133,7 +133,7 @@ class CardWatch:
             if (sample := read_sample(line, time.perf_counter())) is not None:
                 self._samples.append(sample)
 
-    def between(self, begin: float, end: float) -> CardState | None:
+    def between(self, begin: float, end: float) -> GpuState | None:
         """Summary between two values of `time.perf_counter()`; None if there are no samples."""
         return state_of([sample for sample in self._samples if begin <= sample.at <= end])
 

@@ -38,7 +38,7 @@ _CUDA_PACKAGES = {"torch": ((2, 11), (2, 14)), "triton": ((3, 6), (4,))}
 """Packages of the extra `cuda`: the first supported release, and the first later release that is not supported."""
 _FLOAT_BYTES = 4
 """numpy computes with float32 weights."""
-_CARD_BYTES = 2
+_GPU_BYTES = 2
 """A GPU computes with bfloat16 weights."""
 _LOW_DISK = 1 << 30
 _TYPICAL_SHARE = 0.55
@@ -165,8 +165,8 @@ def _memory() -> Check:
 
 
 def _gpu() -> Check:
-    gpus, reason = machine.gpus(), registry.why_no_card()
-    if reason is not None and not registry.has_card():
+    gpus, reason = machine.gpus(), registry.why_no_gpu()
+    if reason is not None and not registry.has_gpu():
         if gpus is None:
             return Check("GPU", "note", "unknown: nvidia-smi does not respond")
         if not gpus:
@@ -287,33 +287,33 @@ def _text(checkpoint: Checkpoint) -> Check:
 
 
 def _weights_fit(checkpoint: Checkpoint) -> Check:
-    on_card = registry.why_no_card() is None
-    needed = _weight_bytes(checkpoint, on_card)
-    available = machine.card_memory().available if on_card else machine.memory().available
-    if on_card:
+    on_gpu = registry.why_no_gpu() is None
+    needed = _weight_bytes(checkpoint, on_gpu)
+    available = machine.gpu_memory().available if on_gpu else machine.memory().available
+    if on_gpu:
         found = f"{needed / _GIB:.2f} GiB on the GPU for weights, as bfloat16"
     else:
         found = f"{needed / _GIB:.2f} GiB for weights, {'packed for the kernels' if has_kernels() else 'as float32'}"
     if available is not None and needed > available:
-        where = "of GPU memory are free" if on_card else "are available"
-        other = ", or run on the processor with --device cpu" if on_card else ""
+        where = "of GPU memory are free" if on_gpu else "are available"
+        other = ", or run on the processor with --device cpu" if on_gpu else ""
         advice = f"Only {available / _GIB:.2f} GiB {where}: use a smaller model, or free memory{other}."
         return Check("room", "fail", found, advice)
-    rest = "the rest of the memory" if on_card else "what --memory allows"
+    rest = "the rest of the memory" if on_gpu else "what --memory allows"
     return Check("room", "ok", f"{found}; the KV cache uses {rest}")
 
 
 def _speed(checkpoint: Checkpoint) -> Check:
     """Estimates the speed of a single answer. Each token reads every weight once, so the memory bandwidth is the
     limit."""
-    if registry.why_no_card() is None:
-        read = _weight_bytes(checkpoint, on_card=True) / 1e9
+    if registry.why_no_gpu() is None:
+        read = _weight_bytes(checkpoint, on_gpu=True) / 1e9
         found = (
             f"the GPU reads {read:.2f} GB for every token of one answer; answers in a batch share the reads"
         )
         return Check("speed", "ok", found, "`weft bench gpu` measures the speed.")
     rate = machine.bytes_per_second()
-    most = rate / _weight_bytes(checkpoint, on_card=False)
+    most = rate / _weight_bytes(checkpoint, on_gpu=False)
     expected = f"{most * _TYPICAL_SHARE:.{0 if most > 20 else 1}f}"
     found = (
         f"memory reads {rate / 1e9:.1f} GB/s: at most {most:.3g} tokens/s for one answer, "
@@ -327,10 +327,10 @@ def _speed(checkpoint: Checkpoint) -> Check:
     return Check("speed", "ok", found)
 
 
-def _weight_bytes(checkpoint: Checkpoint, on_card: bool) -> int:
+def _weight_bytes(checkpoint: Checkpoint, on_gpu: bool) -> int:
     """Bytes of the weights in the format of the backend."""
-    if on_card:
-        return checkpoint.parameter_count * _CARD_BYTES
+    if on_gpu:
+        return checkpoint.parameter_count * _GPU_BYTES
     if not has_kernels():
         return checkpoint.parameter_count * _FLOAT_BYTES
     from weft.ops.cpu.weights import resident_bytes

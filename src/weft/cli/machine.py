@@ -95,7 +95,7 @@ def gpus() -> list[str] | None:
     return _query_gpus("name,memory.total,driver_version")
 
 
-def card_memory() -> Memory:
+def gpu_memory() -> Memory:
     """Memory of the first GPU."""
     lines = _query_gpus("memory.total,memory.free", units=False)
     try:

@@ -81,7 +81,7 @@ def _on_device(settings: ServerSettings, gathered: Gathered) -> ServerSettings:
     """Sets the device. On a GPU, also sets the budgets of a step, unless the operator sets any of them."""
     backend = registry.chosen(settings.backend, _compute_options(settings))
     engine = settings.engine
-    budgets = registry.CARD_BUDGETS
+    budgets = registry.GPU_BUDGETS
     if backend == "cuda" and not any(f"engine.scheduler.{name}" in gathered.given for name in budgets):
         engine = dataclasses.replace(engine, scheduler=dataclasses.replace(engine.scheduler, **budgets))
     return dataclasses.replace(settings, backend=backend, engine=engine)

@@ -41,7 +41,7 @@ _MAX_LINE_BYTES = 1 << 30
 """Limits for the length of the first line and of the others: a file that is no log may be a single endless line."""
 
 Event = dict[str, Any]
-"""One line of the log."""
+"""An event: the JSON object of one line of the log."""
 
 
 class _ReadingsClock:

@@ -48,7 +48,7 @@ class FrameFile:
         return self._offsets[-1]
 
     def append(self, frame: bytes) -> None:
-        """`frame` is JSON without line breaks."""
+        """Appends a frame, which is JSON without line breaks."""
         with self._lock:
             self._last.append(frame)
             if len(self._last) < _FRAMES_PER_GROUP:

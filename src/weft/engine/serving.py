@@ -127,7 +127,7 @@ class ServingEngine:
         """
         device = registry.chosen(device, options)
         if config is None:
-            budgets = registry.CARD_BUDGETS if device == "cuda" else {}
+            budgets = registry.GPU_BUDGETS if device == "cuda" else {}
             config = ServingEngineConfig(scheduler=SchedulerConfig(policy=PriorityPolicy.ADAPTIVE, **budgets))
         opened = registry.open_model(model, device, options)
         return cls(opened.backend, config, seed=seed, model=opened)

@@ -72,7 +72,7 @@ class _Modules:
 
 
 def embedding_spec(checkpoint: Checkpoint) -> EmbeddingSpec | None:
-    """What the model computes. None if it is neither an embedding model nor a reranker. Reads no weights."""
+    """How the model makes vectors or scores. None if it is neither an embedding model nor a reranker. Reads no weights."""
     if checkpoint.layout == "gguf":
         return _gguf_spec(checkpoint)
     folder, config = checkpoint.path, checkpoint.metadata

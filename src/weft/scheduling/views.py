@@ -30,7 +30,7 @@ class BatchToken(NamedTuple):
     position: int
     is_decode: bool
     samples: bool
-    """Whether the step samples the token after it."""
+    """Whether the step samples the token that follows this one."""
     token_id: int | None = None
     """None: a step in flight samples it, or the view was made without `sequences`."""
 

@@ -396,7 +396,7 @@ class _MirroredCounter:
 
 
 class _MirroredBuckets:
-    """The same for a histogram of the engine process."""
+    """A histogram that follows one of the engine process. It keeps its counts when the process restarts."""
 
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets

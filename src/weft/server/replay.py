@@ -99,7 +99,7 @@ def _info(frames: Frames, name: str) -> dict[str, object]:
 
 def _parameter(request: Request, name: str, least: int, most: int) -> int:
     text = request.query_params.get(name, "")
-    # A number of more digits is out of range anyway, and int() is slow for very long ones.
+    # A number of more than 18 digits is out of range. It is refused first, because int() is slow for very long texts.
     if not (text.isascii() and text.isdecimal() and len(text) <= 18 and least <= int(text) <= most):
         allowed = f"{least} to {most}" if least <= most else "none: there are no frames yet"
         raise refusal(f"{name} is {text!r:.40}; allowed: {allowed}", name)

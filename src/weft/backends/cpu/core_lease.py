@@ -51,9 +51,9 @@ class CoreLease:
         self._file = descriptor
         shared = memoryview(mmap.mmap(descriptor, mmap.PAGESIZE)).cast("d")
         self._seconds = shared[:_PLACES]
-        """By place: the duration of the last step."""
+        """Place of a process -> the duration of its last step."""
         self._ended_at = shared[_PLACES : 2 * _PLACES]
-        """By place: when that step ended. The clock is the same for all processes."""
+        """Place of a process -> when its last step ended, on a clock that all processes share."""
         self._place = place
         self._seconds[place] = self._ended_at[place] = 0.0
         self._began_at = self._keep_until = 0.0

@@ -23,7 +23,7 @@ from weft.ops.triton.texts import TritonTextOps
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-class CardForward:
+class GpuForward:
     """The forward pass of a text model on the device."""
 
     def __init__(self, model: TextModel, device: Device) -> None:
@@ -50,25 +50,25 @@ def open_cuda_embedder(
         checkpoint = open_checkpoint(checkpoint)
     if dtype not in _DTYPES:
         raise InvalidRequestError(f"dtype is {dtype!r}; allowed: {', '.join(_DTYPES)}", field="dtype")
-    card = Device(device) if isinstance(device, str) else device
+    gpu = Device(device) if isinstance(device, str) else device
     try:
-        return _open(checkpoint, card, _DTYPES[dtype])
+        return _open(checkpoint, gpu, _DTYPES[dtype])
     except BaseException as error:
         drop_frames(error)
         with suppress(RuntimeError):
-            card.release()
+            gpu.release()
         if not is_out_of_memory(error):
             raise
     # Raised outside `except`, so that the new error does not keep the old one, with its GPU memory, as its context.
     needed = f"the weights take {mib(_DTYPES[dtype].itemsize * checkpoint.parameter_count)}"
-    raise shortage(card, needed, "take a smaller model, or end other programs that use the GPU")
+    raise shortage(gpu, needed, "take a smaller model, or end other programs that use the GPU")
 
 
-def _open(checkpoint: Checkpoint, card: Device, dtype: torch.dtype) -> EmbedderBackend:
+def _open(checkpoint: Checkpoint, gpu: Device, dtype: torch.dtype) -> EmbedderBackend:
     def build(spec: EmbeddingSpec, dense: Sequence[HeadLayer]) -> tuple[TextModel, Forward]:
         # The other operations of `Ops` are for models with a KV cache or with experts: no text model has these.
-        ops = cast(TextOps, TritonTextOps(card, dtype, spec.max_tokens))
+        ops = cast(TextOps, TritonTextOps(gpu, dtype, spec.max_tokens))
         model = build_model(checkpoint, ops, spec, dense)
-        return model, CardForward(model, card)
+        return model, GpuForward(model, gpu)
 
-    return EmbedderBackend(*open_text_model(checkpoint, build), card.release)
+    return EmbedderBackend(*open_text_model(checkpoint, build), gpu.release)

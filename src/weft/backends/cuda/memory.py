@@ -173,7 +173,7 @@ def _processes(device: Device) -> list[str]:
     if tool is None:
         return []
     options = ("--query-compute-apps=pid,used_memory,name", "--format=csv,noheader,nounits")
-    command = [tool, f"--id={device.card_id}", *options]
+    command = [tool, f"--id={device.gpu_id}", *options]
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired):

@@ -123,8 +123,8 @@ def outline_of(
     shapes = (
         (name, StoredShape(source.name, source.shape, source.format_name)) for name, source in weights.items()
     )
-    card = (10 * major + minor, device.processors, device.dependent_launches)
-    return Outline(config, tuple(shapes), str(dtype).removeprefix("torch."), invariant, *card)
+    gpu = (10 * major + minor, device.processors, device.dependent_launches)
+    return Outline(config, tuple(shapes), str(dtype).removeprefix("torch."), invariant, *gpu)
 
 
 class KernelPrecompiler:
@@ -227,7 +227,7 @@ class CompileOnlyDevice(Device):
     def __init__(self, outline: Outline, memory: str = "meta") -> None:
         self.torch_device = torch.device(memory)
         self.index = 0
-        self.is_card = False
+        self.is_gpu = False
         self.description = "a device that only compiles"
         self.processors = outline.processors
         self.dependent_launches = outline.dependent_launches

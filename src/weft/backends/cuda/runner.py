@@ -31,7 +31,7 @@ from weft.backends.cuda.prompt_logprobs import ScoredChunk, ScoredPrompts, indic
 from weft.backends.cuda.rows import DeviceRows, is_decode
 from weft.backends.cuda.sampler import DeviceSampler, SamplingPath
 from weft.backends.cuda.step import DeviceStep
-from weft.backends.cuda.swap import CardSwap
+from weft.backends.cuda.swap import GpuSwap
 from weft.backends.grammar import RowGrammars
 from weft.backends.open_model import check_context, grammar_compiler
 from weft.config import KvCachePoolConfig
@@ -148,7 +148,7 @@ class CudaBackend:
             )
             self._precompiler.begin(Sizes(smaller, num_rows, max_tokens))
         max_context = min(max_context, memory.longest_context(sizes))
-        self._swaps = CardSwap(device, full, slots.full, store, slots.store)
+        self._swaps = GpuSwap(device, full, slots.full, store, slots.store)
         self._grammars = RowGrammars(self._compiler, num_rows, config.vocabulary_size)
         self._prompts = ScoredPrompts()
         self._graphs = DecodeGraphs(device, self._launch_decodes, num_rows, max_context, self._invariant)
@@ -316,23 +316,23 @@ def open_cuda_backend(
         checkpoint = open_checkpoint(checkpoint)
     if dtype not in _DTYPES:
         raise InvalidRequestError(f"dtype is {dtype!r}; allowed: {', '.join(_DTYPES)}", field="dtype")
-    card = Device(device) if isinstance(device, str) else device
+    gpu = Device(device) if isinstance(device, str) else device
     try:
-        return _open(checkpoint, max_context, card, _DTYPES[dtype], invariant)
+        return _open(checkpoint, max_context, gpu, _DTYPES[dtype], invariant)
     except BaseException as error:
         drop_frames(error)
         with suppress(RuntimeError):
-            card.release()
+            gpu.release()
         if isinstance(error, ModelFileError):
             raise ModelFileError(f"{checkpoint.path}: {error}") from error
         if not is_out_of_memory(error):
             raise
     # Raised outside `except`, so that the new error does not keep the old one, with its GPU memory, as its context.
-    raise _too_large(checkpoint, card, _DTYPES[dtype])
+    raise _too_large(checkpoint, gpu, _DTYPES[dtype])
 
 
 def _open(
-    checkpoint: Checkpoint, max_context: int | None, card: Device, dtype: torch.dtype, invariant: bool
+    checkpoint: Checkpoint, max_context: int | None, gpu: Device, dtype: torch.dtype, invariant: bool
 ) -> CudaBackend:
     layout, metadata, tensors = checkpoint.layout, checkpoint.metadata, checkpoint.tensors
     precompiler = None
@@ -340,21 +340,21 @@ def _open(
         model_context = build_config(layout, metadata, tensors).max_context
         if max_context is not None:
             check_context(max_context, model_context)
-        ops = TritonOps(card, dtype)
-        if card.is_card:
+        ops = TritonOps(gpu, dtype)
+        if gpu.is_gpu:
             config = build_config(layout, metadata, tensors, max_context)
             weights = decoder_weights(layout, metadata, tensors)
-            precompiler = KernelPrecompiler(outline_of(config, weights, ops.dtype, invariant, card))
+            precompiler = KernelPrecompiler(outline_of(config, weights, ops.dtype, invariant, gpu))
         # Checked before loading, because a large model takes minutes to load.
-        if _weight_bytes(checkpoint, dtype) > card.free_memory():
-            raise _too_large(checkpoint, card, dtype)
+        if _weight_bytes(checkpoint, dtype) > gpu.free_memory():
+            raise _too_large(checkpoint, gpu, dtype)
         decoder = build_decoder(layout, metadata, tensors, ops, max_context)
         compiler = grammar_compiler(checkpoint, decoder.config.vocabulary_size)
     except BaseException:
         if precompiler is not None:
             precompiler.close()
         raise
-    return CudaBackend(card, decoder, ops, checkpoint.end_ids, compiler, invariant, precompiler)
+    return CudaBackend(gpu, decoder, ops, checkpoint.end_ids, compiler, invariant, precompiler)
 
 
 def _weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
@@ -362,6 +362,6 @@ def _weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
     return dtype.itemsize * sum(math.prod(source.shape) for source in weights.values())
 
 
-def _too_large(checkpoint: Checkpoint, card: Device, dtype: torch.dtype) -> OutOfMemoryError:
+def _too_large(checkpoint: Checkpoint, gpu: Device, dtype: torch.dtype) -> OutOfMemoryError:
     needed = f"the weights take {mib(_weight_bytes(checkpoint, dtype))}"
-    return shortage(card, needed, "take a smaller model, or end other programs that use the GPU")
+    return shortage(gpu, needed, "take a smaller model, or end other programs that use the GPU")

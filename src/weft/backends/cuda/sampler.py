@@ -56,7 +56,7 @@ class _Sizes:
     tile: int
 
 
-_ON_CARD = _Sizes(head=4, group=64, groups_of_piece=64, few=512, gathered=32, most=16384, tile=512)
+_ON_GPU = _Sizes(head=4, group=64, groups_of_piece=64, few=512, gathered=32, most=16384, tile=512)
 # Small sizes, so that even the small vocabularies of the tests overflow the lists.
 _INTERPRETED = _Sizes(head=1, group=8, groups_of_piece=512, few=16, gathered=128, most=512, tile=2048)
 
@@ -120,7 +120,7 @@ class DeviceSampler:
         self._mean = device.zeros(max_sampled, dtype=torch.float64)
         self._settled = device.zeros(max_sampled, dtype=torch.int32)
         self._counters = device.zeros(max_sampled, dtype=torch.int32)
-        sizes = self._cut = _INTERPRETED if INTERPRETED.value else _ON_CARD
+        sizes = self._cut = _INTERPRETED if INTERPRETED.value else _ON_GPU
         self._survey_pieces = ceil_divide(vocabulary_size, sizes.group * sizes.groups_of_piece)
         # A second list, with a lower threshold, is made if the first one lacks tokens. Its threshold is the highest
         # that the best tokens of this many groups reach. If likely tokens are spread evenly over the vocabulary, the

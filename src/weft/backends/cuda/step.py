@@ -10,7 +10,7 @@ import numpy as np
 from weft.backends.cuda.mailbox import Slot
 from weft.backends.cuda.prompt_logprobs import ScoredChunk
 from weft.backends.cuda.sampler import DeviceSampler, PendingLogprobs
-from weft.backends.cuda.swap import CardSwap
+from weft.backends.cuda.swap import GpuSwap
 from weft.backends.grammar import NO_MASKS, Masks, RowGrammars
 from weft.plan import IterationPlan, StepResult
 from weft.request import Failure, RequestId, TokenLogprobs
@@ -39,7 +39,7 @@ class DeviceStep:
         plan: IterationPlan,
         slot: Slot,
         sampler: DeviceSampler,
-        swaps: CardSwap,
+        swaps: GpuSwap,
         grammars: RowGrammars,
     ) -> None:
         self._plan = plan

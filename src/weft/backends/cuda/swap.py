@@ -75,7 +75,7 @@ class _Tier:
         return region
 
 
-class CardSwap:
+class GpuSwap:
     """Swap slots in pinned memory, and the swaps in flight. Ids of store blocks and of their swap slots follow those of
     the full blocks."""
 

@@ -344,7 +344,7 @@ class Attention:
     def _fitting(self, tiles: Tiles, store_tiles: StoreTiles, tiers: _Tiers) -> tuple[Tiles, StoreTiles]:
         """Smaller tiles for float32 on a GPU: products without tensor cores are unrolled, and large ones take a
         minute to compile."""
-        if tiers.full.dtype == torch.float32 and self.device.is_card:
+        if tiers.full.dtype == torch.float32 and self.device.is_gpu:
             return Tiles(self.decode_tiles.rows, 32, 4, 1), StoreTiles(32, 1)
         return tiles, store_tiles
 

@@ -20,7 +20,7 @@ _SHORTEST = 1024
 def supports_dense_attention(shape: AttentionShape, device: Device) -> bool:
     """True if cuDNN on this device supports this attention."""
     return (
-        device.is_card
+        device.is_gpu
         and device.dependent_launches  # Hopper or newer
         and torch.backends.cudnn.is_available()
         and shape.score_cap is None

@@ -119,24 +119,24 @@ class Device:
 
     interpreter_memory = 1 << 30
     """Free GPU memory that the interpreter reports, in bytes."""
-    card_id = ""
+    gpu_id = ""
     """The GPU's UUID in nvidia-smi."""
 
     def __init__(self, name: str = "cuda") -> None:
         self.torch_device = torch.device(name)
         self.index = self.torch_device.index or 0
-        self.is_card = self.torch_device.type == "cuda"
+        self.is_gpu = self.torch_device.type == "cuda"
         self._capture_stream: torch.cuda.Stream | None = None
         self._streams: list[torch.cuda.Stream] = []
         self._launches: dict[Any, _Launch] = {}
-        self.remembers_launches = self.is_card
+        self.remembers_launches = self.is_gpu
         self.description = "Triton's interpreter"
         """The name of the device for messages."""
         self.processors = 4
         """The number of multiprocessors."""
         self.dependent_launches = False
         """True if a kernel may begin before the previous one has ended: see `wait_for_previous`."""
-        if self.is_card:
+        if self.is_gpu:
             if not torch.cuda.is_available():
                 raise WeftError(
                     f"the device is {name!r}, but torch {torch.__version__} finds no CUDA GPU here"
@@ -144,7 +144,7 @@ class Device:
             self.torch_device = torch.device("cuda", self.index)
             properties = torch.cuda.get_device_properties(self.torch_device)
             self.description = properties.name
-            self.card_id = f"GPU-{properties.uuid}"
+            self.gpu_id = f"GPU-{properties.uuid}"
             self.processors = properties.multi_processor_count
             self.dependent_launches = properties.major >= 9
         elif not INTERPRETED.value:
@@ -164,17 +164,17 @@ class Device:
     def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Zeros on the host, page-locked if there is a GPU: copies with `non_blocking=True` then run in parallel with
         other work."""
-        return torch.zeros(shape, dtype=dtype, pin_memory=self.is_card)
+        return torch.zeros(shape, dtype=dtype, pin_memory=self.is_gpu)
 
     def free_memory(self) -> int:
         """Bytes of GPU memory that no process holds."""
-        if not self.is_card:
+        if not self.is_gpu:
             return self.interpreter_memory
         torch.cuda.empty_cache()  # memory that torch caches counts as free
         return torch.cuda.mem_get_info(self.torch_device)[0]
 
     def total_memory(self) -> int:
-        if not self.is_card:
+        if not self.is_gpu:
             return self.interpreter_memory
         return torch.cuda.get_device_properties(self.torch_device).total_memory
 
@@ -182,7 +182,7 @@ class Device:
         """Gives the memory of deleted tensors and graphs back to the system: GPU memory and page-locked host memory.
         Otherwise torch would keep it for its next allocations. The streams go to the next `Device`."""
         gc.collect()
-        if self.is_card:
+        if self.is_gpu:
             _idle_streams[self.index] += reversed(self._streams)
             self._streams.clear()
             self._capture_stream = None
@@ -193,9 +193,9 @@ class Device:
     # --- order --------------------------------------------------------------------------------------------------
 
     def stream(self) -> Stream:
-        return cast(Stream, self._card_stream()) if self.is_card else _InterpreterStream()
+        return cast(Stream, self._gpu_stream()) if self.is_gpu else _InterpreterStream()
 
-    def _card_stream(self) -> torch.cuda.Stream:
+    def _gpu_stream(self) -> torch.cuda.Stream:
         idle = _idle_streams[self.index]
         self._streams.append(idle.pop() if idle else torch.cuda.Stream(self.torch_device))
         return self._streams[-1]
@@ -203,25 +203,25 @@ class Device:
     def current_stream(self) -> Stream:
         return (
             cast(Stream, torch.cuda.current_stream(self.torch_device))
-            if self.is_card
+            if self.is_gpu
             else _InterpreterStream()
         )
 
     def using(self, stream: Stream) -> AbstractContextManager[Any]:
         """Launches inside go to this stream. The stream and the device are set for the calling thread only."""
-        return torch.cuda.stream(cast(Any, stream)) if self.is_card else nullcontext()
+        return torch.cuda.stream(cast(Any, stream)) if self.is_gpu else nullcontext()
 
     def event(self) -> Event:
-        return cast(Event, torch.cuda.Event()) if self.is_card else _InterpreterEvent()
+        return cast(Event, torch.cuda.Event()) if self.is_gpu else _InterpreterEvent()
 
     def synchronize(self) -> None:
-        if self.is_card:
+        if self.is_gpu:
             torch.cuda.synchronize(self.torch_device)
 
     def capture(self, work: Callable[[], object], pool: Any = None) -> Graph:
         """Captures the launches of `work` as a graph. `work` must have run before, so that its kernels are compiled.
         Graphs that never run at the same time may share a `pool` (from `graph_pool`) for their allocations."""
-        if not self.is_card:
+        if not self.is_gpu:
             return _InterpreterGraph(work)
         # Not `torch.cuda.graph`: it waits for the GPU and empties torch's memory caches, which would delay a step.
         # With "thread_local", other threads may allocate and copy during the capture.
@@ -240,13 +240,13 @@ class Device:
         """All captures use one stream: cuBLAS takes tens of megabytes for every stream, and cannot allocate them during
         a capture."""
         if self._capture_stream is None:
-            self._capture_stream = self._card_stream()
+            self._capture_stream = self._gpu_stream()
             with torch.cuda.stream(self._capture_stream):
                 torch.cuda.current_blas_handle()
         return self._capture_stream
 
     def graph_pool(self) -> Any:
-        return torch.cuda.graph_pool_handle() if self.is_card else None
+        return torch.cuda.graph_pool_handle() if self.is_gpu else None
 
     # --- launches -----------------------------------------------------------------------------------------------
 

@@ -162,13 +162,17 @@ def buffers_made(operation: FusedOperation) -> Iterator[Buffer]:
 
 @dataclass(frozen=True)
 class Slots:
-    """The memory (slot) of each buffer. Buffers of one width share a slot if they are not live at the same time."""
+    """The buffer slot (memory) of each buffer. Buffers of one width share a slot unless both are live at the same time."""
 
     places: dict[Buffer, int]
+    """Buffer -> the index of its slot."""
     columns: list[int]
+    """columns[i] is the width of slot i."""
 
 
 def assigned_slots(operations: Sequence[FusedOperation], kept: set[Buffer]) -> Slots:
+    """Assigns a slot to each buffer. A slot is free for other buffers after the last operation that uses its buffer.
+    Buffers in `kept` keep theirs."""
     last_used: dict[Buffer, int] = {}
     for index, operation in enumerate(operations):
         for buffer in (*buffers_read(operation), *buffers_made(operation)):

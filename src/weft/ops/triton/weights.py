@@ -132,7 +132,7 @@ class Loader:
         """Copies as many rows at a time as the staging buffer holds."""
         if values.ndim > 2:
             values, target = values.view(-1, values.shape[-1]), target.view(-1, target.shape[-1])
-        if not self._device.is_card:
+        if not self._device.is_gpu:
             target.copy_(values)
             return
         step = max(1, _STAGING_BYTES // (values.nbytes // len(values)))

@@ -163,7 +163,7 @@ Nanoseconds = Annotated[int | UnsetType, Meta(description="Nanoseconds.")]
 
 
 class OllamaAnswer(Shape):
-    """The fields of answers and lines of both routes."""
+    """The fields that /api/chat and /api/generate share: those of a whole answer, and of each line of a stream."""
 
     model: str
     created_at: str

@@ -218,7 +218,8 @@ class _VectorStores:
 
 
 async def read_request(request: Request, kind: type[T], *, nulls: bool = False) -> tuple[Any, list[str]]:
-    """The body, and the names of unknown fields. With `nulls`, the body comes with the names that are in it."""
+    """The parsed body, and the names of its unknown fields. With `nulls`, the first is a pair: the parsed body, and the
+    names of all fields that the client sent, also those with null."""
     body = bytes(await read_body(request))
     if len(body) > _MAX_BODY_BYTES:
         message = f"the body has {len(body)} bytes; allowed: {_MAX_BODY_BYTES}"

@@ -1,4 +1,4 @@
-"""Puts the parts of the memory together, for the routes and the file search of the server."""
+"""The memory of the server: creates and connects the store, the indexes, the ingestion and the search."""
 
 from __future__ import annotations
 

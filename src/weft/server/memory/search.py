@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_RESULTS = 50
 _CANDIDATES = 50
-"""At least so many passages of each ranking are joined."""
+"""Minimum passages to read of each of the two rankings (by vector, by words) that are joined."""
 _RERANKED = 32
 """Candidates that a reranker reads: it reads each of them with the query."""
 

@@ -109,7 +109,7 @@ def unfinished(connection: Connection) -> list[Batch]:
     """One batch of each owner: the oldest that has not ended."""
     query = (
         f"SELECT {_COLUMNS}, MIN(created_at) FROM batches WHERE status IN {UNFINISHED} GROUP BY owner"
-        # SQLite takes the other columns from the row with the minimum.
+        # With MIN, SQLite takes the values of all other columns from the row that has the minimum.
     )
     return [_batch(*row[:-1]) for row in connection.execute(query)]
 

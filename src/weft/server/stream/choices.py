@@ -59,7 +59,7 @@ class Choice:
     ) -> None:
         self.index = index
         self.result: GenerationResult | None = None
-        """Set when the answer has ended. It has no tokens and no text: the pieces have them."""
+        """The result of the engine; None until the answer has ended. It has no tokens and no text: the pieces have them."""
         self.num_reasoning_tokens = 0
         self.has_calls = False
         self.calls_began = self.calls_ended = 0.0

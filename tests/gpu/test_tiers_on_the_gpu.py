@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from card import Request, answers, assert_same, mixed_requests, open_on_card, small_checkpoint
+from gpu_runs import Request, answers, assert_same, mixed_requests, open_on_gpu, small_checkpoint
 
 from weft.config import KvCacheKind, PreemptionMode
 from weft.llm import LLM
@@ -30,7 +30,7 @@ def requests() -> list[Request]:
 def open_tiers(checkpoint: Checkpoint, bits: int = 8, **options: Any) -> LLM:
     tiers = {"kv_cache": KvCacheKind.TWO_TIER, "tail_length": TAIL, "store_bits": bits}
     sizes = {"num_blocks": 1024, "store_blocks": 3000}
-    return open_on_card(
+    return open_on_gpu(
         checkpoint, **{"invariant": True, "prefix_caching": False, **tiers, **sizes, **options}
     )
 
@@ -105,7 +105,7 @@ def test_long_requests_get_other_logprobs_than_with_a_plain_cache(
     checkpoint: Checkpoint, requests: list[Request], alone: list[GenerationResult]
 ) -> None:
     """Otherwise these tests would pass without a store."""
-    with open_on_card(checkpoint, invariant=True, num_blocks=4096, prefix_caching=False) as llm:
+    with open_on_gpu(checkpoint, invariant=True, num_blocks=4096, prefix_caching=False) as llm:
         plain = answers(llm, requests)
     for (prompt, _), result, other in zip(requests, alone, plain, strict=True):
         assert len(prompt) < 2 * TAIL or result.logprobs != other.logprobs

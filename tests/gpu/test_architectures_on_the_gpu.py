@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from card import open_on_card
+from gpu_runs import open_on_gpu
 from small_models import Case, build_model
 
 from weft.loading.checkpoint import open_checkpoint
@@ -118,7 +118,7 @@ def test_logits_and_greedy_text_are_as_close_to_float32_as_those_of_transformers
         max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, logprobs=TOP, prompt_logprobs=TOP
     )
     checkpoint = dataclasses.replace(open_checkpoint(tmp_path), has_text=False)
-    with open_on_card(checkpoint, num_blocks=256, max_chunk_tokens=48, max_prefill_tokens=96) as llm:
+    with open_on_gpu(checkpoint, num_blocks=256, max_chunk_tokens=48, max_prefill_tokens=96) as llm:
         results = llm.generate(prompts, params, show_progress=False)
     ours, theirs = Distances(), Distances()
     for prompt, result in zip(prompts, results, strict=True):

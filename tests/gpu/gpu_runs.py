@@ -52,7 +52,7 @@ def small_checkpoint() -> Checkpoint:
     return random_checkpoint(SHAPE, seed=3, fill_on_device=False)
 
 
-def open_on_card(checkpoint: Checkpoint, **options: Any) -> LLM:
+def open_on_gpu(checkpoint: Checkpoint, **options: Any) -> LLM:
     return LLM(checkpoint, device="cuda", **options)
 
 

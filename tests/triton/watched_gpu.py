@@ -10,7 +10,7 @@ import torch
 from weft.ops.triton.device import Device
 
 
-class WatchedCard(Device):
+class WatchedGpu(Device):
     """Tracks which of its tensors are alive. From allocation number `refuse_from` on, it is out of memory."""
 
     def __init__(self, name: str, refuse_from: int | None = None) -> None:

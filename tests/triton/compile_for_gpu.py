@@ -82,7 +82,7 @@ class HostMemory(Device):
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self.index = 0
-        self.is_card = False
+        self.is_gpu = False
         self.processors = 132
         self.dependent_launches = True
         self.remembers_launches = True

@@ -10,7 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from card import Request, answers, assert_same, mixed_requests, open_on_card, small_checkpoint
+from gpu_runs import Request, answers, assert_same, mixed_requests, open_on_gpu, small_checkpoint
 
 from weft.config import PreemptionMode
 from weft.llm import LLM
@@ -24,7 +24,7 @@ ITERATIONS = 10
 def test_answers_are_correct_and_the_engine_is_idle_at_the_end(mode: PreemptionMode) -> None:
     requests = [request for request in mixed_requests() if len(request[0]) <= 300]
     # Far fewer blocks than the requests of all threads need.
-    with open_on_card(
+    with open_on_gpu(
         small_checkpoint(),
         invariant=True,
         num_blocks=96,

@@ -228,7 +228,7 @@ def test_the_invariant_mode_attends_to_the_context(case: Case, device: Device, s
 def test_in_the_invariant_mode_a_token_has_the_same_bits_in_a_chunk_and_in_decode(
     case: Case, device: Device, short_splits: None
 ) -> None:
-    dtype = torch.bfloat16 if device.is_card else torch.float32
+    dtype = torch.bfloat16 if device.is_gpu else torch.float32
     attention, step = attention_of(case, device, invariant=True), Step(case, device, dtype)
     together = attended(step, attention)
     columns = case.heads * case.head_size
