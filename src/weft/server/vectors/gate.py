@@ -100,7 +100,7 @@ class VectorGate:
         self._release()
 
     def leave(self, ticket: VectorTicket) -> None:
-        """Removes a request. Clients without requests are forgotten once the others have got as much as they did."""
+        """Removes a request. A client without requests is dropped when the gate has reached its virtual time."""
         ticket.client.num_open -= 1
         clients = self._clients.items()
         for name in [name for name, one in clients if not one.num_open and one.virtual_time <= self._now]:
