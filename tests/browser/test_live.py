@@ -80,6 +80,8 @@ def test_a_request_appears_runs_and_ends(open_page: OpenPage, noop_server: Serve
     page = live(open_page(noop_server, "/#live"))
     with answers(noop_server) as [answer]:
         expect(row(page, answer.id)).to_have_attribute("data-state", "decoding")
+        chart = page.get_by_role("img", name="Time to first token")
+        expect(chart).to_have_attribute("aria-label", re.compile(r"median \d"))
         row(page, answer.id).click()
         panel = page.get_by_role("complementary")
         expect(panel).to_contain_text(answer.id)
