@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import pytest
 from accessibility import checked
-from browser_pages import ADMIN, HEIGHTS, THEMES, WIDTHS, OpenPage
+from browser_pages import ADMIN, HEIGHTS, THEMES, USER, WIDTHS, OpenPage
 from playwright.sync_api import Locator, Page, expect
-from server_process import MESSAGES, SLOW, Server, running_server, wait_for
+from server_process import MESSAGES, SLOW, Server, api_key, running_server, wait_for
 
 LONG = {"max_tokens": 6000, "ignore_eos": True}
 NUM_ROWS = 256
@@ -96,8 +96,7 @@ def test_a_request_appears_runs_and_ends(open_page: OpenPage, noop_server: Serve
 
 def test_the_button_cancels_a_request_with_an_admin_key(open_page: OpenPage, keyed_server: Server) -> None:
     page = open_page(keyed_server, "/#live", expected=["401"])
-    page.get_by_role("dialog", name="API key").get_by_label("Key").fill(ADMIN)
-    page.keyboard.press("Enter")
+    enter_key(page)
     live(page)
     with answers(keyed_server) as [answer]:
         row(page, answer.id).click()
@@ -107,6 +106,98 @@ def test_the_button_cancels_a_request_with_an_admin_key(open_page: OpenPage, key
         panel.get_by_role("button", name="Cancel this request").click()
         expect(panel).to_contain_text("finished: cancelled")
         assert answer.has_ended.wait(60)
+
+
+@contextmanager
+def held_answers(server: Server, number: int, **fields: Any) -> Iterator[list[httpx.Response]]:
+    """Requests with the key `USER` whose answers do not stream. The list gets the replies."""
+    replies: list[httpx.Response] = []
+
+    def ask() -> None:
+        with httpx.Client(base_url=server.url, headers=bearer(USER), timeout=120) as client:
+            replies.append(client.post("/v1/chat/completions", json={"messages": MESSAGES, **LONG, **fields}))
+
+    threads = [threading.Thread(target=ask) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield replies
+    finally:
+        for one in server.client.get("/admin/requests").json()["data"]:
+            server.client.delete(f"/admin/requests/{one['id']}")
+        for thread in threads:
+            thread.join(60)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def small_server(default_model_path: Path) -> Iterator[Server]:
+    """Two keys and one row, so that the server holds requests back."""
+    settings = {
+        "api_keys": [api_key(ADMIN, admin=True), api_key(USER)],
+        "engine": {"scheduler": {"max_running": 1}},
+        "headers": bearer(ADMIN),
+    }
+    with running_server(default_model_path, backend_options=SLOW, **settings) as server:
+        yield server
+
+
+def enter_key(page: Page) -> None:
+    page.get_by_role("dialog", name="API key").get_by_label("Key").fill(ADMIN)
+    page.keyboard.press("Enter")
+
+
+def test_a_held_request_shows_its_deadline_and_is_cancelled_with_the_keyboard(
+    open_page: OpenPage, small_server: Server
+) -> None:
+    page = open_page(small_server, "/#live", expected=["401"])
+    enter_key(page)
+    live(page)
+    with answers(small_server), held_answers(small_server, 1, n=12, deadline=500) as replies:
+        group = page.locator(".queue .group", has_text="held by the server")
+        expect(group).to_contain_text(USER)
+        held = group.locator("xpath=following-sibling::tr[1]")
+        expect(held).to_contain_text("in 8 min")
+        held.get_by_role("button").focus()
+        page.keyboard.press("Enter")
+        panel = page.get_by_role("complementary")
+        expect(panel.locator(".facts")).to_contain_text("held by the server until the engine has room")
+        for text in (USER, "normal", "Answers held back", "in 8 min"):
+            expect(panel.locator(".facts")).to_contain_text(text)
+        cancel = panel.get_by_role("button", name="Cancel this request with all its answers")
+        page.keyboard.press("Tab")  # the button that closes the panel
+        page.keyboard.press("Tab")
+        expect(cancel).to_be_focused()
+        page.keyboard.press("Enter")
+        wait_for(lambda: replies)
+        assert replies[0].json()["error"]["code"] == "cancelled"
+        expect(panel.locator(".facts")).to_contain_text("the server holds it no longer")
+        expect(cancel).to_be_hidden()
+
+
+def test_each_request_of_a_long_queue_can_be_opened(open_page: OpenPage, small_server: Server) -> None:
+    page = open_page(small_server, "/#live", expected=["401"])
+    enter_key(page)
+    live(page)
+    with answers(small_server), held_answers(small_server, 20, max_tokens=2):
+        rows = page.locator(".queue tbody tr:not(.group):not([hidden])")
+        expect(page.locator(".queue .figure")).to_contain_text(re.compile("in the engine · (19|20) held"))
+        expect(rows).not_to_have_count(20)
+        page.get_by_role("button", name="Show all").click()
+        expect(rows).to_have_count(20)
+        page.get_by_role("button", name="Show fewer").click()
+        expect(rows).not_to_have_count(20)
+        listed = small_server.client.get("/admin/requests").json()["data"]
+        wanted = [one["id"] for one in listed if one["key"] == USER][-1]
+        page.get_by_role("searchbox").fill(wanted[:20])
+        expect(rows).to_have_count(1)
+        rows.get_by_role("button").click()
+        expect(page.get_by_role("complementary")).to_contain_text(wanted)
+        page.get_by_role("searchbox").fill("no such id")
+        expect(page.locator(".queue .empty")).to_contain_text("No request that waits")
 
 
 def test_everything_is_reached_with_the_keyboard(open_page: OpenPage, noop_server: Server) -> None:

@@ -3,7 +3,7 @@
 
 import { Band, groupSteps, MARKS, stepsWithin } from "./live_band.js";
 import { BlockStates } from "./live_cells.js";
-import { addCounts, countsSince, quantile, readFrame } from "./live_numbers.js";
+import { addCounts, countsSince, quantile, readFrame, requestOf } from "./live_numbers.js";
 
 const MAX_LIVES = 1500;
 const MAX_EVENTS_OF_A_LIFE = 300;
@@ -26,6 +26,14 @@ export class History {
     this._numbers = 0;
     this._byNumber = new Map();
     this._late = [];
+  }
+
+  /** The life of a request: what frames said of it in the engine or, before that, what the server says of it. */
+  lifeOf(id) {
+    const life = this.lives.get(id);
+    if (life) return life;
+    const held = this.frame?.held.find((one) => one.request_id === id);
+    return held && { ...newLife(id, 0), held, key: held.key, lastAt: this.frame.at };
   }
 
   lifeOfNumber(number) {
@@ -60,8 +68,7 @@ export class History {
   _life(id) {
     let life = this.lives.get(id);
     if (!life) {
-      life = { id, number: ++this._numbers, request: null, key: null, row: -1, events: [], leftOut: 0, samples: [], end: null,
-        lastAt: 0, lastStep: 0, tokens: null, drafted: 0, accepted: 0, decodesAfter: null, wasAdmitted: false };
+      life = newLife(id, ++this._numbers);
       this.lives.set(id, life);
       this._byNumber.set(life.number, life);
     }
@@ -85,7 +92,7 @@ export class History {
       // The tokens of a request that is older than the frame before are not known to be new.
       if (!life.request) life.tokens = older && request.arrived_at >= older.at ? request.prompt_length : null;
       life.request = request;
-      life.key = frame.keys[request.request_id] ?? frame.keys[request.request_id.replace(/(-\d+){1,2}$/, "")] ?? life.key;
+      life.key = frame.keys[request.request_id] ?? frame.keys[requestOf(request.request_id)] ?? life.key;
       life.lastAt = frame.at;
       life.lastStep = frame.step;
       if (request.row >= 0) life.row = request.row;
@@ -288,6 +295,11 @@ export class History {
       };
     });
   }
+}
+
+function newLife(id, number) {
+  return { id, number, request: null, held: null, key: null, row: -1, events: [], leftOut: 0, samples: [], end: null,
+    lastAt: 0, lastStep: 0, tokens: null, drafted: 0, accepted: 0, decodesAfter: null, wasAdmitted: false };
 }
 
 /** Keeps the number of tokens over time. When there are too many samples, every second one goes. */
