@@ -208,13 +208,14 @@ def test_everything_is_reached_with_the_keyboard(open_page: OpenPage, noop_serve
             expect(row(page, answer.id)).to_have_attribute("data-state", "decoding")
         page.get_by_role("tab", name="Live").focus()
         reached = []
-        for _ in range(12):
+        for _ in range(14):
             page.keyboard.press("Tab")
             reached.append(
                 page.evaluate("document.activeElement.ariaLabel ?? document.activeElement.textContent")
             )
         for name in ("Pause", "Rows of the batch", "Requests that wait"):
             assert name in reached
+        assert any(name.startswith("Map of") for name in reached)
         assert (
             sum(name.startswith(("Step time:", "Tokens per second:", "Prefix hits:")) for name in reached)
             == 3
@@ -235,6 +236,13 @@ def test_everything_is_reached_with_the_keyboard(open_page: OpenPage, noop_serve
         chart.focus()
         page.keyboard.press("Home")
         expect(chart).to_have_attribute("aria-label", re.compile("ago: generated"))
+        rows.focus()
+        page.keyboard.press("Enter")
+        expect(panel.get_by_role("heading", level=2)).to_be_focused()
+        for _ in range(2):  # the button that closes the panel, the one that cancels
+            page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        expect(panel).to_contain_text("finished: cancelled")
 
 
 def test_a_pause_ends_the_stream_and_a_lost_server_is_asked_again(
@@ -338,10 +346,73 @@ class Meter:
     def read(self) -> dict[str, float]:
         self._session.send("HeapProfiler.collectGarbage")
         found = {one["name"]: one["value"] for one in self._session.send("Performance.getMetrics")["metrics"]}
-        return {**found, "frames": self.frames()}
+        frames, at = self._page.locator(".live").evaluate("(one) => [one.dataset.frames, one.dataset.at]")
+        return {**found, "frames": float(frames), "at": float(at)}
 
     def frames(self) -> float:
         return float(self._page.locator(".live").get_attribute("data-frames") or 0)
+
+
+@contextmanager
+def full_batch(server: Server, headers: dict[str, str]) -> Iterator[None]:
+    """Requests with as many answers as the engine has rows. Their streams are read."""
+    prompts = [f"Number {number}" for number in range(64)]
+    fields = {"prompt": prompts, "stream": True, "max_tokens": 4000, "ignore_eos": True}
+    closing = threading.Event()
+
+    def read() -> None:
+        with (
+            httpx.Client(base_url=server.url, headers=headers, timeout=120) as client,
+            client.stream("POST", "/v1/completions", json=fields) as response,
+        ):
+            for _ in response.iter_bytes():
+                if closing.is_set():
+                    return
+
+    threads = [threading.Thread(target=read) for _ in range(NUM_ROWS // len(prompts))]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        closing.set()
+        for thread in threads:
+            thread.join(60)
+
+
+def expect_full_batch(page: Page) -> None:
+    expect(page.locator(".batch .figure")).to_contain_text(f"{NUM_ROWS} of {NUM_ROWS} rows in use")
+
+
+@pytest.mark.long
+def test_a_full_view_fits_its_window_and_axe_finds_no_serious_fault(
+    open_page: OpenPage, default_model_path: Path
+) -> None:
+    """256 rows, as rows and as overview; requests of two keys that the server holds, with deadlines."""
+    settings = {
+        "api_keys": [api_key(ADMIN, admin=True), api_key(USER)],
+        "backend_options": {**SLOW, "seconds_per_step": 0.05},
+        "headers": bearer(ADMIN),
+    }
+    with running_server(default_model_path, **settings) as server:
+        page = open_page(server, "/#live", width=1920, expected=["401"])
+        enter_key(page)
+        live(page)
+        with full_batch(server, bearer(ADMIN)), held_answers(server, 3, n=40, deadline=500):
+            expect_full_batch(page)
+            expect(page.locator(".queue .group", has_text="held by the server")).to_contain_text(USER)
+            expect(page.locator(".queue tbody")).to_contain_text("in 8 min")
+            for is_overview, width, theme in product((False, True), WIDTHS, THEMES):
+                page.set_viewport_size({"width": width, "height": HEIGHTS[width]})
+                page.emulate_media(color_scheme=theme)
+                overview = page.get_by_role("button", name="Overview")
+                if (overview.get_attribute("aria-pressed") == "true") is not is_overview:
+                    overview.click()
+                content, window = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+                assert content <= window == width
+                _, found = checked(page)
+                assert not found, "\n".join([f"{width} pixels, {theme}, overview {is_overview}:", *found])
+        page.close()
 
 
 def test_256_running_requests_keep_nodes_listeners_and_frames_bounded(
@@ -350,26 +421,8 @@ def test_256_running_requests_keep_nodes_listeners_and_frames_bounded(
     options = {**SLOW, "seconds_per_step": 0.05}
     with running_server(default_model_path, backend_options=options) as server:
         page = live(open_page(server, "/#live"))
-        prompts = [f"Number {number}" for number in range(64)]
-        fields = {"prompt": prompts, "stream": True, "max_tokens": 4000, "ignore_eos": True}
-        closing = threading.Event()
-
-        def read() -> None:
-            with (
-                httpx.Client(base_url=server.url, timeout=120) as client,
-                client.stream("POST", "/v1/completions", json=fields) as response,
-            ):
-                for _ in response.iter_bytes():
-                    if closing.is_set():
-                        return
-
-        threads = [threading.Thread(target=read) for _ in range(NUM_ROWS // len(prompts))]
-        try:
-            for thread in threads:
-                thread.start()
-            expect(page.locator(".batch .figure")).to_contain_text(
-                f"{NUM_ROWS} of {NUM_ROWS} rows in use", timeout=60_000
-            )
+        with full_batch(server, {}):
+            expect_full_batch(page)
             meter = Meter(page)
             wait_for(lambda: meter.frames() > 20)
             before = meter.read()
@@ -377,15 +430,12 @@ def test_256_running_requests_keep_nodes_listeners_and_frames_bounded(
             after = meter.read()
             elements = page.evaluate("document.querySelectorAll('*').length")
             page.close()
-        finally:
-            closing.set()
-            for thread in threads:
-                thread.join(60)
     assert elements < 1000, "rows out of view must not be elements"
     assert after["Nodes"] < before["Nodes"] * 1.2
     assert after["JSEventListeners"] <= before["JSEventListeners"] + 20
     frames, seconds = after["frames"] - before["frames"], after["Timestamp"] - before["Timestamp"]
-    assert frames <= 10 * (seconds + 4), "at most ten frames a second"
+    # On the clock of the engine. A busy engine may answer late and make two frames shortly after each other.
+    assert frames <= 10 * (after["at"] - before["at"]) + 5, "at most ten frames a second"
     each, all_tasks = (
         1000 * (after[name] - before[name]) / frames for name in ("ScriptDuration", "TaskDuration")
     )

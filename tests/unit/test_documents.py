@@ -245,3 +245,13 @@ def test_the_glossary_has_at_most_forty_terms() -> None:
 def test_documents_do_not_turn_code_into_people(document: Path) -> None:
     found = re.findall(r"\b(?:whoever|nobody|somebody|whom)\b", document.read_text("utf-8"), re.I)
     assert not found, f"{name_of(document)}: {found}"
+
+
+def test_the_table_of_browser_tests_is_of_all_tests_that_there_are() -> None:
+    found = re.search(
+        r"^\| test functions \| (\d+) \|$", (ROOT / "docs/internals/testing.md").read_text("utf-8"), re.M
+    )
+    assert found, "`make test-browser` writes the table"
+    sources = (ROOT / "tests" / "browser").glob("test_*.py")
+    number = sum(len(re.findall(r"^def test_", source.read_text("utf-8"), re.M)) for source in sources)
+    assert int(found[1]) == number, "run `make test-browser` at a clean commit"

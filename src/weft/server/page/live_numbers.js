@@ -15,13 +15,18 @@ function named(fields, values) {
   return found;
 }
 
+/** An event as an object. */
+export function readEvent(values) {
+  return named(EVENT_FIELDS, values);
+}
+
 /** A frame with its lists as objects. */
 export function readFrame(frame) {
   return {
     ...frame,
     requests: frame.requests.map((values) => named(REQUEST_FIELDS, values)),
     steps: frame.steps.map((values) => named(STEP_FIELDS, values)),
-    events: frame.events.map((values) => named(EVENT_FIELDS, values)),
+    events: frame.events.map(readEvent),
     held: (frame.held || []).map((values) => named(HELD_FIELDS, values)),
     num_held: frame.num_held ?? 0,
     keys: frame.keys || {},

@@ -57,7 +57,8 @@ export class QueueView {
     this._ended = make("ul", { class: "ended" });
     this._endedHead = make("h3", {}, "Ended lately");
     root.append(make("header", {}, make("h2", {}, "Queue"), this._head, make("span", { class: "grow" }), this._find),
-      make("div", { class: "queue-box", tabindex: "0", role: "region", "aria-label": "Requests that wait" }, this._table, this._empty, this._more, this._endedHead, this._ended));
+      make("div", { class: "queue-box", tabindex: "0", role: "region", "aria-label": "Requests that wait" }, this._table, this._empty, this._more),
+      make("div", { class: "ended-box" }, this._endedHead, this._ended));
     this._rows = new Pool(this._body, () => this._makeRow());
     this._endedRows = new Pool(this._ended, () => this._makeEnded());
   }
@@ -116,7 +117,7 @@ export class QueueView {
       for (const cell of [first, state, size, age, left]) cell.hidden = Boolean(group);
       setAttribute(element, "class", group ? "group" : "");
       if (group) {
-        // What the rows of the group show is not said twice.
+        // The rows have waits and deadlines. The title repeats them only if rows are left out.
         const place = group.place === "engine" ? "" : " · held by the server";
         setText(title, `${group.priority === null ? "priority not known yet" : this._priorities.get(group.priority) ?? group.priority}${group.key ? ` · ${group.key}` : ""}${place} · ${plural(group.members.length, "request")}` +
           (isCut ? ` · up to ${duration(group.longest)}${group.deadline === null ? "" : ` · next deadline ${inTime(group.deadline)}`}` : ""));

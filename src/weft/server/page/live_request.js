@@ -2,6 +2,7 @@
 
 import { ApiError } from "./api.js";
 import { announce, button, make, toast } from "./dom.js";
+import { newLife } from "./live_history.js";
 import { onTheme, palette, setAttribute, setText, Surface } from "./live_canvas.js";
 import { brief, duration, percent, plural, priorityNames, requestOf, shortId, whole } from "./live_numbers.js";
 import { endOf, inTime } from "./live_queue.js";
@@ -38,7 +39,7 @@ export function phasesOf(life, now) {
   return phases.filter((phase) => phase.to > phase.from || phases.length === 1);
 }
 
-/** What happened, as lines: {at, text}. Chunks that follow each other without anything between are one line. */
+/** The events as lines: {at, text}. Consecutive chunks are one line. */
 export function linesOf(life, reasons) {
   const lines = [];
   const { request } = life;
@@ -97,6 +98,7 @@ export class RequestView {
     this._lifeBox = make("div", { class: "life-box" }, this._canvas);
     this._linesHead = make("h3", {}, "Events");
     this._lines = make("ol", { class: "lines" });
+    this._note = make("p", { class: "hint" });
     this._lineNodes = [];
     this._text = make("div", { class: "texts" });
     this._cancel = make("button", { type: "button", class: "danger", onclick: () => this._cancelRequest() });
@@ -104,7 +106,7 @@ export class RequestView {
     this.element = make("aside", { class: "request panel", "aria-labelledby": "request-title", hidden: true },
       make("header", {}, this._title, make("span", { class: "grow" }), button("close", "Close", () => this.close())),
       this._facts, this._lifeBox, this._legend,
-      make("div", { class: "row" }, this._cancel, this._showText), this._text, this._linesHead, this._lines);
+      make("div", { class: "row" }, this._cancel, this._showText), this._text, this._linesHead, this._note, this._lines);
     this.element.addEventListener("keydown", (event) => {
       if (event.key !== "Escape") return;
       event.stopPropagation();
@@ -146,7 +148,7 @@ export class RequestView {
     if (!this.isOpen || !this._life) return;
     // After a seek in a replay, the history is another one.
     const known = history.lifeOf(this._life.id);
-    this._life = known || this._life;
+    this._life = known || (this._info.mode === "replay" ? newLife(this._life.id, 0) : this._life);
     this._now = history.frame.at;
     const life = this._life, { request, held } = life;
     const isHeld = Boolean(held && known);
@@ -185,7 +187,7 @@ export class RequestView {
 
   _stateOf(life, isHeld) {
     if (life.end) return `ended: ${endOf(life, this._info.reasons || [])}`;
-    if (!life.held) return life.request?.state ?? "–";
+    if (!life.held) return life.request?.state ?? "not in the engine at this step";
     if (!isHeld) return "the server holds it no longer";
     return life.held.state === "held" ? "held by the server until the engine has room" : "its prompt is being prepared";
   }
@@ -218,6 +220,13 @@ export class RequestView {
   }
 
   _showLines(lines, start) {
+    const { events, leftOut, held } = this._life;
+    const notes = [];
+    if (!held && !events.some((event) => event.kind === "queued")) notes.push("Earlier events are not shown.");
+    if (leftOut) notes.push(`${plural(leftOut, "event")} before the newest one ${leftOut === 1 ? "is" : "are"} not shown.`);
+    if (lines.length > MAX_LINES) notes.push(`${plural(lines.length - MAX_LINES, "line")} in the middle ${lines.length - MAX_LINES === 1 ? "is" : "are"} not shown.`);
+    setText(this._note, notes.join(" "));
+    this._note.hidden = !notes.length;
     const shown = lines.length > MAX_LINES ? [...lines.slice(0, MAX_LINES / 2), ...lines.slice(-MAX_LINES / 2)] : lines;
     while (this._lineNodes.length < shown.length) {
       const node = make("li", {}, make("time", {}), make("span", {}));
