@@ -20,12 +20,17 @@ from weft.engine.live import LiveRecorder
 from weft.engine.serving import ServingEngine
 from weft.live import FINISH_REASONS, LiveFrame
 from weft.metrics import Histogram
-from weft.request import InferenceRequest, Priority, RequestId, SamplingParams
+from weft.request import FinishReason, InferenceRequest, Priority, RequestId, SamplingParams
 from weft.simulation.run import Simulation
 from weft.simulation.scenario import draw
 
 pytestmark = pytest.mark.long
 NUM_BLOCKS, NUM_ROWS = 90, 4
+ENDS = ("finished", "failed")
+COMPLETE = {
+    ("finished", FINISH_REASONS.index(reason))
+    for reason in (FinishReason.LENGTH, FinishReason.STOP, FinishReason.END_OF_SEQUENCE)
+}
 HISTORY = """
 async ({info, frames}) => {
   const { History } = await import("/page/live_history.js");
@@ -176,13 +181,16 @@ def test_the_band_has_each_decoded_token_in_the_row_of_its_request(page: Page) -
 
 
 def test_the_band_has_each_accepted_and_each_rejected_draft_token(page: Page) -> None:
+    """Of requests that end by themselves. Draft tokens of a request that is cancelled while its step is in flight count in
+    the totals, and belong to no row."""
     num_runs = 0
-    for seed in range(300, 420):
+    for seed in range(300, 600):
         if draw(seed).engine.scheduler.max_draft_tokens == 0:
             continue
         run = DraftRun(seed)
         accepted, drafted = run.totals.drafts_accepted, run.totals.tokens_drafted
-        if not 5 < accepted < drafted - 5:
+        ends = {(event[2], event[4]) for one in run.frames for event in one["events"] if event[2] in ENDS}
+        if not 5 < accepted < drafted - 5 or not ends <= COMPLETE:
             continue
         found: dict[str, float] = defaultdict(float)
         for cell in run.ask(page, CELLS):
@@ -192,7 +200,7 @@ def test_the_band_has_each_accepted_and_each_rejected_draft_token(page: Page) ->
         assert found["accepted"] == pytest.approx(accepted), f"scenario {seed}"
         assert found["rejected"] == pytest.approx(drafted - accepted), f"scenario {seed}"
         num_runs += 1
-        if num_runs == 5:
+        if num_runs == 3:
             return
     raise AssertionError("too few scenarios have draft tokens")
 

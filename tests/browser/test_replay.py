@@ -166,13 +166,16 @@ def test_the_life_of_a_request_is_complete_after_a_seek(open_page: OpenPage, rep
     for index, state in (
         (end, "ended: length"),
         (admitted, "prefilling"),
-        (0, "waiting"),
+        (1, "waiting"),
         (end - 1, "decoding"),
     ):
         slider.fill(str(index))
         expect_frame(page, replay_server, index)
         expect(page.locator(".request .facts")).to_contain_text(state)
         expect(lines.first).to_contain_text("queued")
+    slider.fill("0")  # before its arrival
+    expect(page.locator(".request .facts")).to_contain_text("not in the engine at this step")
+    expect(lines).to_have_count(0)
 
 
 def test_a_life_whose_earlier_events_are_missing_says_so(open_page: OpenPage, replay_server: Server) -> None:

@@ -88,16 +88,6 @@ def check_phases(span: ReceivedSpan) -> None:
 # --- requests of clients ----------------------------------------------------------------------------------------------
 
 
-def test_a_request_for_json_says_so_and_one_without_a_session_has_no_conversation(
-    server: Server, receiver: Receiver
-) -> None:
-    schema = {"name": "answer", "schema": {"type": "object", "properties": {}, "additionalProperties": False}}
-    answer = server.chat(response_format={"type": "json_schema", "json_schema": schema}, max_tokens=8)
-    span = receiver.request(answer.headers["x-request-id"])
-    assert span.attributes["gen_ai.output.type"] == "json"
-    assert "gen_ai.conversation.id" not in span.attributes
-
-
 def test_a_request_has_a_span_with_the_attributes_of_the_genai_conventions(
     server: Server, receiver: Receiver
 ) -> None:
@@ -169,6 +159,16 @@ def test_streams_of_every_api_have_spans(
     assert span.name == f"{operation} {MODEL}" and span.attributes["http.route"] == path
     assert span.attributes["gen_ai.request.stream"] is True
     assert span.attributes["gen_ai.response.time_to_first_chunk"] >= STEP
+
+
+def test_a_request_for_json_says_so_and_one_without_a_session_has_no_conversation(
+    server: Server, receiver: Receiver
+) -> None:
+    schema = {"name": "answer", "schema": {"type": "object", "properties": {}, "additionalProperties": False}}
+    answer = server.chat(response_format={"type": "json_schema", "json_schema": schema}, max_tokens=8)
+    span = receiver.request(answer.headers["x-request-id"])
+    assert span.attributes["gen_ai.output.type"] == "json"
+    assert "gen_ai.conversation.id" not in span.attributes
 
 
 def test_a_request_continues_the_trace_of_its_client(server: Server, receiver: Receiver) -> None:

@@ -48,7 +48,8 @@ export class BlocksView {
       setText(element, letter === "store" ? `${whole(number)} of ${whole(info.store_blocks)}` : whole(number));
     }
     this._swap.update(history);
-    if (this._active === null) setAttribute(this._canvas, "aria-label", `Map of ${plural(total, "block")}, ${percent(used / Math.max(1, info.num_blocks))} used. The arrow keys read single blocks.`);
+    this._summary = `Map of ${plural(total, "block")}, ${percent(used / Math.max(1, info.num_blocks))} used. The arrow keys read single blocks.`;
+    if (this._active === null) setAttribute(this._canvas, "aria-label", this._summary);
     const unknown = blocks.count("");
     const { perCell } = this._grid() || { perCell: 1 };
     const parts = [];
@@ -173,6 +174,7 @@ export class BlocksView {
   _leave() {
     this._active = null;
     this._tip.hidden = true;
+    if (this._summary) setAttribute(this._canvas, "aria-label", this._summary);
     this.draw();
   }
 }
