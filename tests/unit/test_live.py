@@ -268,9 +268,11 @@ def test_the_target_of_a_step_is_known_only_to_the_policy_that_has_one(policy: P
 def test_a_first_token_counts_while_its_request_runs_and_only_once() -> None:
     engine = _engine(VirtualClock(), policy=PriorityPolicy.FCFS)
     engine.submit(_request("one", max_tokens=50))
-    while not engine.live_frame().first_token_counts:
+    for _ in range(5):
         engine.run_iteration()
-    (one,) = engine.live_frame().requests
+    frame = engine.live_frame()
+    assert sum(frame.first_token_counts.values()) == 1
+    (one,) = frame.requests
     assert one.num_tokens < one.limit, "the request runs"
     engine.run_until_idle()
     frame = engine.live_frame()
