@@ -135,6 +135,6 @@ class LiveFrame:
     """Totals since the start of the engine: the fields of `SchedulerStats`."""
     first_token_counts: dict[int, int]
     """Counts since the start by bucket of `weft.metrics.Histogram`. The page subtracts an older frame. A request counts
-    when it ends."""
+    at its first token."""
     gap_counts: dict[int, int]
-    """The same for the gaps between tokens. A gap counts at once."""
+    """The same for the gaps between tokens."""

@@ -63,6 +63,8 @@ def asked(page: Page, text: str) -> Locator:
 
 def open_settings(page: Page) -> Locator:
     panel = page.get_by_role("complementary", name="Settings")
+    # A wide window opens the panel with the chat. A click before that would close it again.
+    expect(page.get_by_role("button", name="Settings", exact=True)).to_be_visible()
     if not panel.is_visible():
         page.get_by_role("button", name="Settings", exact=True).click()
     expect(panel.locator("#set-temperature")).to_be_visible()

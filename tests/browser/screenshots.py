@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[1] / "server"))
 
 import httpx
 from browser_pages import CHROMIUM_ARGUMENTS
+from chat_page import asked, set_fields
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from server_process import Server, running_server, wait_for
 from shown_replay import shown
@@ -93,6 +94,19 @@ def take(page: Page, name: str) -> None:
     print(f"{path.relative_to(FOLDER.parents[1])}: {path.stat().st_size // 1024} KB")
 
 
+def take_chat(browser: Browser, server: Server) -> None:
+    page = opened(browser, f"{server.url}/#chat")
+    set_fields(page, temperature="0", max_tokens="160")
+    asked(page, "What is the capital of Japan?")
+    page.get_by_role("button", name="New chat").first.click()
+    expect(asked(page, "Write a Python function that reverses a list.").locator("pre").first).to_contain_text(
+        "def "
+    )
+    page.mouse.move(0, 0)
+    page.locator(".pane.right > :last-child").evaluate("(one) => one.scrollTo(0, 0)")
+    take(page, "chat")
+
+
 def take_live(browser: Browser, server: Server) -> None:
     page, dark = (opened(browser, f"{server.url}/#live", theme) for theme in ("light", "dark"))
     with clients(server):
@@ -119,6 +133,7 @@ def take_replay(browser: Browser, log: Path) -> None:
 
 def main() -> None:
     model = pull("default")
+    expect.set_options(timeout=120_000)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         log = Path(folder) / "engine.log"
         browser = playwright.chromium.launch(
@@ -127,6 +142,7 @@ def main() -> None:
         options = {"checkpoint": str(model), "max_context": 2048}
         settings = {"engine": {**ENGINE, "log_path": str(log)}, "names": [Path(model).stem]}
         with running_server(model, backend="cpu", backend_options=options, **settings) as server:
+            take_chat(browser, server)
             take_live(browser, server)
         take_replay(browser, log)
         browser.close()

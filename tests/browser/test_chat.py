@@ -90,6 +90,8 @@ def test_an_answer_can_be_made_again_and_a_request_can_have_several(
     set_fields(page, max_tokens="3", n="2")
     last = asked(page, "Anything")
     expect(last.locator(".versions")).to_contain_text("1 / 2")
+    expect(last).to_contain_text("to first token")
+    expect(last).not_to_contain_text("6 tokens")  # both answers together
     last.get_by_role("button", name="Make the answer again").click()
     expect(answer(page).locator(".versions")).to_contain_text("3 / 4")
     assert len(questions(page)) == 1

@@ -152,13 +152,13 @@ def test_tools_and_forms_of_answers_become_their_fields(page: Page) -> None:
 # --- streams and figures ---
 
 CHUNKS = """
-async (chunks) => {
+async ([request, ...chunks]) => {
   const { applyChunk, figuresOf } = await import("/page/chat_stream.js");
   const { newAnswer } = await import("/page/chat_tree.js");
   const answers = [];
   let error = null;
   try {
-    chunks.forEach((chunk, index) => applyChunk(chunk, (at) => (answers[at] ??= newAnswer({}, "")), 1000 * (index + 1)));
+    chunks.forEach((chunk, index) => applyChunk(chunk, answers, (at) => (answers[at] ??= newAnswer(request, "")), 1000 * (index + 1)));
   } catch (found) { error = [found.message, found.code]; }
   for (const answer of answers) answer.times.sent = 500;
   return { answers, error, figures: answers.map(figuresOf) };
@@ -179,6 +179,7 @@ def test_a_stream_becomes_text_thoughts_calls_and_figures(page: Page) -> None:
     found = page.evaluate(
         CHUNKS,
         [
+            {},
             chunk(role="assistant", content=""),
             chunk(reasoning_content="Hm"),
             chunk(content="He"),
@@ -200,9 +201,28 @@ def test_a_stream_becomes_text_thoughts_calls_and_figures(page: Page) -> None:
 
 def test_an_error_inside_a_stream_keeps_what_came_before(page: Page) -> None:
     failure = {"error": {"message": "the engine died", "code": "engine_died"}}
-    found = page.evaluate(CHUNKS, [chunk(content="Hel"), failure, chunk(content="lo")])
+    found = page.evaluate(CHUNKS, [{}, chunk(content="Hel"), failure, chunk(content="lo")])
     assert found["answers"][0]["text"] == "Hel"
     assert found["error"] == ["the engine died", "engine_died"]
+
+
+@pytest.mark.parametrize("has_own_numbers", [True, False])
+def test_each_of_several_answers_has_its_own_number_of_tokens_or_none(
+    page: Page, has_own_numbers: bool
+) -> None:
+    ends = [chunk(index, "length", content=" world") for index in (0, 1)]
+    if has_own_numbers:
+        for number, end in enumerate(ends):
+            end["choices"][0]["timings"] = {"completion_tokens": 3 + number}
+    usage = {"choices": [], "usage": {"completion_tokens": 7, "prompt_tokens": 9}}
+    starts = [chunk(index, content="Hello") for index in (0, 1)]
+    found = page.evaluate(CHUNKS, [{"n": 2}, *starts, *ends, usage])
+    tokens, rates = ([figures[name] for figures in found["figures"]] for name in ("tokens", "rate"))
+    assert [figures["promptTokens"] for figures in found["figures"]] == [9, 9]
+    if has_own_numbers:
+        assert tokens == [3, 4] and rates == [1.0, 1.5]
+    else:
+        assert tokens == rates == [None, None]
 
 
 ERRORS = (

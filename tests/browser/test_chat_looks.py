@@ -1,10 +1,6 @@
-"""A chat with everything in it fits its window, and axe finds no serious fault. Also takes the picture for the guide:
-WEFT_TEST_PICTURES=docs/guide make test-browser SHORT=1 ARGS='-m long -k picture'."""
+"""A chat with everything in it fits its window, and axe finds no serious fault."""
 
 from __future__ import annotations
-
-import os
-from pathlib import Path
 
 import pytest
 from accessibility import checked
@@ -15,7 +11,6 @@ from server_process import Server
 
 SHORT, OTHERS = [(1920, "light"), (360, "dark")], [(1920, "dark"), (360, "light")]
 NO_FAULT = "no serious fault for axe in a chat with code, a table, thoughts, tokens, a call and an error"
-QUESTION = "Write a Python function that reverses a list."
 
 
 @pytest.fixture(scope="module")
@@ -97,15 +92,3 @@ def test_the_cost_of_a_long_answer_is_reported(
     figures["Markdown, scripting for each token"] = (
         f"{found['first']:.0f} µs in the first 1,000 tokens of an answer, {found['last']:.0f} µs in the last of {found['tokens']:,}"
     )
-
-
-@pytest.mark.long
-def test_the_picture_of_the_chat(open_page: OpenPage, real_server: Server, tmp_path: Path) -> None:
-    page = open_page(real_server)
-    set_fields(page, temperature="0", max_tokens="160")
-    asked(page, "What is the capital of Japan?")
-    page.get_by_role("button", name="New chat").first.click()
-    expect(asked(page, QUESTION).locator("pre").first).to_contain_text("def ")
-    page.mouse.move(0, 0)
-    page.locator(".pane.right > :last-child").evaluate("(one) => one.scrollTo(0, 0)")
-    page.screenshot(path=Path(os.environ.get("WEFT_TEST_PICTURES", tmp_path)) / "chat.png")

@@ -16,13 +16,21 @@ from server_process import Server
 from weft.backends.noop import NoopBackend
 from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig, ServingEngineConfig
+from weft.engine.live import LiveRecorder
 from weft.engine.serving import ServingEngine
 from weft.live import FINISH_REASONS, LiveFrame
 from weft.metrics import Histogram
-from weft.request import InferenceRequest, Priority, RequestId, SamplingParams
+from weft.request import FinishReason, InferenceRequest, Priority, RequestId, SamplingParams
+from weft.simulation.run import Simulation
+from weft.simulation.scenario import draw
 
 pytestmark = pytest.mark.long
 NUM_BLOCKS, NUM_ROWS = 90, 4
+ENDS = ("finished", "failed")
+COMPLETE = {
+    ("finished", FINISH_REASONS.index(reason))
+    for reason in (FinishReason.LENGTH, FinishReason.STOP, FinishReason.END_OF_SEQUENCE)
+}
 HISTORY = """
 async ({info, frames}) => {
   const { History } = await import("/page/live_history.js");
@@ -82,12 +90,7 @@ class Run:
                 engine.run_iteration()
                 clock.advance(0.01)
             self.frames.append(in_json(engine.live_frame()))
-        self.info = {
-            **asdict(engine.live_info()),
-            "reasons": [reason.value for reason in FINISH_REASONS],
-            "buckets": [Histogram.FIRST, Histogram.GROWTH],
-            "priorities": [priority.name.lower() for priority in Priority],
-        }
+        self.info = info_of(engine)
         self.totals = engine.scheduler.stats
 
     def ask(self, page: Page, script: str) -> Any:
@@ -99,12 +102,48 @@ def run(request: pytest.FixtureRequest) -> Run:
     return Run(request.param)
 
 
+class DraftRun(Run):
+    """A scenario of the simulation with draft tokens, a frame after each iteration."""
+
+    def __init__(self, seed: int) -> None:
+        self.frames, simulation = watched_scenario(seed)
+        engine = simulation.engine
+        self.info = info_of(engine)
+        self.totals = engine.scheduler.stats
+
+
+def watched_scenario(seed: int) -> tuple[list[dict[str, Any]], Simulation]:
+    simulation = Simulation(draw(seed))
+    engine = simulation.engine
+    engine._live = LiveRecorder(engine.scheduler, engine._metrics, lapse=1e9)
+    frames = [in_json(engine.live_frame())]
+    run_iteration = engine.run_iteration
+
+    def run_and_look() -> Any:
+        outputs = run_iteration()
+        frames.append(in_json(engine.live_frame()))
+        return outputs
+
+    engine.run_iteration = run_and_look  # type: ignore[method-assign]
+    simulation.run()
+    return frames, simulation
+
+
+def info_of(engine: ServingEngine) -> dict[str, Any]:
+    return {
+        **asdict(engine.live_info()),
+        "reasons": [reason.value for reason in FINISH_REASONS],
+        "buckets": [Histogram.FIRST, Histogram.GROWTH],
+        "priorities": [priority.name.lower() for priority in Priority],
+    }
+
+
 CELLS = """
   const { band } = history, cells = [];
   for (let number = band.first; number < band.count; number++) for (let row = 0; row < band.numRows; row++) {
     const at = band.at(number, row);
     if (band.owner[at]) cells.push({ id: history.lifeOfNumber(band.owner[at]).id, row, column: band.column(number),
-      prefill: band.prefill[at], decode: band.decode[at], marks: band.marks[at] });
+      prefill: band.prefill[at], decode: band.decode[at], accepted: band.accepted[at], rejected: band.rejected[at], marks: band.marks[at] });
   }
   return cells;
 """
@@ -139,6 +178,31 @@ def test_the_band_has_each_decoded_token_in_the_row_of_its_request(page: Page) -
         1 for frame in run.frames for event in frame["events"] if event[2] == "preempted" and not event[4]
     )
     assert abs(sum(decoded.values()) - (run.totals.tokens_generated - len(run.lengths))) <= others
+
+
+def test_the_band_has_each_accepted_and_each_rejected_draft_token(page: Page) -> None:
+    """Of requests that end by themselves. Draft tokens of a request that is cancelled while its step is in flight count in
+    the totals, and belong to no row."""
+    num_runs = 0
+    for seed in range(300, 600):
+        if draw(seed).engine.scheduler.max_draft_tokens == 0:
+            continue
+        run = DraftRun(seed)
+        accepted, drafted = run.totals.drafts_accepted, run.totals.tokens_drafted
+        ends = {(event[2], event[4]) for one in run.frames for event in one["events"] if event[2] in ENDS}
+        if not 5 < accepted < drafted - 5 or not ends <= COMPLETE:
+            continue
+        found: dict[str, float] = defaultdict(float)
+        for cell in run.ask(page, CELLS):
+            steps = cell["column"]["last"] - cell["column"]["first"] + 1
+            found["accepted"] += cell["accepted"] * steps
+            found["rejected"] += cell["rejected"] * steps
+        assert found["accepted"] == pytest.approx(accepted), f"scenario {seed}"
+        assert found["rejected"] == pytest.approx(drafted - accepted), f"scenario {seed}"
+        num_runs += 1
+        if num_runs == 3:
+            return
+    raise AssertionError("too few scenarios have draft tokens")
 
 
 def test_preemptions_and_ends_are_marked(page: Page, run: Run) -> None:
@@ -232,6 +296,26 @@ def test_every_block_has_a_cell_and_the_cells_fit_their_box(
     assert cells <= shape["columns"] * shape["rows"]
     assert shape["columns"] * shape["size"] <= size[0] and shape["rows"] * shape["size"] <= size[1]
     assert shares[1] > 0 and (blocks <= shape["perCell"] or shares[0] == 0)
+
+
+def test_swapped_requests_own_the_used_slots_of_the_swap_space(page: Page) -> None:
+    run = Run(1)
+    numbers = page.evaluate(
+        """async (frames) => {
+          const { slotsOf } = await import("/page/live_swap.js");
+          const { readFrame } = await import("/page/live_numbers.js");
+          return frames.map((frame) => slotsOf(readFrame(frame)).map(({ id, first, end }) => [id, first, end]));
+        }""",
+        run.frames,
+    )
+    assert any(numbers), "the run must swap"
+    for frame, slots in zip(run.frames, numbers, strict=True):
+        swapped = {one[0]: one[13] for one in frame["requests"] if one[2] == "swapped"}
+        assert {name: end - first for name, first, end in slots} == {
+            name: number for name, number in swapped.items() if number
+        }
+        assert sum(end - first for _, first, end in slots) <= frame["swap_blocks_used"]
+        assert [first for _, first, _ in slots] == [0, *(end for _, _, end in slots)][: len(slots)]
 
 
 def test_the_queue_is_grouped_by_priority_and_key_with_the_longest_wait_first(page: Page) -> None:

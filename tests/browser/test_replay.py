@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig, ServingEngineConfig
 from weft.engine.serving import ServingEngine
 from weft.request import InferenceRequest, Priority, RequestId, SamplingParams
+from weft.simulation.run import Simulation
+from weft.simulation.scenario import draw
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
             max_prefill_tokens=48,
             max_chunk_tokens=24,
         ),
-        KvCachePoolConfig(200, 4, swap_blocks=40),
+        KvCachePoolConfig(120, 4, swap_blocks=40),
         log_path=str(path),
     )
     engine = ServingEngine(NoopBackend(), config, clock=clock, seed=1)
@@ -134,6 +137,84 @@ def test_a_request_of_a_log_shows_its_life_and_cannot_be_cancelled(
     expect(panel).to_be_hidden()
 
 
+def test_the_life_of_a_request_is_complete_after_a_seek(open_page: OpenPage, replay_server: Server) -> None:
+    last = info(replay_server)["num_frames"] - 1
+    of_all = [
+        (index, event)
+        for start in range(0, last + 1, 256)
+        for index, one in enumerate(
+            replay_server.client.get("/replay/frames", params={"start": start, "count": 256}).json(), start
+        )
+        for event in one["events"]
+    ]
+    ends = {event[3]: index for index, event in of_all if event[2] == "finished"}
+    # The page loads 240 frames: the beginning of this request is in none of them.
+    name, end = max(ends.items(), key=lambda item: item[1])
+    assert end > 260
+    admitted = next(index for index, event in of_all if event[2:4] == ["admitted", name])
+    page = open_page(replay_server)
+    slider = page.get_by_role("slider", name="Frame")
+    slider.fill(str(end - 1))
+    expect_frame(page, replay_server, end - 1)
+    page.locator(f".batch-row[data-id='{name}'] .name").click()
+    lines = page.locator(".request .lines li:not([hidden])")
+    expect(lines.first).to_contain_text("queued")
+    expect(lines.nth(1)).to_contain_text("admitted to row")
+    chunks = page.get_by_role("complementary").get_by_text("prefill of the tokens 0–")
+    expect(chunks.first).to_be_visible()
+    expect(page.get_by_text("Earlier events are not shown.")).to_be_hidden()
+    for index, state in (
+        (end, "ended: length"),
+        (admitted, "prefilling"),
+        (1, "waiting"),
+        (end - 1, "decoding"),
+    ):
+        slider.fill(str(index))
+        expect_frame(page, replay_server, index)
+        expect(page.locator(".request .facts")).to_contain_text(state)
+        expect(lines.first).to_contain_text("queued")
+    slider.fill("0")  # before its arrival
+    expect(page.locator(".request .facts")).to_contain_text("not in the engine at this step")
+    expect(lines).to_have_count(0)
+
+
+def test_a_life_whose_earlier_events_are_missing_says_so(open_page: OpenPage, replay_server: Server) -> None:
+    page = open_page(replay_server, expected=["500"])
+    page.route("**/replay/requests/**", lambda route: route.fulfill(status=500, json={}))
+    last = info(replay_server)["num_frames"] - 1
+    page.get_by_role("slider", name="Frame").fill(str(last))
+    page.locator(".ended button").first.click()
+    expect(page.get_by_text("Earlier events are not shown.")).to_be_visible()
+
+
+def test_a_click_on_the_overview_and_the_button_jump_through_the_log(
+    open_page: OpenPage, replay_server: Server
+) -> None:
+    number = info(replay_server)["num_frames"]
+    page = open_page(replay_server)
+    expect_frame(page, replay_server, 0)
+    strip = page.locator(".overview canvas")
+    box = strip.bounding_box()
+    assert box is not None
+    strip.click(position={"x": box["width"] / 2, "y": 10})
+    slider = page.get_by_role("slider", name="Frame")
+    expect(slider).not_to_have_value("0")
+    assert abs(int(slider.input_value()) - number / 2) <= number / box["width"] + 1
+    slider.fill("0")
+    after = replay_server.client.get("/replay/preemption", params={"after": 0}).json()["frame"]
+    page.get_by_role("button", name="Next preemption").focus()
+    page.keyboard.press("Enter")
+    expect_frame(page, replay_server, after)
+    assert any(event[2] == "preempted" for event in frame(replay_server, after)["events"])
+
+
+def test_a_replay_shows_nothing_that_a_log_cannot_know(open_page: OpenPage, replay_server: Server) -> None:
+    page = open_page(replay_server)
+    expect_frame(page, replay_server, 0)
+    expect(page.locator(".queue .figure")).to_contain_text("in the engine")
+    assert "held by the server" not in page.locator(".live").inner_text()
+
+
 def test_a_cut_log_says_so_and_shows_the_frames_before(
     open_page: OpenPage, log: Path, tmp_path: Path
 ) -> None:
@@ -165,3 +246,113 @@ def test_the_replay_fits_its_window_and_axe_finds_no_serious_fault(
         assert content <= window == width
         _, found = checked(page)
         assert not found, "\n".join([f"{width} pixels, {theme}:", *found])
+
+
+# --- a cache with two tiers ---
+
+
+def tiered_scenario() -> int:
+    """The seed of a scenario whose frames have blocks of the quantised tier, of sessions and of swapped requests."""
+    for seed in range(300, 1000):
+        simulation = Simulation(draw(seed))
+        engine, seen = simulation.engine, set[str]()
+        if not (engine.live_info().store_blocks and engine.live_info().swap_blocks):
+            continue
+        run_iteration = engine.run_iteration
+
+        def run_and_look(
+            run: Any = run_iteration, engine: ServingEngine = engine, seen: set[str] = seen
+        ) -> Any:
+            outputs, frame = run(), engine.live_frame()
+            seen.update(frame.blocks, ["swapped"] * any(one.state == "swapped" for one in frame.requests))
+            return outputs
+
+        engine.run_iteration = run_and_look  # type: ignore[method-assign]
+        simulation.run()
+        if {"h", "H", "U", "C", "swapped"} <= seen:
+            return seed
+    raise AssertionError("no scenario has all kinds of blocks")
+
+
+@pytest.fixture(scope="module")
+def tiered_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    path = tmp_path_factory.mktemp("tiers") / "tiers.jsonl"
+    simulation = Simulation(draw(tiered_scenario()), str(path))
+    simulation.run()
+    simulation.engine.stop()
+    with shown(path) as server:
+        wait_for(lambda: info(server)["is_complete"])
+        yield server
+
+
+WORDS = {
+    "u": "used by one request",
+    "s": "shared by prefix",
+    "c": "cached",
+    "h": "hot by session",
+    "f": "free",
+}
+
+
+def frames_with(server: Server, **wanted: Callable[[dict[str, Any]], bool]) -> dict[str, int]:
+    """The first frame of each kind."""
+    found: dict[str, int] = {}
+    for index in range(info(server)["num_frames"]):
+        one = frame(server, index)
+        for name, is_it in wanted.items():
+            if name not in found and is_it(one):
+                found[name] = index
+    assert found.keys() == wanted.keys()
+    return found
+
+
+def test_the_legend_counts_the_blocks_of_both_tiers_and_the_keys_read_each_block(
+    open_page: OpenPage, tiered_server: Server
+) -> None:
+    page = open_page(tiered_server)
+    slider = page.get_by_role("slider", name="Frame")
+    blocks = page.get_by_role("img", name=re.compile("^(Map of|block )"))
+    counts = page.locator(".counts > div")
+    kinds = frames_with(
+        tiered_server,
+        hot=lambda one: "h" in one["blocks"],
+        store=lambda one: "U" in one["blocks"] and "C" in one["blocks"],
+        hot_store=lambda one: "H" in one["blocks"],
+    )
+    for kind, index in kinds.items():
+        slider.fill(str(index))
+        expect_frame(page, tiered_server, index)
+        shown_blocks = frame(tiered_server, index)["blocks"]
+        for letter, words in WORDS.items():
+            number = shown_blocks.count(letter) + shown_blocks.count(letter.upper())
+            expect(counts.filter(has_text=words).locator("dd")).to_have_text(str(number))
+        used, total = frame(tiered_server, index)["store_blocks_used"], info(tiered_server)["store_blocks"]
+        expect(counts.filter(has_text="quantised tier").locator("dd")).to_have_text(f"{used} of {total}")
+        letter = {"hot": "h", "store": "C", "hot_store": "H"}[kind]
+        blocks.focus()
+        page.keyboard.press("Home")
+        for _ in range(shown_blocks.index(letter)):
+            page.keyboard.press("ArrowRight")
+        words = WORDS[letter.lower()] + (" (quantised)" if letter.isupper() else "")
+        text = f"block {shown_blocks.index(letter)}: {words}"
+        expect(page.locator(".kv .tip").first).to_have_text(text)
+        expect(blocks).to_have_attribute("aria-label", text)
+        expect(page.locator("#status")).to_have_text(text)
+        slider.focus()
+        expect(blocks).to_have_attribute("aria-label", re.compile("^Map of"))
+
+
+def test_the_swap_space_names_the_requests_in_it(open_page: OpenPage, tiered_server: Server) -> None:
+    page = open_page(tiered_server)
+    (index,) = frames_with(
+        tiered_server, swapped=lambda one: any(r[2] == "swapped" and r[13] for r in one["requests"])
+    ).values()
+    page.get_by_role("slider", name="Frame").fill(str(index))
+    expect_frame(page, tiered_server, index)
+    wanted = frame(tiered_server, index)
+    name, number = next((r[0], r[13]) for r in wanted["requests"] if r[2] == "swapped" and r[13])
+    swap = page.get_by_role("img", name="Swap space")
+    text = f"Swap space: {wanted['swap_blocks_used']} of {info(tiered_server)['swap_blocks']} slot"
+    expect(swap).to_have_attribute("aria-label", re.compile(f"^{text}s? in use; {name[:8]} {number}"))
+    swap.hover(position={"x": 3, "y": 3})
+    expect(page.locator(".swap .tip")).to_contain_text(f"request {name[:8]}: {number} slot")

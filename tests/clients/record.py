@@ -156,11 +156,14 @@ def agent_results(output: str, versions: Mapping[str, str]) -> str:
 
 
 def browser_results(output: str, measured: Mapping[str, str]) -> str:
-    """A table of the versions and figures that the tests measured, and how many tests passed."""
+    """A table of the versions and figures that the tests measured, and how many tests passed. A test compares the
+    number of functions with the source, so the table cannot be that of a part of the tests."""
     tests = LINE.findall(output)
     passed = sum(outcome == "PASSED" for _, _, outcome in tests)
+    num_functions = len({(module, name.partition("[")[0]) for module, name, _ in tests})
     rows = [f"| {name} | {value} |" for name, value in measured.items()]
-    lines = ["| | |", "|---|---|", *rows, f"| tests passed | {passed} of {len(tests)} |"]
+    rows += [f"| tests passed | {passed} of {len(tests)} |", f"| test functions | {num_functions} |"]
+    lines = ["| | |", "|---|---|", *rows]
     return "\n".join([*lines, *_missed(tests)]) + "\n"
 
 

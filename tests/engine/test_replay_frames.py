@@ -25,8 +25,9 @@ from weft.config import SchedulerConfig, ServingEngineConfig
 from weft.engine.live import LiveRecorder
 from weft.engine.replay import LOG_VERSION, ReplayDifference, RunRecorder, UnreadableLogError, replay
 from weft.engine.replay_frames import FrameFile, ReplayFrames
+from weft.engine.replay_index import MIN_BINS, EventIndex, Overview
 from weft.engine.serving import ServingEngine
-from weft.live import LiveFrame
+from weft.live import LiveEvent, LiveFrame, LiveStep
 from weft.plan import BackendInfo
 from weft.request import InferenceRequest, RequestId, SamplingParams
 from weft.scheduling.sequence import Sequence
@@ -155,6 +156,74 @@ def test_frames_read_in_any_order_equal_those_read_in_sequence(
             start, count = source.randrange(number), source.randrange(1, 100)
             assert frames.read(start, count) == sequential[start : start + count]
         assert frames.read(number, 5) == []
+
+
+def test_the_index_has_the_events_of_each_request_up_to_any_frame(
+    run: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    source = random.Random(4)
+    with replayed(run[0]) as frames:
+        found = all_of(frames)
+        names = {event[3] for frame in found for event in frame["events"]}
+        for name in sorted(names):
+            until = source.randrange(len(found))
+            mine = [event for frame in found[: until + 1] for event in frame["events"] if event[3] == name]
+            events, num_left_out = frames.events_of(name, until)
+            assert [json.loads(event) for event in events] == mine and num_left_out == 0
+        assert frames.events_of(RequestId("no such request"), len(found) - 1) == ([], 0)
+
+
+def test_of_many_events_of_a_request_the_first_ones_and_the_newest_are_read() -> None:
+    index = EventIndex()
+    try:
+        for frame in range(1000):
+            chunk = LiveEvent(float(frame), frame, "chunk", RequestId("long"), 8 * frame, 8)
+            index.append(frame, [chunk, chunk._replace(request_id=RequestId("other"))])
+        events, num_left_out = index.of_request(RequestId("long"), 899)
+    finally:
+        index.close()
+    assert [json.loads(event)[1] for event in events] == [*range(299), 899]
+    assert num_left_out == 900 - 300
+
+
+def test_the_next_preemption_is_found_from_each_frame(run: tuple[Path, list[dict[str, Any]]]) -> None:
+    with replayed(run[0]) as frames:
+        kinds = [{event[2] for event in frame["events"]} for frame in all_of(frames)]
+        preempted = [index for index, found in enumerate(kinds) if "preempted" in found]
+        assert len(preempted) > 3
+        for after in range(len(kinds)):
+            expected = next((index for index in preempted if index > after), None)
+            assert frames.next_preemption(after) == expected
+
+
+@pytest.mark.parametrize("num_frames", [1, 2 * MIN_BINS, 2 * MIN_BINS + 1, 9999])
+def test_the_overview_has_a_bounded_number_of_bins_and_loses_nothing(
+    num_frames: int, run: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    source = random.Random(num_frames)
+    template = msgspec.convert(run[1][-1], LiveFrame, strict=False)
+    overview, seconds, waiting, preemptions = Overview(), [], [], []
+    for number in range(num_frames):
+        seconds.append(source.random())
+        waiting.append(source.randrange(50))
+        preemptions.append(source.randrange(3))
+        event = LiveEvent(0.0, number, "preempted", RequestId("one"))
+        overview.add(
+            dataclasses.replace(
+                template,
+                steps=(LiveStep(number, seconds[-1], 1, 0, 0, 0),),
+                num_waiting=waiting[-1],
+                events=(event,) * preemptions[-1],
+            )
+        )
+    found: Any = overview.describe()
+    size = found["frames_per_bin"]
+    starts = range(0, num_frames, size)
+    assert len(starts) <= 2 * MIN_BINS and (size == 1 or len(starts) > MIN_BINS)
+    assert found["num_frames"] == num_frames
+    assert found["step_seconds"] == [max(seconds[start : start + size]) for start in starts]
+    assert found["waiting"] == [max(waiting[start : start + size]) for start in starts]
+    assert found["preemptions"] == [sum(preemptions[start : start + size]) for start in starts]
 
 
 def test_frames_can_be_read_while_others_are_added() -> None:

@@ -21,7 +21,11 @@ from in_process import in_process
 from server_process import MODEL, SLOW, Server, api_key, running_server, wait_for
 
 from weft.live import LiveEvent, LiveFrame, LiveInfo, LiveRequest
+from weft.request import RequestId
+from weft.server.admission.active_requests import ActiveRequest
 from weft.server.live.feed import MAX_VIEWERS
+from weft.server.live.held import HeldRequest, requests_of_server
+from weft.server.stream.choices import Choices
 
 LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 6000, "ignore_eos": True, "stream": True}
 REQUEST, EVENT = LiveRequest._fields, LiveEvent._fields
@@ -229,7 +233,7 @@ def test_frames_name_the_keys_of_requests_and_what_the_server_holds_back(default
     ):
         user = {"Authorization": "Bearer user"}
         running = stack.enter_context(answer(server, headers=user))
-        body = json.dumps({**LONG, "n": 12, "priority": "low"}).encode()
+        body = json.dumps({**LONG, "n": 12, "priority": "low", "deadline": 500}).encode()
         waiting = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 60))
         waiting.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer boss\r\n"
@@ -238,9 +242,19 @@ def test_frames_name_the_keys_of_requests_and_what_the_server_holds_back(default
         frame = frames.until(lambda frame: any(one[2] == "held" for one in frame["held"]))
         (held,) = frame["held"]
         assert frame["keys"][running] == "user" and frame["num_held"] == 1 and frame["open"] == 2
-        name, key, state, priority, age, answers = held
-        assert (key, state, priority) == ("boss", "held", 0) and age >= 0 and 1 <= answers <= 12
+        one = HeldRequest(*held)
+        assert (one.key, one.state, one.priority, one.prompt_tokens) == ("boss", "held", 0, 1)
+        assert one.age >= 0 and 1 <= one.num_answers <= 12
+        assert one.left is not None and one.left == pytest.approx(500 - one.age, abs=0.01)
+        name = one.request_id
         assert frame["keys"][name] == "boss"
+
+
+def test_what_is_not_known_of_a_request_before_it_is_prepared_is_null() -> None:
+    preparing = ActiveRequest(None, None, Choices.__new__(Choices), began=5.0, request_id=RequestId("one"))
+    preparing.deadline = 60.0
+    found = requests_of_server([preparing], 7.5)
+    assert found.held == [HeldRequest(RequestId("one"), None, "preparing", None, 2.5, 0, None, 57.5)]
 
 
 # --- engines that stop, and the end of the server ---
@@ -393,6 +407,26 @@ def test_a_viewer_that_does_not_read_is_disconnected(default_model_path: Path) -
         finally:
             for connection in others:
                 connection.close()
+
+
+def test_viewers_that_left_keep_no_memory(default_model_path: Path) -> None:
+    options = {**SLOW, "seconds_per_step": 0.05}
+
+    def come_and_go(server: Server) -> None:
+        with ExitStack() as stack:
+            connections = [stack.enter_context(open_viewer(server)) for _ in range(200)]
+            for connection in connections:
+                assert connection.recv(1)
+        wait_for(lambda: server.metric("http_requests_open") == 1)
+
+    with running_server(default_model_path, backend_options=options) as server, busy(server, 256):
+        for _ in range(2):  # the allocator gets its arenas
+            come_and_go(server)
+        before = resident_bytes(server.process.pid)
+        for _ in range(6):
+            come_and_go(server)
+        # If each of them kept 20 KB, these would be 24 MB. The frame of 256 requests is larger.
+        assert resident_bytes(server.process.pid) - before < 12e6
 
 
 def test_of_200_viewers_32_get_frames_and_the_others_a_429_with_retry_after(slow_server: Server) -> None:

@@ -163,6 +163,26 @@ def test_a_page_outside_of_the_replay_is_refused(
     assert replay.info()["mode"] == "replay"
 
 
+def test_the_events_of_a_request_and_the_overview_are_those_of_the_frames(run: Run, replay: Shown) -> None:
+    number = replay.whole_info()["num_frames"]
+    frames = replay.frames(number)
+    for request_id in (*run.usage, run.cancelled):
+        for until in (number // 2, number - 1):
+            path, parameters = f"/replay/requests/{request_id}", {"until": until}
+            found = replay.client.get(path, params=parameters).raise_for_status().json()
+            mine = [
+                event for frame in frames[: until + 1] for event in frame["events"] if event[3] == request_id
+            ]
+            assert found == {"events": mine, "left_out": 0}
+    overview = replay.client.get("/replay/overview").json()
+    assert overview["num_frames"] == number and not any(overview["preemptions"])
+    assert replay.client.get("/replay/preemption", params={"after": 0}).json() == {"frame": None}
+    for path, field in (("/replay/requests/x", "until"), ("/replay/preemption", "after")):
+        for value in ("-1", number, "x", "1" * 500):
+            response = replay.client.get(path, params={field: value})
+            assert response.status_code == 400 and response.json()["error"]["param"] == field
+
+
 def test_the_page_is_the_one_of_a_server_without_its_other_routes(replay: Shown) -> None:
     page = replay.client.get("/")
     assert page.status_code == 200 and "default-src 'none'" in page.headers["content-security-policy"]

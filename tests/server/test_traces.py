@@ -93,7 +93,8 @@ def test_a_request_has_a_span_with_the_attributes_of_the_genai_conventions(
 ) -> None:
     messages = [{"role": "user", "content": SECRET}]
     sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 3, "presence_penalty": 0.25}
-    answer = server.chat(messages=messages, model="alias", max_tokens=6, ignore_eos=True, **sampling)
+    fields = {"model": "alias", "max_tokens": 6, "ignore_eos": True, "session_id": "talk 1"}
+    answer = server.chat(messages=messages, **fields, **sampling)
     span = receiver.request(answer.headers["x-request-id"])
     check_phases(span)
     usage = answer.json()["usage"]
@@ -102,6 +103,9 @@ def test_a_request_has_a_span_with_the_attributes_of_the_genai_conventions(
         "gen_ai.provider.name": "weft",
         "gen_ai.request.model": "alias",
         "gen_ai.response.model": MODEL,
+        "gen_ai.response.id": answer.headers["x-request-id"],
+        "gen_ai.conversation.id": "talk 1",
+        "gen_ai.output.type": "text",
         "gen_ai.request.stream": False,
         "gen_ai.request.temperature": 0.5,
         "gen_ai.request.top_p": 0.9,
@@ -155,6 +159,16 @@ def test_streams_of_every_api_have_spans(
     assert span.name == f"{operation} {MODEL}" and span.attributes["http.route"] == path
     assert span.attributes["gen_ai.request.stream"] is True
     assert span.attributes["gen_ai.response.time_to_first_chunk"] >= STEP
+
+
+def test_a_request_for_json_says_so_and_one_without_a_session_has_no_conversation(
+    server: Server, receiver: Receiver
+) -> None:
+    schema = {"name": "answer", "schema": {"type": "object", "properties": {}, "additionalProperties": False}}
+    answer = server.chat(response_format={"type": "json_schema", "json_schema": schema}, max_tokens=8)
+    span = receiver.request(answer.headers["x-request-id"])
+    assert span.attributes["gen_ai.output.type"] == "json"
+    assert "gen_ai.conversation.id" not in span.attributes
 
 
 def test_a_request_continues_the_trace_of_its_client(server: Server, receiver: Receiver) -> None:

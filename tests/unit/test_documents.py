@@ -261,3 +261,13 @@ def test_texts_do_not_turn_code_into_people() -> None:
         if words := re.findall(r"\b(?:whoever|nobody|somebody|whom|told)\b", path.read_text("utf-8"), re.I):
             found[name_of(path)] = words
     assert not found
+
+
+def test_the_table_of_browser_tests_is_of_all_tests_that_there_are() -> None:
+    found = re.search(
+        r"^\| test functions \| (\d+) \|$", (ROOT / "docs/internals/testing.md").read_text("utf-8"), re.M
+    )
+    assert found, "`make test-browser` writes the table"
+    sources = (ROOT / "tests" / "browser").glob("test_*.py")
+    number = sum(len(re.findall(r"^def test_", source.read_text("utf-8"), re.M)) for source in sources)
+    assert int(found[1]) == number, "run `make test-browser` at a clean commit"

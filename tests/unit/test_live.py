@@ -265,10 +265,16 @@ def test_the_target_of_a_step_is_known_only_to_the_policy_that_has_one(policy: P
     assert engine.live_info().step_target == expected
 
 
-def test_buckets_count_first_tokens_of_ended_requests_and_gaps() -> None:
-    engine = _engine(VirtualClock())
-    engine.submit(_request("one", max_tokens=5))
+def test_a_first_token_counts_while_its_request_runs_and_only_once() -> None:
+    engine = _engine(VirtualClock(), policy=PriorityPolicy.FCFS)
+    engine.submit(_request("one", max_tokens=50))
+    for _ in range(5):
+        engine.run_iteration()
+    frame = engine.live_frame()
+    assert sum(frame.first_token_counts.values()) == 1
+    (one,) = frame.requests
+    assert one.num_tokens < one.limit, "the request runs"
     engine.run_until_idle()
     frame = engine.live_frame()
     assert sum(frame.first_token_counts.values()) == 1
-    assert sum(frame.gap_counts.values()) == 4
+    assert sum(frame.gap_counts.values()) == 49

@@ -31,11 +31,12 @@ class EngineMetrics:
         gaps, scheduler.token_gaps = scheduler.token_gaps, {}
         for gap, times in gaps.items():
             self._between_tokens.record(gap, times)
+        first_token_times, scheduler.first_token_times = scheduler.first_token_times, []
+        for seconds in first_token_times:
+            self._first_token.record(seconds)
         for result in results:
             self.ended[result.state] += 1
             self._waiting.record(result.waiting_time)
-            if result.time_to_first_token is not None:
-                self._first_token.record(result.time_to_first_token)
             if result.finish_reason not in (FinishReason.CANCELLED, FinishReason.ERROR):
                 self._latency.record(result.total_time)
 

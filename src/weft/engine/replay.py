@@ -287,6 +287,7 @@ def replay(path: str) -> ReplayReport:
     for _ in log.events():
         log.scheduler.take_outputs()
         log.scheduler.token_gaps.clear()
+        log.scheduler.first_token_times.clear()
     return log.report
 
 

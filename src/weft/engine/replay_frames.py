@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sqlite3
 import tempfile
 import threading
 import zlib
@@ -15,7 +16,9 @@ import msgspec
 from weft.engine.engine_metrics import EngineMetrics
 from weft.engine.live import LiveRecorder
 from weft.engine.replay import LogReplay, ReplayReport
+from weft.engine.replay_index import EventIndex, Overview
 from weft.errors import WeftError
+from weft.request import RequestId
 
 _FRAMES_PER_GROUP = 32
 """Frames that are compressed together. A larger group is smaller, but takes longer to read."""
@@ -89,7 +92,7 @@ class FrameFile:
 
 
 class ReplayFrames:
-    """Owns the thread and the file. The constructor reads the first line of the log, `start` begins the replay.
+    """Owns the thread, the file and the index. The constructor reads the first line of the log, `start` begins the replay.
 
     There is a frame for each step that ended, and for the events of each second in which none ended.
     """
@@ -101,6 +104,8 @@ class ReplayFrames:
         self._recorder = LiveRecorder(self._log.scheduler, self._metrics, lapse=math.inf)
         self.info = self._recorder.info()
         self._file = FrameFile()
+        self._index = EventIndex()
+        self._overview = Overview()
         self._encoder = msgspec.json.Encoder()
         self._thread = threading.Thread(target=self._run, name="weft-replay", daemon=True)
         self._stopping = False
@@ -137,6 +142,18 @@ class ReplayFrames:
         """Frames as JSON, from `start` on: `count` of them, or fewer at the end."""
         return self._file.read(start, count)
 
+    def events_of(self, request_id: RequestId, until: int) -> tuple[list[bytes], int]:
+        """The events of a request as JSON, up to the frame `until`, and how many of them are left out."""
+        return self._index.of_request(request_id, until)
+
+    def next_preemption(self, after: int) -> int | None:
+        """The first frame after the frame `after` that has a preemption."""
+        return self._index.next_preemption(after)
+
+    def overview(self) -> dict[str, object]:
+        """The course of the whole log, as JSON values."""
+        return self._overview.describe()
+
     def close(self) -> None:
         self._stopping = True
         if self._thread.is_alive():
@@ -145,6 +162,7 @@ class ReplayFrames:
                 return  # the log is a pipe whose writer sends nothing; the thread ends with the process
         self._log.close()
         self._file.close()
+        self._index.close()
 
     def _run(self) -> None:
         try:
@@ -153,8 +171,9 @@ class ReplayFrames:
                 self.problem = f"{self.path} ends within a line: the engine was killed, or still writes to it"
         except WeftError as error:
             self.problem = str(error)
-        except OSError as error:
-            self.problem = f"no more frames can be kept in {tempfile.gettempdir()}: {error.strerror or error}"
+        except (OSError, sqlite3.Error) as error:
+            reason = getattr(error, "strerror", None) or error
+            self.problem = f"no more frames can be kept in {tempfile.gettempdir()}: {reason}"
         self.is_complete = True
         if not self._stopping:
             self._on_end()
@@ -178,4 +197,8 @@ class ReplayFrames:
             self._append_frame()
 
     def _append_frame(self) -> None:
-        self._file.append(self._encoder.encode(self._recorder.frame(self._log.now)))
+        frame = self._recorder.frame(self._log.now)
+        # The index is first, so that it has the events of each frame that the file has.
+        self._index.append(len(self._file), frame.events)
+        self._overview.add(frame)
+        self._file.append(self._encoder.encode(frame))

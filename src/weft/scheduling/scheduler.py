@@ -55,6 +55,8 @@ class ContinuousBatchScheduler:
         self.max_sequence_length = longest_sequence(info)
         self.token_gaps: dict[float, int] = {}
         """Inter-token latency -> how often it occurred. The engine reads and clears it."""
+        self.first_token_times: list[float] = []
+        """Seconds from arrival to the first token, of requests that got it. The engine reads and clears it."""
         self._clock = clock
         policy = AdmissionPolicy(config)
         self._sequence_table = SequenceTable(config, info, policy)
@@ -420,6 +422,7 @@ class ContinuousBatchScheduler:
             self._count_gaps(now - sequence.last_token_at if gap is None else gap, 1)
         else:
             sequence.first_token_at = now
+            self.first_token_times.append(now - sequence.arrival)
             if now < self.history.until:
                 self.history.events.append((now, self.applied_step, "first_token", sequence.request_id, 0, 0))
             target = sequence.request.ttft_target

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from weft.live import LiveInfo
+from weft.request import RequestId
 from weft.server.errors import ApiError, json_response, refusal
 from weft.server.http.guard import Guard
 from weft.server.http.listener import Listener
@@ -42,6 +43,12 @@ class Frames(Protocol):
     def progress(self) -> float: ...
 
     def read(self, start: int, count: int) -> Sequence[bytes]: ...
+
+    def events_of(self, request_id: RequestId, until: int) -> tuple[Sequence[bytes], int]: ...
+
+    def next_preemption(self, after: int) -> int | None: ...
+
+    def overview(self) -> dict[str, object]: ...
 
 
 def serve_replay(frames: Frames, name: str, port: int, on_start: Callable[[str], object]) -> None:
@@ -77,7 +84,27 @@ def _app(frames: Frames, name: str) -> Starlette:
         found = [head + b"," + frame[1:] for frame in frames.read(start, count)]
         return Response(b"[" + b",".join(found) + b"]", media_type="application/json")
 
-    routes = [*page_routes(), Route("/live/info", info), Route("/replay/frames", some_frames)]
+    async def events_of_request(request: Request) -> Response:
+        until = _parameter(request, "until", 0, frames.num_frames - 1)
+        found, num_left_out = frames.events_of(RequestId(request.path_params["id"]), until)
+        content = b'{"events":[%b],"left_out":%d}' % (b",".join(found), num_left_out)
+        return Response(content, media_type="application/json")
+
+    async def preemption(request: Request) -> Response:
+        after = _parameter(request, "after", 0, frames.num_frames - 1)
+        return json_response({"frame": frames.next_preemption(after)})
+
+    async def overview(request: Request) -> Response:
+        return json_response(frames.overview())
+
+    routes = [
+        *page_routes(),
+        Route("/live/info", info),
+        Route("/replay/frames", some_frames),
+        Route("/replay/requests/{id}", events_of_request),
+        Route("/replay/preemption", preemption),
+        Route("/replay/overview", overview),
+    ]
     handlers = {ApiError: _respond_with_error, HTTPException: _respond_with_http_error}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False

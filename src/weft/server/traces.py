@@ -195,7 +195,11 @@ def _generation_attributes(active: ActiveRequest, is_streamed: bool) -> dict[str
     params = request.params
     # A list, not `PARAMETERS`: OpenTelemetry defines which parameters have an attribute.
     results = [result for one in active.choices if (result := one.engine_result) is not None]
+    is_json = params.grammar is not None and params.grammar.kind == "json_schema"
     found: dict[str, Attribute | None] = {
+        "gen_ai.response.id": active.id,
+        "gen_ai.conversation.id": request.session_id,
+        "gen_ai.output.type": "json" if is_json else "text",
         "gen_ai.request.stream": is_streamed,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,

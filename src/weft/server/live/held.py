@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from weft.live import MAX_REQUESTS
-from weft.request import Priority, RequestId
+from weft.request import RequestId
 
 if TYPE_CHECKING:
     from weft.server.admission.active_requests import ActiveRequest
@@ -19,11 +19,16 @@ class HeldRequest(NamedTuple):
     key: str | None
     state: str
     """preparing: the server tokenises its prompt. held: `FairGate` has not released all of its answers."""
-    priority: int
+    priority: int | None
+    """None: not known, because the server prepares the request."""
     age: float
     """Seconds since the body of the request arrived."""
     num_answers: int
-    """Answers that `FairGate` has not released. 0 while the request is being prepared."""
+    """Answers that `FairGate` has not released. 0 while the server prepares the request."""
+    prompt_tokens: int | None
+    """Tokens of all its prompts. None while the server prepares the request."""
+    left: float | None
+    """Seconds until its deadline. None: it has none, or its body is not yet read."""
 
 
 class RequestsOfServer(NamedTuple):
@@ -53,8 +58,13 @@ def requests_of_server(active_requests: Iterable[ActiveRequest], now: float) -> 
             continue
         num_held += 1
         if len(held) < MAX_REQUESTS:
-            state = "held" if one.requests else "preparing"
-            priority = one.requests[0].priority if one.requests else Priority.NORMAL
             age = round(now - one.began, 3)
-            held.append(HeldRequest(one.id, key, state, int(priority), age, num_waiting))
+            left = None if one.deadline is None else round(one.deadline - age, 3)
+            if one.requests:
+                priority = int(one.requests[0].priority)
+                held.append(
+                    HeldRequest(one.id, key, "held", priority, age, num_waiting, one.prompt_tokens, left)
+                )
+            else:
+                held.append(HeldRequest(one.id, key, "preparing", None, age, 0, None, left))
     return RequestsOfServer(keys, held, num_held, num_open)

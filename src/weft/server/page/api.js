@@ -8,7 +8,7 @@ export class ApiError extends Error {
     super(message);
     this.status = status;
     this.code = code;
-    /** Seconds after which the server wants the request again, or null. */
+    /** Seconds until the next attempt, as the server asks for. Null: it named none. */
     this.retryAfter = retryAfter;
   }
 }
@@ -20,7 +20,7 @@ export class Api {
     this._asking = null;
   }
 
-  /** The key stays in this tab of the browser, and is forgotten with it. */
+  /** The browser keeps the key for this tab, and deletes it with the tab. */
   get key() {
     return sessionStorage.getItem(KEY) || "";
   }
@@ -31,7 +31,7 @@ export class Api {
   }
 
   /** Sends a request. Asks for a key when the server wants one. Throws an ApiError for every other error.
-   *  `isQuiet`: throw the error for a missing key too. `onSend()` is called each time that the request is sent. */
+   *  With `isQuiet`, a missing key is an error too. `onSend()` is called before each attempt. */
   async request(path, { method = "GET", body, signal, isQuiet = false, onSend = null } = {}) {
     for (;;) {
       const headers = {};

@@ -116,7 +116,7 @@ async function start() {
 window.addEventListener("hashchange", () => {
   const wanted = location.hash.slice(1);
   if (views.has(wanted)) show(wanted);
-  else history.replaceState(null, "", "#" + open); // the link that skips the header
+  else history.replaceState(null, "", "#" + open); // `#views`, the target of the link that skips the header, is no view
 });
 
 start();

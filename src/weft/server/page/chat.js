@@ -214,7 +214,7 @@ class Chat {
     await this._answer(addNode(this._conversation, parent, { role: "user", text }));
   }
 
-  /** Makes an answer again, as another version. One that failed at once is replaced. */
+  /** Asks for another version of an answer. The new version replaces an answer that failed without content. */
   async _askAgain(node) {
     await this._settings.ready;
     if (!this._validRequest()) return;
@@ -293,7 +293,7 @@ class Chat {
     try {
       for await (const { data } of this._api.events("v1/chat/completions", { method: "POST", body, signal: control.signal, onSend })) {
         if (data === "[DONE]") return null;
-        applyChunk(JSON.parse(data), answerAt, performance.now());
+        applyChunk(JSON.parse(data), nodes, answerAt, performance.now());
         this._changed(run);
       }
       return new ApiError("The connection ended before the answer was complete.");
@@ -302,7 +302,7 @@ class Chat {
     }
   }
 
-  /** Draws once before the next picture of the browser, however many tokens came. */
+  /** Draws at most once for each animation frame, however many tokens arrived. */
   _changed(run) {
     const now = performance.now();
     if (now - run.savedAt > SAVE_PAUSE) {

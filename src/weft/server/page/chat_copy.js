@@ -16,7 +16,7 @@ export function asCurl(base, body, needsKey) {
   return lines.join(" \\\n  ") + "\n";
 }
 
-/** A word for a POSIX shell. */
+/** The text as one quoted word of a POSIX shell. */
 function quoted(text) {
   return `'${text.replace(/'/g, "'\\''")}'`;
 }

@@ -98,7 +98,7 @@ function jsonOf(field, typed, isTextToo) {
   return found.error ? { error: `${field.name} is not JSON: ${found.error}.` } : found;
 }
 
-/** {value} or {error}, with the words of the browser. */
+/** Parses JSON: {value}, or {error} with the message of the browser. */
 export function readJson(text) {
   try {
     return { value: JSON.parse(text) };

@@ -3,7 +3,7 @@
 
 import { make } from "./dom.js";
 
-/** Longer text is shown as it is: the search for pairs of marks takes time that grows with its square. */
+/** Longer text is not parsed: the time to find pairs of marks grows with the square of its length. */
 const MAX_CHARACTERS = 20_000;
 const SPECIAL = /[\\`*_~[\]!<\n]|https?:\/\//g;
 const PUNCTUATION = /[\p{P}\p{S}]/u;
@@ -37,7 +37,7 @@ function link(address, ...children) {
 function scan(text) {
   const entries = [];
   const brackets = [];
-  const missing = new Set(); // lengths of runs of backticks that do not come again
+  const missing = new Set(); // lengths of backtick runs that have no closing run
   let plainFrom = 0;
   let at = 0;
   const flush = (end) => {
@@ -141,7 +141,7 @@ function codeText(text) {
   return line.startsWith(" ") && line.endsWith(" ") && line.trim() ? line.slice(1, -1) : line;
 }
 
-/** The end of a sentence is not part of an address. */
+/** Removes punctuation at the end: it belongs to the sentence, not to the address. */
 function trimmedLink(source) {
   let end = source.length;
   for (;;) {
@@ -201,7 +201,7 @@ function emphasised(entries) {
 
 function isPartner(opener, closer) {
   if (opener.char !== closer.char || !opener.canOpen || !opener.count) return false;
-  // CommonMark's rule of three: a run that both opens and closes has to fit the other in length.
+  // CommonMark's rule of three: if a run can open and close, the sum of both lengths is no multiple of 3, or both are.
   const isBoth = opener.canClose || closer.canOpen;
   return !isBoth || (opener.length + closer.length) % 3 !== 0 || (opener.length % 3 === 0 && closer.length % 3 === 0);
 }

@@ -49,7 +49,7 @@ class Page {
   constructor() {
     this.isDraft = false;
     this._journal = [];
-    this._leaves = new Set(); // whose text changed since the last render
+    this._leaves = new Set(); // leaves with text that changed since the last render
   }
 
   draft(change) {
@@ -110,7 +110,7 @@ class Leaf {
   constructor(element) {
     this.element = element;
     this.text = "";
-    this._done = 0; // characters in parts that are not made again
+    this._done = 0; // characters in parts that are final
     this._numDone = 0; // nodes of these parts
   }
 
@@ -140,7 +140,7 @@ function indentation(line) {
   return columns;
 }
 
-/** Removes up to so many columns of white space. */
+/** Removes at most `columns` columns of white space at the start. */
 function strip(line, columns) {
   let at = 0;
   let left = columns;

@@ -39,7 +39,7 @@ export class MessageList {
     });
   }
 
-  /** Shows what an answer has got since the last time. */
+  /** Shows the new part of an answer. */
   grow(node) {
     this._views.get(node.id)?.grow();
   }

@@ -9,7 +9,7 @@ const TOOL = {
   description: "The weather in a city",
   parameters: { type: "object", properties: { city: { type: "string", maxLength: 40 } }, required: ["city"] },
 };
-/** By form of answers: what the field for its JSON has at first. */
+/** The first content of the field for JSON, by form of answers. */
 const EXAMPLES = {
   json_schema: {
     type: "object",

@@ -72,7 +72,7 @@ export class ConversationStore {
   }
 
   async _write(toDatabase, toMemory) {
-    // Without a pause if possible, and with an explicit commit: the page may be closed before its next turn.
+    // Writes at once if possible, and commits explicitly: the page may be closed before its next task.
     const database = this._ready ?? await this._database;
     if (database) {
       const stores = storesOf(database, "readwrite");

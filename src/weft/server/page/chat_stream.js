@@ -2,8 +2,9 @@
 
 import { ApiError } from "./api.js";
 
-/** Adds one chunk to the answers. `answerAt(index)` is the node of an answer; `now` is a time in milliseconds. */
-export function applyChunk(chunk, answerAt, now) {
+/** Adds one chunk to `answers`, the nodes of one request. `answerAt(index)` makes a missing one; `now` is a time in
+ *  milliseconds. */
+export function applyChunk(chunk, answers, answerAt, now) {
   if (chunk.error) {
     throw new ApiError(chunk.error.message || "The server could not complete the answer.", { code: chunk.error.code || null });
   }
@@ -17,10 +18,10 @@ export function applyChunk(chunk, answerAt, now) {
     if (choice.finish_reason) answer.finish = choice.finish_reason;
     if (choice.timings) answer.timings = choice.timings;
   }
-  if (chunk.usage) answerAt(0).usage = chunk.usage;
+  if (chunk.usage) for (const answer of answers) if (answer) answer.usage = chunk.usage;
 }
 
-/** Returns whether the delta has anything of the answer. */
+/** Adds a delta to an answer. Returns whether the delta had content. */
 function applyDelta(answer, { delta, logprobs }) {
   let hasContent = false;
   if (delta?.content) {
@@ -53,15 +54,17 @@ function compactToken({ bytes, logprob, top_logprobs: others }) {
   return [bytes, logprob, (others ?? []).map((other) => [other.token, other.logprob])];
 }
 
-/** Seconds to the first token, tokens and tokens per second of an answer, as far as they are known. */
-export function figuresOf({ usage, times, countedTokens }) {
-  const tokens = usage?.completion_tokens ?? countedTokens ?? null;
+/** Seconds to the first token, tokens and tokens per second of an answer, as far as they are known. `usage` is the sum of
+ *  all answers of the request. */
+export function figuresOf({ usage, timings, request, times, countedTokens }) {
+  const reported = timings?.completion_tokens ?? (request?.n > 1 ? null : usage?.completion_tokens) ?? null;
+  const tokens = reported ?? countedTokens ?? null;
   const seconds = (times.last - times.first) / 1000;
   return {
     firstSeconds: times.first === undefined ? null : (times.first - times.sent) / 1000,
     tokens,
-    isEstimate: !usage && tokens !== null,
-    // The first token is not part of the time between the first and the last.
+    isEstimate: reported === null && tokens !== null,
+    // The seconds between the first and the last token belong to all tokens but the first.
     rate: tokens > 1 && seconds > 0 ? (tokens - 1) / seconds : null,
     promptTokens: usage?.prompt_tokens ?? null,
     cachedTokens: usage?.prompt_tokens_details?.cached_tokens ?? null,
@@ -91,7 +94,7 @@ export function sentence(message) {
   return text.charAt(0).toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
 }
 
-/** What the end of an answer was, if it was not an ordinary one. */
+/** How an answer ended, in words. Empty for an ordinary end. */
 export function endOf({ state, finish, calls }) {
   if (state === "stopped") return "Stopped before its end.";
   if (state === "done" && finish === "length") return "Cut: the limit of tokens was reached.";

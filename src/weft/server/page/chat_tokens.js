@@ -2,7 +2,7 @@
 
 import { announce, make } from "./dom.js";
 
-/** Below each of these probabilities a token has a stronger colour. */
+/** The colour of a token gets one step stronger below each of these probabilities. */
 const BANDS = [0.95, 0.7, 0.4, 0.1];
 
 /** Pixels between a token and its alternatives. */
@@ -88,7 +88,7 @@ export function percent(logprob) {
   return value >= 0.1 || value === 0 ? `${value.toFixed(1)} %` : `${value.toPrecision(1)} %`;
 }
 
-/** White space that can be seen. */
+/** Replaces white space by visible signs. */
 function visible(text) {
   return text.replace(/ /g, "␣").replace(/\n/g, "↵").replace(/\t/g, "⇥") || "(part of a character)";
 }

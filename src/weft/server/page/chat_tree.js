@@ -52,7 +52,7 @@ export function versions(conversation, node) {
     .sort((one, other) => one.id - other.id);
 }
 
-/** Removes an answer without messages below it. */
+/** Removes an answer. The caller makes sure that there are no messages below it. */
 export function removeNode(conversation, node) {
   delete conversation.nodes[node.id];
   const [last] = versions(conversation, node).slice(-1);
@@ -111,7 +111,7 @@ export function bodyOf(conversation, answer) {
   return { messages: messagesOf(conversation, answer), ...answer.request };
 }
 
-/** After a reload no answer arrives any more: what was running was cut off. */
+/** A reload ends all streams: answers that were running are stopped ones. */
 export function settled(conversation) {
   for (const node of Object.values(conversation.nodes)) {
     if (node.state === "running") node.state = "stopped";

@@ -46,6 +46,7 @@ const ICONS = {
   down: "M12 5v14M6 13l6 6 6-6",
   play: "M8 5l11 7-11 7z",
   pause: "M9 5v14M15 5v14",
+  skip: "M6 5l9 7-9 7zM18 5v14",
 };
 
 export function icon(name) {

@@ -1,5 +1,6 @@
 // The live view and the replay. `info` is the answer of /live/info; its `mode` is "live" or "replay".
 
+import { ApiError } from "./api.js";
 import { announce, icon, make } from "./dom.js";
 import { BatchView } from "./live_batch.js";
 import { BlocksView } from "./live_blocks.js";
@@ -23,6 +24,7 @@ export function mountLive(root, { info, api }) {
 class LiveView {
   constructor(root, { info, api }) {
     this._info = info;
+    this._api = api;
     this._isReplay = info.mode === "replay";
     this._history = new History(info);
     this._isShown = true;
@@ -39,10 +41,11 @@ class LiveView {
     this._main = make("div", { class: "live-grid" }, this._batchPanel, blocks, charts, queue);
     this._view = make("div", { class: "live" }, make("h1", { class: "unseen" }, this._isReplay ? "Replay" : "Live"), this._makeBar(), this._notice, this._main);
     root.append(this._view);
-    this._batch = new BatchView(this._batchPanel, { open });
+    const idle = this._isReplay ? "No request runs at this step." : "No request runs. Send one from the chat, and its row appears here.";
+    this._batch = new BatchView(this._batchPanel, { open, idle });
     this._blocks = new BlocksView(blocks);
     this._queue = new QueueView(queue, { info, open });
-    this._charts = new ChartsView(charts);
+    this._charts = new ChartsView(charts, { end: this._isReplay ? "this frame" : "now" });
     this._request = new RequestView(this._view, { info, api, onClose: () => this._view.classList.remove("has-request") });
     this._offTheme = onTheme(() => this._schedule(true));
     if (this._isReplay) this._startReplay(api);
@@ -96,7 +99,7 @@ class LiveView {
     this._connect();
   }
 
-  /** Frames are read only while they are looked at. */
+  /** The page reads frames only while the view is visible and not paused. */
   _connect() {
     if (!this._source) return;
     if (this._isShown && !this._isPaused && document.visibilityState !== "hidden") this._source.start();
@@ -155,24 +158,40 @@ class LiveView {
 
   _startReplay(api) {
     this._controls = new ReplayControls(this._view, { info: this._info, api,
-      show: (frames, isSeek, binSeconds) => this._takeReplayed(frames, isSeek, binSeconds),
+      show: (...shown) => this._takeReplayed(...shown),
       onNotice: (text) => this._showNotice(text, "note") });
     this._view.addEventListener("keydown", (event) => this._controls.key(event));
     setText(this._view.querySelector(".model"), String(this._info.model ?? this._info.path ?? ""));
     this._controls.start();
   }
 
-  _takeReplayed(frames, isSeek, binSeconds) {
+  _takeReplayed(frames, last, isSeek, binSeconds) {
+    this._lastFrame = last;
     const start = performance.now();
     if (isSeek) this._history = new History(this._info, { binSeconds });
     for (const frame of frames) this._history.add(frame);
     this._count(performance.now() - start, frames.length);
     this._schedule(isSeek);
+    if (isSeek) this._loadEarlier();
+  }
+
+  /** After a seek the history begins some frames earlier: the events before that come from the index of the server. */
+  async _loadEarlier() {
+    const { id } = this._request, history = this._history;
+    if (!this._isReplay || id === null) return;
+    try {
+      const found = await this._api.json(`replay/requests/${encodeURIComponent(id)}?until=${this._lastFrame}`);
+      if (history !== this._history) return;
+      history.addEarlier(id, found);
+      this._schedule();
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error; // the panel says that earlier events are missing
+    }
   }
 
   // --- drawing ---
 
-  /** Draws once before the next picture of the browser, however many frames came. */
+  /** Draws at most once for each animation frame, however many frames arrived. */
   _schedule(isForced = false) {
     this._isForced ||= isForced;
     if (this._isDue) return;
@@ -214,6 +233,7 @@ class LiveView {
       setText(this._rate, `${short(Math.round(10 * this._cost.frames / seconds) / 10)} frames/s · ${each.toFixed(1)} ms`);
       setAttribute(this._view, "data-script-ms", each.toFixed(2));
       setAttribute(this._view, "data-frames", this._numFrames);
+      setAttribute(this._view, "data-at", this._history.frame?.at ?? 0);
     }
     this._cost = { milliseconds: 0, frames: 0, first: now };
   }
@@ -221,6 +241,7 @@ class LiveView {
   _openRequest(id) {
     this._request.open(this._history, id);
     this._view.classList.toggle("has-request", this._request.isOpen);
+    this._loadEarlier();
   }
 
   // --- called by the shell ---

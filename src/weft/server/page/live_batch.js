@@ -5,15 +5,15 @@ import { MARKS } from "./live_band.js";
 import { palette, Pool, setAttribute, setText, Surface } from "./live_canvas.js";
 import { duration, percent, plural, shortId, whole } from "./live_numbers.js";
 
-/** Rows are as tall as fits, in pixels. The overview has lower ones, without text. */
+/** Heights of rows in pixels. Rows are as tall as fits; those of the overview are lower and have no text. */
 const TALLEST = 26, SHORTEST = 14, LOWEST = 3;
 const COLUMN_WIDTH = 4;
-/** Rows that are elements at a time, however tall the list is. */
+/** At most this many rows are elements at the same time. */
 const MAX_ELEMENTS = 64;
 
-/** `open(id)` shows the life of a request. */
+/** `open(id)` shows the life of a request. `idle` says that there is none. */
 export class BatchView {
-  constructor(root, { open }) {
+  constructor(root, { open, idle }) {
     this._open = open;
     this._history = null;
     this._rows = [];
@@ -26,7 +26,7 @@ export class BatchView {
     this._list = make("div", { class: "batch-list", role: "listbox", tabindex: "0", "aria-label": "Rows of the batch",
       onscroll: () => this.draw(), onkeydown: (event) => this._onKey(event), onfocus: () => this._markActive(),
       onblur: () => this._markActive() }, this._space);
-    this._empty = make("p", { class: "empty" }, "No request runs. Send one from the chat, and its row appears here.");
+    this._empty = make("p", { class: "empty" }, idle);
     this._tip = make("div", { class: "tip", hidden: true });
     this._head = make("span", { class: "figure" });
     this._box = make("div", { class: "batch-box" }, this._canvas, this._list, this._empty, this._tip);
@@ -136,7 +136,7 @@ export class BatchView {
     const base = y + height;
     let x = right - COLUMN_WIDTH;
     const marks = [];
-    // Equal neighbours become one rectangle.
+    // Equal neighbouring cells are drawn as one rectangle.
     let run = null;
     const flush = () => {
       if (run) {
@@ -297,11 +297,13 @@ function rowsOf(history, columns) {
   return rows;
 }
 
+/** The request that ended in a row. Null if it continues in another row or waits. */
 function lastOwner(history, row, columns) {
   const { band } = history;
   for (let number = band.count - 1; number >= Math.max(band.first, band.count - columns); number--) {
     const owner = band.owner[band.at(number, row)];
-    if (owner) return history.lifeOfNumber(owner) || null;
+    const life = owner && history.lifeOfNumber(owner);
+    if (life) return life.end ? life : null;
   }
   return null;
 }
@@ -347,12 +349,17 @@ function drawMarks(context, marks, x, y, height) {
   const middle = x + COLUMN_WIDTH / 2;
   if (marks & MARKS.admitted) {
     context.fillStyle = colours.ink;
-    context.fillRect(x - 1, y - 2, 1.5, height + 4);
+    context.beginPath();
+    context.moveTo(x - 1, y - 1);
+    context.lineTo(x + 6, y + height / 2);
+    context.lineTo(x - 1, y + height + 1);
+    context.fill();
   }
   if (marks & MARKS.first_token) triangle(context, colours.ink, middle, y - 2, 1);
   if (marks & MARKS.finished) {
     context.fillStyle = colours.ink;
-    context.fillRect(x + COLUMN_WIDTH - 3, y + 2, 3, height - 2);
+    const side = Math.min(8, height - 2);
+    context.fillRect(middle - side / 2, y + (height - side) / 2, side, side);
   }
   if (marks & MARKS.preempted) cross(context, colours.bad, middle, y + height / 2);
   if (marks & MARKS.swapped_out) triangle(context, colours["data-5"], middle, y + height - 6, 1.5);
@@ -378,9 +385,9 @@ function cross(context, colour, x, y) {
 }
 
 function legend() {
-  const glyph = (sign, text) => make("span", { class: "key" }, make("span", { class: "glyph", "aria-hidden": "true" }, sign), text);
+  const glyph = (sign, text, kind = "") => make("span", { class: "key" }, make("span", { class: "glyph " + kind, "aria-hidden": "true" }, sign), text);
   const item = (kind, text) => make("span", { class: "key" }, make("i", { class: "swatch " + kind }), text);
   return make("div", { class: "legend" }, item("prefill", "prefill"), item("decode", "decode"), item("accepted", "accepted drafts"),
-    item("rejected", "rejected drafts"), item("preempted", "preempted"), item("swapped", "swapped"),
-    glyph("▏", "admitted"), glyph("▾", "first token"), glyph("▮", "end"));
+    item("rejected", "rejected drafts"), glyph("▸", "admitted"), glyph("▾", "first token"), glyph("■", "end"), glyph("✕", "preempted", "is-bad"), glyph("▼", "swapped out", "is-swap"),
+    glyph("▲", "swapped in", "is-swap"), item("preempted", "waits to resume"), item("swapped", "waits in swap space"));
 }

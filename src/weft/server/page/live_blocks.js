@@ -1,16 +1,17 @@
-// Draws the memory of the KV cache as a map of blocks, and the swap space as a bar.
+// Draws the memory of the KV cache as a map of blocks.
 
-import { make } from "./dom.js";
-import { channels, palette, setText, Surface } from "./live_canvas.js";
+import { announce, make } from "./dom.js";
+import { channels, palette, setAttribute, setText, Surface } from "./live_canvas.js";
 import { aggregate, grid, STATES } from "./live_cells.js";
 import { percent, plural, whole } from "./live_numbers.js";
+import { SwapView } from "./live_swap.js";
 
-/** [letter, words, colour, strength of the colour]. A block of the quantised store has the colour of its state with a dark corner. */
+/** [letter, words, colour, strength of the colour]. A block of the quantised store has the colour of its state, and a hole. */
 const KINDS = [
   ["u", "used by one request", "data-1", 1],
   ["s", "shared by prefix", "data-3", 1],
   ["c", "cached", "data-5", .75],
-  ["h", "hot by session", "data-2", 1],
+  ["h", "hot by session", "data-7", 1],
   ["i", "idle content", "data-6", .75],
   ["f", "free", "data-empty", 1],
 ];
@@ -18,17 +19,17 @@ const KINDS = [
 export class BlocksView {
   constructor(root) {
     this._history = null;
-    this._canvas = make("canvas", { class: "blocks", "aria-hidden": "true" });
+    /** The first block of the cell that the arrow keys moved to, or null. */
+    this._active = null;
+    this._canvas = make("canvas", { class: "blocks", role: "img", tabindex: "0", onkeydown: (event) => this._onKey(event), onblur: () => this._leave() });
     this._tip = make("div", { class: "tip", hidden: true });
     this._head = make("span", { class: "figure" });
     this._note = make("p", { class: "hint note" });
     this._legend = make("dl", { class: "legend counts" });
     this._counts = new Map();
-    this._swap = make("meter", { min: "0", max: "1", "aria-label": "Swap space in use" });
-    this._swapText = make("span", {});
-    this._swapRow = make("div", { class: "swap", hidden: true }, make("span", {}, "Swap space"), this._swap, this._swapText);
     root.append(make("header", {}, make("h2", {}, "KV memory"), this._head),
-      make("div", { class: "blocks-box" }, this._canvas, this._tip), this._note, this._legend, this._swapRow);
+      make("div", { class: "blocks-box" }, this._canvas, this._tip), this._note, this._legend);
+    this._swap = new SwapView(root);
     this._surface = new Surface(this._canvas, () => this.draw());
     this._small = document.createElement("canvas");
     this._canvas.addEventListener("pointermove", (event) => this._onPoint(event));
@@ -46,9 +47,9 @@ export class BlocksView {
       const number = letter === "store" ? frame.store_blocks_used : blocks.count(letter) + (info.store_blocks ? blocks.count(letter.toUpperCase()) : 0);
       setText(element, letter === "store" ? `${whole(number)} of ${whole(info.store_blocks)}` : whole(number));
     }
-    this._swapRow.hidden = !info.swap_blocks;
-    this._swap.value = info.swap_blocks ? frame.swap_blocks_used / info.swap_blocks : 0;
-    setText(this._swapText, `${whole(frame.swap_blocks_used)} of ${plural(info.swap_blocks, "block")}`);
+    this._swap.update(history);
+    this._summary = `Map of ${plural(total, "block")}, ${percent(used / Math.max(1, info.num_blocks))} used. The arrow keys read single blocks.`;
+    if (this._active === null) setAttribute(this._canvas, "aria-label", this._summary);
     const unknown = blocks.count("");
     const { perCell } = this._grid() || { perCell: 1 };
     const parts = [];
@@ -84,7 +85,7 @@ export class BlocksView {
     for (let cell = 0; cell < states.length; cell++) {
       const [red, green, blue, strength] = colours[states[cell]];
       const share = shape.perCell === 1 ? 1 : shares[cell];
-      // A cell that is hardly in use is drawn paler, but it stays visible.
+      // The more of its blocks are free, the paler is a cell. It stays visible.
       const alpha = share === 0 || shape.perCell === 1 ? strength : strength * (.35 + .65 * share);
       image.data.set([red, green, blue, Math.round(alpha * 255)], cell * 4);
     }
@@ -96,6 +97,14 @@ export class BlocksView {
     context.drawImage(this._small, 0, 0, columns * size, rows * size);
     if (size >= 4) this._cutGaps(context, shape);
     if (this._history.info.store_blocks) this._markStore(context, states, shape);
+    if (this._active !== null) this._markActive(context, shape);
+  }
+
+  _markActive(context, { columns, size, perCell }) {
+    const cell = Math.floor(this._active / perCell);
+    context.strokeStyle = palette().ink;
+    context.lineWidth = 2;
+    context.strokeRect((cell % columns) * size, Math.floor(cell / columns) * size, size - 1, size - 1);
   }
 
   _cutGaps(context, { columns, rows, size }) {
@@ -125,15 +134,48 @@ export class BlocksView {
     const x = event.clientX - box.left, y = event.clientY - box.top;
     const column = Math.floor(x / shape.size);
     const first = (Math.floor(y / shape.size) * shape.columns + column) * shape.perCell;
-    const { codes } = this._history.blocks;
-    this._tip.hidden = column >= shape.columns || first >= codes.length;
-    if (this._tip.hidden) return;
-    const end = Math.min(codes.length, first + shape.perCell);
-    const found = [...this._history.blocks.countWithin(first, end)].map(([letter, count]) =>
-      shape.perCell === 1 ? wordsOf(letter) : `${count} ${wordsOf(letter)}`);
-    setText(this._tip, `${end - first === 1 ? `block ${whole(first)}` : `blocks ${whole(first)}–${whole(end - 1)}`}: ${found.join(", ")}`);
+    this._tip.hidden = column >= shape.columns || first >= this._history.blocks.codes.length;
+    if (!this._tip.hidden) this._showTip(first, shape, x, y);
+  }
+
+  /** Says what the cell of the block `first` stands for, near a point of the map. Returns the text. */
+  _showTip(first, { perCell }, x, y) {
+    const { blocks } = this._history;
+    const box = this._canvas.getBoundingClientRect();
+    const end = Math.min(blocks.codes.length, first + perCell);
+    const found = [...blocks.countWithin(first, end)].map(([letter, count]) => (perCell === 1 ? wordsOf(letter) : `${count} ${wordsOf(letter)}`));
+    const text = `${end - first === 1 ? `block ${whole(first)}` : `blocks ${whole(first)}–${whole(end - 1)}`}: ${found.join(", ")}`;
+    this._tip.hidden = false;
+    setText(this._tip, text);
     const left = Math.max(0, Math.min(x + 12, box.width - this._tip.offsetWidth));
     this._tip.style.transform = `translate(${left}px, ${y > box.height - 48 ? y - 34 : y + 16}px)`;
+    return text;
+  }
+
+  _onKey(event) {
+    const shape = this._grid();
+    if (!shape) return;
+    const { columns, size, perCell } = shape;
+    const last = Math.ceil(this._history.blocks.codes.length / perCell) - 1;
+    const cell = this._active === null ? 0 : Math.floor(this._active / perCell);
+    const to = { ArrowLeft: cell - 1, ArrowRight: cell + 1, ArrowUp: cell - columns, ArrowDown: cell + columns, Home: 0, End: last }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    event.stopPropagation();
+    // The first key reads the first block.
+    const next = this._active === null && event.key !== "End" ? 0 : Math.max(0, Math.min(last, to));
+    this._active = next * perCell;
+    const text = this._showTip(this._active, shape, (next % columns) * size, Math.floor(next / columns) * size + size);
+    setAttribute(this._canvas, "aria-label", text);
+    announce(text);
+    this.draw();
+  }
+
+  _leave() {
+    this._active = null;
+    this._tip.hidden = true;
+    if (this._summary) setAttribute(this._canvas, "aria-label", this._summary);
+    this.draw();
   }
 }
 

@@ -43,7 +43,7 @@ export class BlockStates {
 
 /** The grid for `numBlocks` blocks in `width` x `height` pixels: {size, columns, rows, perCell}. `size` is the side of a
  *  cell with its gap. A cell stands for several blocks if the smallest cells are too many. */
-export function grid(numBlocks, width, height, { largest = 16, smallest = 4 } = {}) {
+export function grid(numBlocks, width, height, { largest = 40, smallest = 4 } = {}) {
   for (let size = largest; size >= smallest; size--) {
     const columns = Math.max(1, Math.floor(width / size));
     const rows = Math.ceil(numBlocks / columns);

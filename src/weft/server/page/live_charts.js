@@ -10,15 +10,16 @@ const CHARTS = [
   { title: "Time to first token", write: duration, lines: [["first50", "median", "data-1"], ["first99", "99%", "data-4"]] },
   { title: "Gap between tokens", write: duration, lines: [["gap50", "median", "data-1"], ["gap99", "99%", "data-4"]] },
   { title: "Prefix hits", write: percent, lines: [["hits", "of prompt tokens", "data-3"]], most: 1 },
-  { title: "Requests", write: brief, lines: [["running", "running", "data-1"], ["waiting", "waiting", "data-2"]] },
+  { title: "Requests", write: brief, lines: [["running", "running", "data-1"], ["waiting", "waiting", "data-quiet"]] },
 ];
 const LEFT = 4, RIGHT = 4, TOP = 6, BOTTOM = 16;
 
 export class ChartsView {
-  constructor(root) {
+  /** `end`: the words for the newest point. */
+  constructor(root, { end }) {
     const box = make("div", { class: "charts" });
     root.append(make("h2", { class: "unseen" }, "The last minutes"), box);
-    this._charts = CHARTS.map((chart) => new Chart(box, chart, (at) => this._point(at)));
+    this._charts = CHARTS.map((chart) => new Chart(box, { ...chart, end }, (at) => this._point(at)));
   }
 
   update(history) {
@@ -137,7 +138,7 @@ class Chart {
     context.fillStyle = colours.soft;
     context.textBaseline = "top";
     const text = this._definition.write(top);
-    // Lines below the text would make it hard to read.
+    // An outline keeps the text readable where a line crosses it.
     context.strokeStyle = colours.panel;
     context.lineWidth = 3;
     context.lineJoin = "round";
@@ -151,7 +152,7 @@ class Chart {
     context.textAlign = "left";
     context.fillText(`−${duration(span)}`, LEFT, height);
     context.textAlign = "right";
-    context.fillText("now", width - RIGHT, height);
+    context.fillText(this._definition.end, width - RIGHT, height);
     context.textAlign = "left";
   }
 

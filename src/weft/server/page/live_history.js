@@ -3,7 +3,7 @@
 
 import { Band, groupSteps, MARKS, stepsWithin } from "./live_band.js";
 import { BlockStates } from "./live_cells.js";
-import { addCounts, countsSince, quantile, readFrame } from "./live_numbers.js";
+import { addCounts, countsSince, quantile, readEvent, readFrame, requestOf } from "./live_numbers.js";
 
 const MAX_LIVES = 1500;
 const MAX_EVENTS_OF_A_LIFE = 300;
@@ -26,6 +26,14 @@ export class History {
     this._numbers = 0;
     this._byNumber = new Map();
     this._late = [];
+  }
+
+  /** The life of a request: what frames said of it in the engine or, before that, what the server says of it. */
+  lifeOf(id) {
+    const life = this.lives.get(id);
+    if (life) return life;
+    const held = this.frame?.held.find((one) => one.request_id === id);
+    return held && { ...newLife(id, 0), held, key: held.key, lastAt: this.frame.at };
   }
 
   lifeOfNumber(number) {
@@ -60,8 +68,7 @@ export class History {
   _life(id) {
     let life = this.lives.get(id);
     if (!life) {
-      life = { id, number: ++this._numbers, request: null, key: null, row: -1, events: [], leftOut: 0, samples: [], end: null,
-        lastAt: 0, lastStep: 0, tokens: null, drafted: 0, accepted: 0, decodesAfter: null, wasAdmitted: false };
+      life = newLife(id, ++this._numbers);
       this.lives.set(id, life);
       this._byNumber.set(life.number, life);
     }
@@ -73,8 +80,8 @@ export class History {
       const life = this._life(event.request_id);
       if (life.events.length < MAX_EVENTS_OF_A_LIFE) life.events.push(event);
       else {
-        // The newest event replaces the one before it: the first ones and the end of a life say most.
-        life.events[MAX_EVENTS_OF_A_LIFE - 1] = event;
+        // The newest event replaces the one before it, so that the first events and the end remain.
+        life.events[life.events.length - 1] = event;
         life.leftOut++;
       }
       if (event.kind === "admitted") life.row = event.first;
@@ -82,10 +89,10 @@ export class History {
     }
     for (const request of frame.requests) {
       const life = this._life(request.request_id);
-      // The tokens of a request that is older than the frame before are not known to be new.
+      // If the request is older than the frame before, the number of its new tokens is not known.
       if (!life.request) life.tokens = older && request.arrived_at >= older.at ? request.prompt_length : null;
       life.request = request;
-      life.key = frame.keys[request.request_id] ?? frame.keys[request.request_id.replace(/(-\d+){1,2}$/, "")] ?? life.key;
+      life.key = frame.keys[request.request_id] ?? frame.keys[requestOf(request.request_id)] ?? life.key;
       life.lastAt = frame.at;
       life.lastStep = frame.step;
       if (request.row >= 0) life.row = request.row;
@@ -93,11 +100,23 @@ export class History {
     }
   }
 
+  /** Adds the events of a request from before the first frame: the answer of /replay/requests/{id}. */
+  addEarlier(id, { events, left_out: leftOut }) {
+    if (!events.length) return;
+    const life = this._life(id);
+    const earlier = events.map(readEvent);
+    const textOf = (event) => JSON.stringify(Object.values(event));
+    const known = new Set(earlier.map(textOf)), { at } = earlier[earlier.length - 1];
+    life.events = [...earlier, ...life.events.filter((event) => event.at >= at && !known.has(textOf(event)))];
+    life.leftOut = leftOut;
+    life.end ??= life.events.find(({ kind }) => kind === "finished" || kind === "failed") ?? null;
+  }
+
   _end(life, event) {
     if (life.end) return;
     life.end = event;
     life.lastAt = event.at;
-    // Its last tokens came after the last frame that had it.
+    // The request got its last tokens after the last frame that had it.
     if (life.request && event.kind === "finished" && this.info.reasons?.[event.first] === "length") {
       life.request = { ...life.request, num_tokens: life.request.limit };
     }
@@ -140,7 +159,7 @@ export class History {
       if (event.step > last) this._late.push(event);
       else this._addEvent(event, groups, ends);
     }
-    this._setDecodes(frame, groups, ends);
+    this._setDecodes(frame, groups, ends, older);
   }
 
   _addEvent(event, groups, ends) {
@@ -166,31 +185,33 @@ export class History {
   }
 
   /** Spreads the tokens that each request gained over the columns in which it decoded. */
-  _setDecodes(frame, groups, ends = new Map()) {
+  _setDecodes(frame, groups, ends = new Map(), older = null) {
+    const more = (name) => (older ? Math.max(0, (frame.totals[name] || 0) - (older.totals[name] || 0)) : 0);
+    const rest = { accepted: more("drafts_accepted"), drafted: more("tokens_drafted") };
     for (const request of frame.requests) {
       const life = this.lives.get(request.request_id);
       const isDecoding = request.state === "decoding";
       if (isDecoding && life.decodesAfter === null) life.decodesAfter = groups.length ? groups[0].first - 1 : frame.step;
       const first = life.decodesAfter;
       const tokens = life.tokens === null ? Infinity : Math.max(0, request.num_tokens - life.tokens);
-      // A request that was preempted since has decoded before.
+      // A request that was preempted since the frame before may have decoded first.
       if (groups.length && first !== null && life.row >= 0 && (isDecoding || tokens > 0)) {
-        this._spread(life, groups, first, ends.get(life) ?? Infinity, {
-          tokens,
-          accepted: Math.max(0, request.num_accepted - life.accepted),
-          drafted: Math.max(0, request.num_drafted - life.drafted),
-        });
+        const accepted = Math.max(0, request.num_accepted - life.accepted), drafted = Math.max(0, request.num_drafted - life.drafted);
+        rest.accepted -= accepted;
+        rest.drafted -= drafted;
+        this._spread(life, groups, first, ends.get(life) ?? Infinity, { tokens, accepted, drafted });
       } else if (groups.length && request.row >= 0) this._own(life, groups);
       life.tokens = request.num_tokens;
       life.accepted = request.num_accepted;
       life.drafted = request.num_drafted;
       if (!isDecoding) life.decodesAfter = null;
     }
-    // A request that ended within the frame is not in its list: one token for each step until the end.
-    for (const [life, step] of ends) {
-      if (life.end && life.decodesAfter !== null && life.row >= 0) {
-        this._spread(life, groups, life.decodesAfter, step, { tokens: Infinity, accepted: 0, drafted: 0 });
-      }
+    // A request that ended within the frame is not in its list: one token for each step until the end, and the draft tokens
+    // that the requests in the list leave of the totals.
+    const ended = [...ends].filter(([life]) => life.end && life.decodesAfter !== null && life.row >= 0);
+    for (const [life, step] of ended) {
+      this._spread(life, groups, life.decodesAfter, step, { tokens: Infinity,
+        accepted: Math.max(0, rest.accepted) / ended.length, drafted: Math.max(0, rest.drafted) / ended.length });
     }
   }
 
@@ -247,7 +268,7 @@ export class History {
     const more = (name) => Math.max(0, (frame.totals[name] || 0) - (older.totals[name] || 0));
     bin.seconds += frame.at - older.at;
     bin.tokens += more("tokens_generated");
-    // Steps that the frame leaves out had as many prompt tokens as the others.
+    // The estimate for the steps that the frame leaves out: as many prompt tokens as the others.
     bin.prefilled += prefilled * (1 + frame.steps_left_out / Math.max(1, frame.steps.length));
     this._addHits(frame, bin);
     addCounts(bin.firstTokens, countsSince(frame.first_token_counts, older.first_token_counts));
@@ -290,7 +311,12 @@ export class History {
   }
 }
 
-/** Keeps the number of tokens over time. When there are too many samples, every second one goes. */
+export function newLife(id, number) {
+  return { id, number, request: null, held: null, key: null, row: -1, events: [], leftOut: 0, samples: [], end: null,
+    lastAt: 0, lastStep: 0, tokens: null, drafted: 0, accepted: 0, decodesAfter: null, wasAdmitted: false };
+}
+
+/** Keeps the number of tokens over time. When there are too many samples, every second one is dropped. */
 function sample(life, at, { num_tokens: tokens, computed, state }) {
   const { samples } = life;
   const last = samples[samples.length - 1];

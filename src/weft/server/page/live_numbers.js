@@ -6,12 +6,18 @@ const REQUEST_FIELDS = ["request_id", "row", "state", "priority", "is_idle_work"
   "first_token_at", "deadline_at"];
 const STEP_FIELDS = ["step", "seconds", "num_decodes", "num_drafts", "num_prefills", "prefill_tokens"];
 const EVENT_FIELDS = ["at", "step", "kind", "request_id", "first", "second"];
-const HELD_FIELDS = ["request_id", "key", "state", "priority", "age", "answers"];
+/** Those of `HeldRequest` in `weft/server/live/held.py`. */
+const HELD_FIELDS = ["request_id", "key", "state", "priority", "age", "answers", "prompt_tokens", "left"];
 
 function named(fields, values) {
   const found = {};
   for (let index = 0; index < fields.length; index++) found[fields[index]] = values[index];
   return found;
+}
+
+/** An event as an object. */
+export function readEvent(values) {
+  return named(EVENT_FIELDS, values);
 }
 
 /** A frame with its lists as objects. */
@@ -20,7 +26,7 @@ export function readFrame(frame) {
     ...frame,
     requests: frame.requests.map((values) => named(REQUEST_FIELDS, values)),
     steps: frame.steps.map((values) => named(STEP_FIELDS, values)),
-    events: frame.events.map((values) => named(EVENT_FIELDS, values)),
+    events: frame.events.map(readEvent),
     held: (frame.held || []).map((values) => named(HELD_FIELDS, values)),
     num_held: frame.num_held ?? 0,
     keys: frame.keys || {},
@@ -113,6 +119,11 @@ export function roundAbove(value) {
   const power = 10 ** Math.floor(Math.log10(value));
   for (const factor of [1, 1.5, 2, 3, 4, 5, 6, 8, 10]) if (factor * power >= value * 0.999) return factor * power;
   return 10 * power;
+}
+
+/** The id of the request that the answer `id` belongs to: `ID` of `ID-1` and `ID-1-0`. */
+export function requestOf(id) {
+  return id.replace(/(-\d{1,4}){1,2}$/, "");
 }
 
 /** The end of a request id is random and long; its first letters tell it from the others on the screen. With the number

@@ -19,7 +19,7 @@ export function groupQueue(waiting) {
     if (one.left !== null) group.deadline = group.deadline === null ? one.left : Math.min(group.deadline, one.left);
   }
   for (const group of groups.values()) group.members.sort((a, b) => b.age - a.age);
-  return [...groups.values()].sort((a, b) => (a.place === b.place ? 0 : a.place === "engine" ? -1 : 1) || b.priority - a.priority
+  return [...groups.values()].sort((a, b) => (a.place === b.place ? 0 : a.place === "engine" ? -1 : 1) || (b.priority ?? -1) - (a.priority ?? -1)
     || b.longest - a.longest);
 }
 
@@ -29,10 +29,10 @@ export function waitingOf(history) {
   const inEngine = frame.requests.filter((request) => request.row < 0).map((request) => ({
     place: "engine", id: request.request_id, key: lives.get(request.request_id)?.key ?? null, priority: request.priority,
     state: request.state, age: Math.max(0, frame.at - request.arrived_at), isIdleWork: request.is_idle_work,
-    left: request.deadline_at === null ? null : request.deadline_at - frame.at, size: request.prompt_length, canOpen: true }));
+    left: request.deadline_at === null ? null : request.deadline_at - frame.at, size: request.prompt_length }));
   const held = frame.held.map((request) => ({
     place: "server", id: request.request_id, key: request.key, priority: request.priority, state: request.state, age: request.age,
-    isIdleWork: false, left: null, size: null, answers: request.answers, canOpen: false }));
+    isIdleWork: false, left: request.left, size: request.prompt_tokens, answers: request.answers }));
   return [...inEngine, ...held];
 }
 
@@ -41,73 +41,90 @@ export class QueueView {
     this._open = open;
     this._priorities = priorityNames(info.priorities);
     this._reasons = info.reasons || [];
+    this._isReplay = info.mode === "replay";
+    this._isAll = false;
     this._head = make("span", { class: "figure" });
+    this._find = make("input", { type: "search", class: "find", placeholder: "Id or key", "aria-label": "Find a request that waits by its id or key",
+      autocomplete: "off", spellcheck: "false", hidden: true, oninput: () => this.update(this._history) });
     this._body = make("tbody", {});
     this._table = make("table", {}, make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "Request"),
       make("th", { scope: "col" }, "State"), make("th", { scope: "col", class: "number" }, "Prompt"),
       make("th", { scope: "col", class: "number" }, "Waits"), make("th", { scope: "col", class: "number" }, "Deadline"))), this._body);
     this._empty = make("p", { class: "empty" }, "Nothing waits.");
-    this._more = make("p", { class: "hint" });
+    this._moreText = make("span", {});
+    this._all = make("button", { type: "button", class: "link", onclick: () => this._toggleAll() });
+    this._more = make("p", { class: "hint" }, this._moreText, " ", this._all);
     this._ended = make("ul", { class: "ended" });
     this._endedHead = make("h3", {}, "Ended lately");
-    root.append(make("header", {}, make("h2", {}, "Queue"), this._head),
-      make("div", { class: "queue-box", tabindex: "0", role: "region", "aria-label": "Requests that wait" }, this._table, this._empty, this._more, this._endedHead, this._ended));
+    root.append(make("header", {}, make("h2", {}, "Queue"), this._head, make("span", { class: "grow" }), this._find),
+      make("div", { class: "queue-box", tabindex: "0", role: "region", "aria-label": "Requests that wait" }, this._table, this._empty, this._more),
+      make("div", { class: "ended-box" }, this._endedHead, this._ended));
     this._rows = new Pool(this._body, () => this._makeRow());
     this._endedRows = new Pool(this._ended, () => this._makeEnded());
   }
 
   update(history) {
+    this._history = history;
     const { frame } = history;
-    const groups = groupQueue(waitingOf(history));
+    const waiting = waitingOf(history), wanted = this._find.value.trim().toLowerCase();
+    const found = wanted ? waiting.filter(({ id, key }) => id.toLowerCase().startsWith(wanted) || key?.toLowerCase().includes(wanted)) : waiting;
+    // A search shows the requests that the groups leave out.
+    const mostOfAGroup = this._isAll || wanted ? Infinity : MAX_OF_A_GROUP, mostRows = this._isAll ? Infinity : MAX_ROWS;
     const rows = [];
     let number = 0;
-    for (const group of groups) {
-      if (rows.length >= MAX_ROWS) break;
-      rows.push({ group });
-      for (const member of group.members.slice(0, Math.max(0, Math.min(MAX_OF_A_GROUP, MAX_ROWS - rows.length)))) {
+    for (const group of groupQueue(found)) {
+      if (rows.length >= mostRows) break;
+      rows.push({ group, isCut: group.members.length > mostOfAGroup });
+      for (const member of group.members.slice(0, Math.max(0, Math.min(mostOfAGroup, mostRows - rows.length)))) {
         rows.push({ member, longest: group.longest });
         number++;
       }
     }
-    const total = frame.num_waiting + frame.num_held;
-    setText(this._head, `${whole(frame.num_waiting)} in the engine · ${whole(frame.num_held)} held by the server`);
+    const total = wanted ? found.length : frame.num_waiting + frame.num_held;
+    setText(this._head, `${whole(frame.num_waiting)} in the engine${this._isReplay ? "" : ` · ${whole(frame.num_held)} held by the server`}`);
     this._table.hidden = !rows.length;
     this._empty.hidden = rows.length > 0;
-    this._more.hidden = total <= number;
-    setText(this._more, `And ${whole(total - number)} more.`);
+    setText(this._empty, wanted ? "No request that waits has such an id or key." : "Nothing waits.");
+    this._find.hidden = !wanted && waiting.length <= MAX_OF_A_GROUP && document.activeElement !== this._find;
+    this._more.hidden = total <= number && !this._isAll;
+    // A frame has no more than some hundred requests.
+    setText(this._moreText, total > number ? `And ${whole(total - number)} more.` : "");
+    this._all.hidden = !this._isAll && number >= found.length;
+    setText(this._all, this._isAll ? "Show fewer" : "Show all");
     this._rows.show(rows);
     this._endedHead.hidden = !history.ended.length;
     this._endedRows.show(history.ended);
   }
 
+  _toggleAll() {
+    this._isAll = !this._isAll;
+    this.update(this._history);
+  }
+
   _makeRow() {
     const title = make("td", { colspan: "5" });
     const name = make("button", { type: "button", class: "link mono" });
-    const plain = make("span", { class: "mono" });
     const state = make("td", {});
     const size = make("td", { class: "number" });
     const age = make("td", { class: "number age" });
     const left = make("td", { class: "number" });
-    const first = make("td", {}, name, plain);
+    const first = make("td", {}, name);
     const element = make("tr", {}, title, first, state, size, age, left);
     let shown = null;
     name.addEventListener("click", () => this._open(shown));
-    const update = ({ group, member, longest }) => {
+    const update = ({ group, isCut, member, longest }) => {
       title.hidden = !group;
       for (const cell of [first, state, size, age, left]) cell.hidden = Boolean(group);
       setAttribute(element, "class", group ? "group" : "");
       if (group) {
-        // What the rows of the group show is not said twice.
-        const isCut = group.members.length > MAX_OF_A_GROUP;
+        // The rows have waits and deadlines. The title repeats them only if rows are left out.
         const place = group.place === "engine" ? "" : " · held by the server";
-        setText(title, `${this._priorities.get(group.priority) ?? group.priority}${group.key ? ` · ${group.key}` : ""}${place} · ${plural(group.members.length, "request")}` +
+        setText(title, `${group.priority === null ? "priority not known yet" : this._priorities.get(group.priority) ?? group.priority}${group.key ? ` · ${group.key}` : ""}${place} · ${plural(group.members.length, "request")}` +
           (isCut ? ` · up to ${duration(group.longest)}${group.deadline === null ? "" : ` · next deadline ${inTime(group.deadline)}`}` : ""));
         return;
       }
       shown = member.id;
-      name.hidden = !member.canOpen;
-      plain.hidden = member.canOpen;
-      setText(member.canOpen ? name : plain, shortId(member.id) + (member.answers > 1 ? ` ×${member.answers}` : ""));
+      setText(name, shortId(member.id) + (member.answers > 1 ? ` ×${member.answers}` : ""));
       setText(state, member.state + (member.isIdleWork ? ", idle work" : ""));
       setText(size, member.size === null ? "" : whole(member.size));
       setText(age, duration(roughly(member.age)));
@@ -142,7 +159,8 @@ export function endOf(life, reasons) {
   return { failed: "failed", lost: "lost: the engine started again", gone: "ended" }[life.end.kind] || life.end.kind;
 }
 
-function inTime(seconds) {
+/** The remaining time of a deadline in words. */
+export function inTime(seconds) {
   return seconds < 0 ? `passed ${duration(roughly(-seconds))} ago` : `in ${duration(roughly(seconds))}`;
 }
 

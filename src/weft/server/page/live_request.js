@@ -2,9 +2,10 @@
 
 import { ApiError } from "./api.js";
 import { announce, button, make, toast } from "./dom.js";
+import { newLife } from "./live_history.js";
 import { onTheme, palette, setAttribute, setText, Surface } from "./live_canvas.js";
-import { brief, duration, percent, plural, priorityNames, shortId, whole } from "./live_numbers.js";
-import { endOf } from "./live_queue.js";
+import { brief, duration, percent, plural, priorityNames, requestOf, shortId, whole } from "./live_numbers.js";
+import { endOf, inTime } from "./live_queue.js";
 
 const PHASES = { waiting: ["queued", "data-quiet"], prefilling: ["prefill", "data-2"], decoding: ["decode", "data-1"],
   preempted: ["preempted", "bad"], paused: ["paused", "data-6"], swapped: ["swapped", "data-5"] };
@@ -38,7 +39,7 @@ export function phasesOf(life, now) {
   return phases.filter((phase) => phase.to > phase.from || phases.length === 1);
 }
 
-/** What happened, as lines: {at, text}. Chunks that follow each other without anything between are one line. */
+/** The events as lines: {at, text}. Consecutive chunks are one line. */
 export function linesOf(life, reasons) {
   const lines = [];
   const { request } = life;
@@ -94,15 +95,18 @@ export class RequestView {
     this._factNodes = new Map();
     this._canvas = make("canvas", { class: "life", role: "img" });
     this._legend = make("div", { class: "legend" });
+    this._lifeBox = make("div", { class: "life-box" }, this._canvas);
+    this._linesHead = make("h3", {}, "Events");
     this._lines = make("ol", { class: "lines" });
+    this._note = make("p", { class: "hint" });
     this._lineNodes = [];
     this._text = make("div", { class: "texts" });
-    this._cancel = make("button", { type: "button", class: "danger", onclick: () => this._cancelRequest() }, "Cancel this request");
+    this._cancel = make("button", { type: "button", class: "danger", onclick: () => this._cancelRequest() });
     this._showText = make("button", { type: "button", class: "quiet", onclick: () => this._loadText() }, "Show its text");
     this.element = make("aside", { class: "request panel", "aria-labelledby": "request-title", hidden: true },
       make("header", {}, this._title, make("span", { class: "grow" }), button("close", "Close", () => this.close())),
-      this._facts, make("div", { class: "life-box" }, this._canvas), this._legend,
-      make("div", { class: "row" }, this._cancel, this._showText), this._text, make("h3", {}, "Events"), this._lines);
+      this._facts, this._lifeBox, this._legend,
+      make("div", { class: "row" }, this._cancel, this._showText), this._text, this._linesHead, this._note, this._lines);
     this.element.addEventListener("keydown", (event) => {
       if (event.key !== "Escape") return;
       event.stopPropagation();
@@ -123,7 +127,7 @@ export class RequestView {
   }
 
   open(history, id) {
-    const life = history.lives.get(id);
+    const life = history.lifeOf(id);
     if (!life) return;
     this._before = this.isOpen ? this._before : document.activeElement;
     if (this._life?.id !== id) this._text.replaceChildren();
@@ -143,14 +147,17 @@ export class RequestView {
   update(history) {
     if (!this.isOpen || !this._life) return;
     // After a seek in a replay, the history is another one.
-    this._life = history.lives.get(this._life.id) || this._life;
+    const known = history.lifeOf(this._life.id);
+    this._life = known || (this._info.mode === "replay" ? newLife(this._life.id, 0) : this._life);
     this._now = history.frame.at;
-    const life = this._life, { request } = life;
+    const life = this._life, { request, held } = life;
+    const isHeld = Boolean(held && known);
     setText(this._title, `Request ${shortId(life.id)}`);
     setAttribute(this._title, "title", life.id);
     const start = this._start();
-    const facts = [["Id", life.id], ["State", life.end ? `ended: ${endOf(life, this._info.reasons || [])}` : request?.state ?? "–"]];
+    const facts = [["Id", life.id], ["State", this._stateOf(life, isHeld)]];
     if (life.key) facts.push(["Key", life.key]);
+    if (held) facts.push(...this._factsOfHeld(held, isHeld));
     if (request) {
       facts.push(["Priority", `${this._priorities.get(request.priority) ?? request.priority}${request.is_idle_work ? ", idle work" : ""}`],
         ["Prompt", `${plural(request.prompt_length, "token")}, ${whole(request.cached_tokens)} from the prefix cache`],
@@ -163,14 +170,34 @@ export class RequestView {
       }
       if (request.num_drafted) facts.push(["Drafts", `${whole(request.num_accepted)} of ${whole(request.num_drafted)} accepted (${percent(request.num_accepted / request.num_drafted)})`]);
       if (request.preemptions) facts.push(["Preemptions", whole(request.preemptions)]);
-      if (request.deadline_at !== null && !life.end) facts.push(["Deadline", `in ${duration(Math.round((request.deadline_at - this._now) * 10) / 10)}`]);
+      if (request.deadline_at !== null && !life.end) facts.push(["Deadline", inTime(request.deadline_at - this._now)]);
     }
-    facts.push([life.end ? "Took" : "Age", duration(Math.round(((life.end?.at ?? this._now) - start) * 1000) / 1000)]);
+    if (!held) facts.push([life.end ? "Took" : "Age", duration(Math.round(((life.end?.at ?? this._now) - start) * 1000) / 1000)]);
     this._showFacts(facts);
-    this._cancel.hidden = Boolean(life.end) || this._info.mode === "replay";
-    this._showText.hidden = Boolean(life.end) || this._info.mode === "replay" || !this._info.show_prompts;
+    const isOver = Boolean(life.end || (held && !isHeld));
+    const hasOthers = requestOf(life.id) !== life.id || held?.answers > 1;
+    setText(this._cancel, hasOthers ? "Cancel this request with all its answers" : "Cancel this request");
+    this._cancel.hidden = isOver || this._info.mode === "replay";
+    this._showText.hidden = isOver || this._info.mode === "replay" || !this._info.show_prompts;
+    // What the server holds has no steps and no events yet.
+    for (const part of [this._lifeBox, this._legend, this._linesHead]) part.hidden = Boolean(held);
     this._showLines(linesOf(life, this._info.reasons || []), start);
     this._drawLife();
+  }
+
+  _stateOf(life, isHeld) {
+    if (life.end) return `ended: ${endOf(life, this._info.reasons || [])}`;
+    if (!life.held) return life.request?.state ?? "not in the engine at this step";
+    if (!isHeld) return "the server holds it no longer";
+    return life.held.state === "held" ? "held by the server until the engine has room" : "its prompt is being prepared";
+  }
+
+  _factsOfHeld({ priority, prompt_tokens: tokens, answers, age, left }, isHeld) {
+    const facts = [["Priority", priority === null ? "not known yet" : this._priorities.get(priority) ?? String(priority)],
+      ["Prompt", tokens === null ? "not known yet" : plural(tokens, "token")], ["Age", duration(Math.round(age * 10) / 10)]];
+    if (answers > 1) facts.push(["Answers held back", whole(answers)]);
+    if (left !== null && isHeld) facts.push(["Deadline", inTime(left)]);
+    return facts;
   }
 
   _start() {
@@ -193,6 +220,13 @@ export class RequestView {
   }
 
   _showLines(lines, start) {
+    const { events, leftOut, held } = this._life;
+    const notes = [];
+    if (!held && !events.some((event) => event.kind === "queued")) notes.push("Earlier events are not shown.");
+    if (leftOut) notes.push(`${plural(leftOut, "event")} before the newest one ${leftOut === 1 ? "is" : "are"} not shown.`);
+    if (lines.length > MAX_LINES) notes.push(`${plural(lines.length - MAX_LINES, "line")} in the middle ${lines.length - MAX_LINES === 1 ? "is" : "are"} not shown.`);
+    setText(this._note, notes.join(" "));
+    this._note.hidden = !notes.length;
     const shown = lines.length > MAX_LINES ? [...lines.slice(0, MAX_LINES / 2), ...lines.slice(-MAX_LINES / 2)] : lines;
     while (this._lineNodes.length < shown.length) {
       const node = make("li", {}, make("time", {}), make("span", {}));
@@ -289,7 +323,7 @@ export class RequestView {
     try {
       return await ask(id);
     } catch (error) {
-      const base = id.replace(/(-\d+){1,2}$/, "");
+      const base = requestOf(id);
       if (!(error instanceof ApiError) || error.status !== 404 || base === id) throw error;
       return ask(base);
     }

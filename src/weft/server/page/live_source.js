@@ -3,10 +3,10 @@
 import { ApiError } from "./api.js";
 
 const PAUSES = [0.5, 1, 2, 4, 8, 15];
-/** A connection that lasted this many seconds was a good one: the pauses start again from the shortest. */
+/** After a connection of at least this many seconds, the pauses start again with the shortest one. */
 const GOOD_SECONDS = 5;
 
-/** The pause before the next attempt, in seconds. The server may want a longer one. */
+/** The pause before the next attempt, in seconds. `wanted`: the pause that the server asks for, or null. */
 export function pauseAfter(failures, wanted) {
   return Math.max(PAUSES[Math.min(failures, PAUSES.length - 1)], wanted || 0);
 }

@@ -1,9 +1,10 @@
 // Replays the frames of a log: a slider, play and pause, single steps, the speed.
 
 import { ApiError } from "./api.js";
-import { icon, make } from "./dom.js";
+import { announce, icon, make } from "./dom.js";
 import { setAttribute, setText } from "./live_canvas.js";
 import { duration, percent, whole } from "./live_numbers.js";
+import { OverviewStrip } from "./replay_overview.js";
 
 const PAGE = 96;
 const MAX_PAGES = 24;
@@ -60,8 +61,8 @@ export class FramePages {
   }
 }
 
-/** The controls of a replay. `show(frames, isSeek, binSeconds)` gets the frames to add; after a seek they begin a new
- *  history. `onNotice(text)` gets what the user has to know, or null. */
+/** The controls of a replay. `show(frames, last, isSeek, binSeconds)` gets the frames to add, up to the frame `last`; after
+ *  a seek they begin a new history. `onNotice(text)` gets what the user has to know, or null. */
 export class ReplayControls {
   constructor(root, { info, api, show, onNotice }) {
     this._info = info;
@@ -81,8 +82,11 @@ export class ReplayControls {
       onclick: () => { this.pause(); this.seek(this._wanted + by); } }, icon(name));
     this._speed = make("select", { "aria-label": "Speed", onchange: () => { this._anchor = null; } },
       SPEEDS.map((speed) => make("option", { value: speed, selected: speed === 1 }, `${speed}×`)));
-    this.element = make("div", { class: "replay-bar", role: "group", "aria-label": "Replay" },
-      step("left", "One frame back", -1), this._play, step("right", "One frame forward", 1), this._slider, this._text, this._speed);
+    this._next = make("button", { type: "button", class: "icon-button", "aria-label": "Next preemption", title: "Next preemption", disabled: true,
+      onclick: () => this._seekPreemption() }, icon("skip"));
+    this._overview = new OverviewStrip((index) => { this.pause(); this.seek(index); });
+    this.element = make("div", { class: "replay-bar", role: "group", "aria-label": "Replay" }, this._overview.element,
+      step("left", "One frame back", -1), this._play, step("right", "One frame forward", 1), this._next, this._slider, this._text, this._speed);
     root.append(this.element);
     this._showPlaying();
   }
@@ -95,9 +99,11 @@ export class ReplayControls {
   async start() {
     for (;;) {
       this._takeInfo();
-      if (this._info.is_complete || this._info.problem) return;
-      await new Promise((resolve) => setTimeout(resolve, ASK_AGAIN * 1000));
       try {
+        this._overview.update(await this._api.json("replay/overview"));
+        this._next.disabled = !this._overview.hasPreemptions;
+        if (this._info.is_complete || this._info.problem) return;
+        await new Promise((resolve) => setTimeout(resolve, ASK_AGAIN * 1000));
         this._info = await this._api.json("live/info");
       } catch (error) {
         if (!(error instanceof ApiError)) throw error;
@@ -119,7 +125,7 @@ export class ReplayControls {
     this._showPosition();
   }
 
-  /** Shows the frame `index`. Skips other frames that were requested and are not shown yet. */
+  /** Shows the frame `index`. Frames that were requested earlier and are not shown yet are skipped. */
   seek(index) {
     this._wanted = Math.max(0, Math.min(index, this._last));
     this._showPosition();
@@ -134,11 +140,11 @@ export class ReplayControls {
         const wanted = this._wanted;
         const isNext = wanted > this._shown && this._shown >= 0 && wanted - this._shown <= WINDOW;
         const first = isNext ? this._shown + 1 : Math.max(0, wanted - WINDOW + 1);
-        // After a seek, the frames ahead are asked for too: they say how wide a point of the charts is.
+        // After a seek, the frames ahead are loaded too: the width of a point of the charts depends on them.
         const found = await this._pages.frames(first, isNext ? wanted + 1 : Math.min(this._last + 1, first + WINDOW));
         const frames = found.slice(0, wanted + 1 - first);
         if (frames.length <= wanted - first) throw new ApiError("The server did not send all frames.");
-        this._show(frames, !isNext, binOf(found));
+        this._show(frames, wanted, !isNext, binOf(found));
         this._shown = wanted;
         this._at = frames[frames.length - 1].at;
         this._start ??= first === 0 ? frames[0].at : null;
@@ -151,6 +157,18 @@ export class ReplayControls {
       this._onNotice(error.message);
     } finally {
       this._isLoading = false;
+    }
+  }
+
+  async _seekPreemption() {
+    this.pause();
+    try {
+      const { frame } = await this._api.json(`replay/preemption?after=${this._wanted}`);
+      if (frame === null || frame > this._last) announce("There is no later preemption.");
+      else await this.seek(frame);
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      this._onNotice(error.message);
     }
   }
 
@@ -176,7 +194,7 @@ export class ReplayControls {
     this._showPlaying();
   }
 
-  /** Frames follow each other as on the clock of the engine, times the speed. Several frames may be due at once. */
+  /** Shows the frames that are due on the clock of the engine, times the speed. Several may be due at once. */
   async _tick() {
     if (!this._isPlaying) return;
     const speed = Number(this._speed.value);
@@ -188,7 +206,7 @@ export class ReplayControls {
       if (!this._isPlaying) return;
       let number = 0;
       while (number < ahead.length && ahead[number].at <= due) number++;
-      // A long pause of the engine is not waited for.
+      // A replay skips long pauses of the engine.
       if (!number && ahead.length && ahead[0].at - due > 2 * speed) { number = 1; this._anchor = null; }
       if (number) await this.seek(this._shown + number);
       if (this._shown >= this._last && (this._info.is_complete || this._info.problem)) { this.pause(); return; }
@@ -198,7 +216,7 @@ export class ReplayControls {
 
   // --- the keyboard ---
 
-  /** Keys that no control of the view has used: true if the replay used the key. */
+  /** Handles a key that no control of the view has used. Returns whether the replay used it. */
   key(event) {
     const isControl = /^(SELECT|INPUT|TEXTAREA)$/.test(event.target.tagName);
     const isButton = event.target.tagName === "BUTTON";
@@ -226,6 +244,7 @@ export class ReplayControls {
   _showPosition() {
     const number = this._info.num_frames ? this._wanted + 1 : 0;
     this._slider.value = String(this._wanted);
+    this._overview.mark(this._wanted);
     const time = this._at === undefined ? "" : ` · ${duration(Math.round((this._at - (this._start ?? 0)) * 100) / 100)}`;
     setAttribute(this._slider, "aria-valuetext", `Frame ${number} of ${this._info.num_frames}${time}`);
     setText(this._text, `${whole(number)} / ${whole(this._info.num_frames)}${time}`);
