@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 from server_process import MODEL
 
 from weft.config import SchedulerConfig, ServingEngineConfig
@@ -20,7 +21,12 @@ from weft.loading.checkpoint import open_checkpoint
 from weft.server.api.formats import FORMATS, Formats
 from weft.server.app import ServerApp
 from weft.server.logs import ServerLog
+from weft.server.models import ModelRegistry
 from weft.server.settings import ServerSettings
+from weft.server.vectors.files import VectorModelFiles
+from weft.server.vectors.model import VectorModel
+from weft.server.vectors.texts import VectorTexts
+from weft.text.embedding_text import EmbeddingText
 from weft.text.model_text import open_model_text
 
 
@@ -89,8 +95,8 @@ class InProcess:
 async def in_process(
     model_path: Path, *, max_context: int = 64, formats: Formats = FORMATS, **settings: Any
 ) -> AsyncIterator[InProcess]:
-    """`settings` may also have `seconds_per_step` of the backend, fields of the `scheduler`, and `backend_options`:
-    then the backend is not noop but that of `backend`."""
+    """`settings` may also have `seconds_per_step` of the backend, fields of the `scheduler`, `vector_models`, and
+    `backend_options`: then the backend is not noop but that of `backend`."""
     with TemporaryDirectory() as folder:
         async with _in_process(
             model_path, max_context, formats, {"state_path": folder, **settings}
@@ -110,18 +116,30 @@ async def _in_process(
         options["seconds_per_step"] = settings.pop("seconds_per_step")
     if "scheduler" in settings:
         settings["engine"] = ServingEngineConfig(SchedulerConfig(**settings.pop("scheduler")))
+    vector_models = msgspec.convert(settings.pop("vector_models", ()), tuple[VectorModelFiles, ...])
     chosen = ServerSettings(str(model_path), (MODEL,), **settings)
     engine = EngineClient(settings.get("backend", "noop"), options, chosen.engine)
     await engine.start()
-    server = ServerApp(chosen, text, checkpoint.generation, engine, ServerLog("off"), formats)
+    opened = [await _opened(one) for one in vector_models]
+    models = ModelRegistry(chosen, engine, opened)
+    server = ServerApp(chosen, text, checkpoint.generation, engine, ServerLog("off"), formats, models=models)
     application = InProcess(server)
-    batches = asyncio.create_task(server.run_batches())
+    tasks = [asyncio.create_task(server.run_batches()), asyncio.create_task(server.memory.run())]
     try:
         yield application
     finally:
-        batches.cancel()
-        await asyncio.wait([batches])
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
         await server.close()
-        await engine.stop()
+        for one in (engine, *(model.engine for model in opened)):
+            await one.stop()
         text.close()
         await asyncio.sleep(0.1)  # the event loop must see the end of the worker processes
+
+
+async def _opened(files: VectorModelFiles) -> VectorModel:
+    engine = EngineClient(files.backend, files.backend_options, files.spec.engine_config())
+    await engine.start()
+    texts = VectorTexts(EmbeddingText(open_checkpoint(files.path), files.spec), files.path)
+    return VectorModel(files.names, files.path, files.spec, engine, texts)
