@@ -9,7 +9,7 @@ import msgspec
 
 from weft.request import MAX_LOGPROBS, MAX_TOKENS
 from weft.server.api.field_docs import Field
-from weft.server.api.file_search import FoundPassages
+from weft.server.api.file_search import FileSearch
 from weft.server.api.schema import MAX_ENTRIES, GenerationRequest, check_entries
 from weft.server.errors import refusal
 from weft.text.conversation import EFFORTS
@@ -34,9 +34,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
 
 class LoadedChat(ChatRequest, frozen=True, kw_only=True):
-    """A request together with what was searched for it. `load` makes it; a body is never decoded into this type."""
+    """A request that searches files. `load` makes it; a body is never decoded into this type."""
 
-    found: FoundPassages
+    search: FileSearch
 
 
 CHAT_FIELDS: Mapping[str, Field] = {

@@ -40,7 +40,7 @@ from weft.server.api.answer_format import (
     ServedModel,
 )
 from weft.server.api.field_docs import Field
-from weft.server.api.file_search import FoundPassages, is_file_search, search_files, with_passages
+from weft.server.api.file_search import FileSearch, is_file_search, planned_search, with_passages
 from weft.server.api.openai import parsed_request
 from weft.server.api.requests import sampling_params
 from weft.server.api.responses_items import (
@@ -111,8 +111,8 @@ class LoadedRequest(ResponsesRequest, frozen=True, kw_only=True):
     earlier: list[Item] = msgspec.field(default_factory=list)
     """The stored conversation before this request."""
     stored_bytes: int = 0
-    found: FoundPassages | None = None
-    """What the tool `file_search` found."""
+    search: FileSearch | None = None
+    """The search of the tool `file_search`."""
 
 
 class ResponsesFormat(AnswerFormat[ResponsesRequest]):
@@ -232,11 +232,15 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
         ):
             return loaded
         items = conversation_items(check_items(loaded.input))
-        found = await search_files(api_request.tools or (), api_request.tool_choice, items, caller)
-        if found is None:
+        search = await planned_search(api_request.tools or (), api_request.tool_choice, items, caller)
+        if search is None:
             return loaded
         values = {name: getattr(loaded, name) for name in loaded.__struct_fields__}
-        return LoadedRequest(**{**values, "found": found})
+        return LoadedRequest(**{**values, "search": search})
+
+    async def search(self, api_request: ResponsesRequest, caller: Caller) -> ResponsesRequest:
+        assert isinstance(api_request, LoadedRequest) and api_request.search is not None
+        return msgspec.structs.replace(api_request, search=await api_request.search.with_sources(caller))
 
     async def _load_stored(self, api_request: ResponsesRequest, caller: Caller) -> ResponsesRequest:
         _check(api_request, stores_nothing=caller.services.settings.response_days <= 0)
@@ -292,8 +296,8 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
             items, stored_bytes = list(api_request.earlier), api_request.stored_bytes
         items += conversation_items(check_items(api_request.input))
         check_calls(items)
-        if isinstance(api_request, LoadedRequest):
-            items = with_passages(items, api_request.found)
+        search: FileSearch | None = getattr(api_request, "search", None)
+        items = with_passages(items, search)
         if api_request.instructions:
             items.insert(0, Message("system", api_request.instructions))
         if not items:
@@ -308,6 +312,7 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
             conversation,
             params,
             _grammar(api_request),
+            is_search_pending=search is not None and search.is_pending,
             tools=tools,
             stored_bytes=stored_bytes,
             drops_oldest=api_request.truncation == "auto",
