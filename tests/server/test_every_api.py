@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from api_shapes import problem_of_stream
 from every_api import APIS, Answer, Api, Tool, Turn
 from in_process import InProcess, Reply, in_process
 
@@ -402,6 +403,8 @@ SIGNS_OF_LIFE = {
     "/v1/responses": (b"event: response.created", b"event: response.in_progress", 1),
     "/v1/messages": (b"event: message_start", b"event: ping", 1),
     "/api/chat": (b'"role":"assistant"', b'"done":false', 1),
+    "/v1/completions": (b'"text":""', b'"text":""', 1),
+    "/api/generate": (b'"response":""', b'"done":false', 1),
 }
 """What a stream begins with, the event that clients count as a sign of life (some do not count comments), and how many
 of these every stream has."""
@@ -410,16 +413,19 @@ of these every stream has."""
 def test_while_a_prompt_is_computed_every_stream_begins_and_repeats_an_event_that_clients_count(
     default_model_path: Path,
 ) -> None:
-    async def ask(server: InProcess, api: Api) -> None:
-        first, sign, usual = SIGNS_OF_LIFE[api.path]
-        body = json.dumps(api.body(asks("plain"), max_tokens=1, stream=True)).encode()
-        sent = (await server.send(api.path, body)).body
-        assert api.streamed(sent).completion_tokens == 1
+    bodies = {api.path: api.body(asks("plain"), max_tokens=1, stream=True) for api in APIS}
+    bodies["/v1/completions"] = {"prompt": "x", "max_tokens": 1, "stream": True}
+    bodies["/api/generate"] = {"prompt": "x", "options": {"num_predict": 1}}
+
+    async def ask(server: InProcess, path: str) -> None:
+        first, sign, usual = SIGNS_OF_LIFE[path]
+        sent = (await server.send(path, json.dumps(bodies[path]).encode())).body
+        assert problem_of_stream(path, sent) is None
         # One may be that of the token.
         assert first in sent[:500] and sent.count(sign) >= usual + 2, sent
 
     async def work(server: InProcess) -> None:
-        await asyncio.gather(*(ask(server, api) for api in APIS))
+        await asyncio.gather(*(ask(server, path) for path in SIGNS_OF_LIFE))
 
     # The first step takes several times the longest silence.
     run(default_model_path, work, seconds_per_step=3.5, silence_seconds=1.0)

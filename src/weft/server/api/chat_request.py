@@ -14,6 +14,8 @@ from weft.server.api.schema import MAX_ENTRIES, GenerationRequest, check_entries
 from weft.server.errors import refusal
 from weft.text.conversation import EFFORTS
 
+VERBOSITIES = ("low", "medium", "high")
+
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
@@ -87,7 +89,7 @@ def check_words(api_request: ChatRequest) -> None:
     """Raises ApiError if a field that accepts only certain words has another value."""
     for name, given, allowed in (
         ("reasoning_effort", api_request.reasoning_effort, EFFORTS),
-        ("verbosity", api_request.verbosity, ("low", "medium", "high")),
+        ("verbosity", api_request.verbosity, VERBOSITIES),
         *(("modalities", one, ("text",)) for one in api_request.modalities or ()),
     ):
         if given is not None and given not in allowed:

@@ -39,6 +39,7 @@ from weft.server.api.answer_format import (
     ParsedRequest,
     ServedModel,
 )
+from weft.server.api.chat_request import VERBOSITIES
 from weft.server.api.field_docs import Field
 from weft.server.api.file_search import FileSearch, is_file_search, planned_search, with_passages
 from weft.server.api.openai import parsed_request
@@ -66,6 +67,7 @@ from weft.text.conversation import EFFORTS, Conversation, Item, Message
 PATH = "/v1/responses"
 _LOGPROBS = "message.output_text.logprobs"
 _MAX_METADATA_LENGTH = 512
+_SUMMARIES = ("auto", "concise", "detailed")
 
 
 class TextOptions(msgspec.Struct, frozen=True):
@@ -181,10 +183,12 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
         "max_tool_calls": Field(
             "Accepted, without effect: the server searches files at most once for an answer."
         ),
-        "text": Field("`format`: text, json_schema or json_object. `verbosity`: accepted, without effect."),
+        "text": Field(
+            "`format`: text, json_schema or json_object. `verbosity`: low, medium or high, without effect."
+        ),
         "reasoning": Field(
             f"`effort`: {', '.join(EFFORTS)}; none and minimal turn thoughts off, if the chat template can. `summary`: "
-            "thoughts are returned as a summary, which is their whole text."
+            f"{', '.join(_SUMMARIES)}; thoughts are returned as a summary, which is their whole text."
         ),
         "include": Field(
             f"`{_LOGPROBS}`, `reasoning.encrypted_content` and `file_search_call.results`; others have no effect. At most {MAX_ENTRIES['include']}."
@@ -343,6 +347,13 @@ def _check(api_request: ResponsesRequest, *, stores_nothing: bool) -> None:
     effort = api_request.reasoning.effort
     if effort is not None and effort not in EFFORTS:
         raise refusal(f"reasoning.effort is {effort!r:.80}; allowed: {', '.join(EFFORTS)}", "reasoning")
+    for name, word, allowed in (
+        ("text.verbosity", api_request.text.verbosity, VERBOSITIES),
+        ("reasoning.summary", api_request.reasoning.summary, _SUMMARIES),
+    ):
+        if word is not None and word not in allowed:
+            message = f"{name} is {word!r:.80}; allowed: {', '.join(allowed)}"
+            raise refusal(message, name.partition(".")[0])
     if api_request.background:
         if api_request.stream:
             raise refusal(
@@ -367,12 +378,12 @@ def _grammar(api_request: ResponsesRequest) -> Grammar | None:
     kind = None if form is None else form.get("type")
     if form is None or kind == "text":
         return other
-    if kind == "json_object":
-        return structured.grammar_of_schema(structured.ANY_OBJECT, "text.format")
-    if kind != "json_schema":
+    if kind not in ("json_object", "json_schema"):
         raise refusal(f"text.format.type is {kind!r:.80}; allowed: text, json_schema, json_object", "text")
     if other is not None:
         raise refusal("text.format and another field both define the format of the answer; send one", "text")
+    if kind == "json_object":
+        return structured.grammar_of_schema(structured.ANY_OBJECT, "text.format")
     return structured.grammar_of_schema(form.get("schema"), "text.format.schema")
 
 
