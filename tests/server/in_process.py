@@ -52,9 +52,10 @@ class InProcess:
         more_headers: Mapping[bytes, bytes] = MappingProxyType({}),
         query: str = "",
         leaves_at: bytes | None = None,
+        reads_after: asyncio.Event | None = None,
     ) -> Reply:
         """Sends a request and returns the response. The client disconnects after `leaves_after` seconds, or when it has
-        received `leaves_at`. `path` may have a query."""
+        received `leaves_at`. `reads_after`: it does not read the body before this is set. `path` may have a query."""
         path, _, in_path = path.partition("?")
         query = in_path or query
         messages = [{"type": "http.request", "body": body, "more_body": False}]
@@ -71,6 +72,8 @@ class InProcess:
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
+            if reads_after is not None and message["type"] == "http.response.body":
+                await reads_after.wait()
             sent.append(message)
             if leaves_at is not None and leaves_at in message.get("body", b""):
                 left.set()
