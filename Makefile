@@ -90,8 +90,8 @@ test-machines: $(TESTABLE)
 
 # The same checks as in CI, but for minutes instead of seconds.
 test-schema: $(TESTABLE)
-	@cd tests/server && ../../$(BIN)/python schema_run.py --max-examples 1000
-	@cd tests/server && ../../$(BIN)/python fuzz_requests.py --count $(or $(COUNT),200000)
+	@cd tests/server && PYTHONPATH=.. ../../$(BIN)/python schema_run.py --max-examples 1000
+	@cd tests/server && PYTHONPATH=.. ../../$(BIN)/python fuzz_requests.py --count $(or $(COUNT),200000)
 
 # For a machine with a GPU, with its own torch: the interpreter named by PYTHON needs torch, Triton, transformers and
 # pytest. The kernel tests run on the GPU instead of in the Triton interpreter. They run one after the other.

@@ -10,7 +10,7 @@ from anthropic_types import EventStream
 from ollama_lines import validated
 from responses_checks import checked_events
 
-Family = Literal["openai", "anthropic", "ollama"]
+Family = Literal["openai", "anthropic", "ollama", "rerank"]
 _NO_PROBLEM = {"deadline_exceeded", "cannot_continue", "slow_reader"}
 """Codes of errors that a stream may end with because of its own request."""
 
@@ -21,6 +21,8 @@ def family(path: str, headers: Mapping[bytes, bytes] = {}) -> Family:
         return "anthropic"
     if path == "/api" or path.startswith("/api/"):
         return "ollama"
+    if path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        return "rerank"
     is_shared = not path.startswith(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
     return "anthropic" if is_shared and b"anthropic-version" in headers else "openai"
 
@@ -35,6 +37,9 @@ def message_of_error(family: Family, content: Any) -> str:
         assert set(content["error"]) == {"message", "type"} and content["request_id"], content
         message = content["error"]["message"]
     else:
+        if family == "rerank":
+            content = dict(content)
+            assert content.pop("message") == content["error"]["message"], content
         assert set(content) == {"error"}, content
         assert set(content["error"]) == {"message", "type", "param", "code"}, content
         message = content["error"]["message"]
@@ -77,6 +82,10 @@ def _error_of_stream(path: str, body: bytes) -> Any:
         for line in body.splitlines():
             validated(path, line)
         assert last.get("done") or last.get("status") == "success"
+        return None
+    if path == "/live":
+        for event in body.removesuffix(b"\n\n").split(b"\n\n"):
+            assert json.loads(event.removeprefix(b"data: "))["engine"] in ("ready", "silent"), event
         return None
     *events, last, end = body.split(b"\n\n")
     assert not end and all(event.startswith(b"data: {") for event in events)

@@ -369,3 +369,15 @@ class OllamaChat(Api):
 
 
 APIS: tuple[Api, ...] = (Chat(), Responses(), Messages(), OllamaChat())
+
+
+def formatted(path: str, schema: Any) -> dict[str, Any]:
+    """The fields that ask for an answer of this schema."""
+    if path == "/v1/chat/completions":
+        return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+    if path == "/v1/completions":
+        return {"guided_json": schema}
+    if path.startswith("/api/"):
+        return {"format": schema}
+    form = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
+    return {"text": form} if path == "/v1/responses" else {"output_config": form}

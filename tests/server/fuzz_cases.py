@@ -22,9 +22,10 @@ class Case:
     upload: dict[str, Any] | None = None
 
 
-IDS = ("RESPONSE", "BACKGROUND", "ITEM", "FILE", "BATCH")
-"""Stand for a stored response, a background response, an item of a response, a file and a batch. `OLD` in the path of a
-DELETE is a response or a file that an earlier request made."""
+IDS = ("RESPONSE", "BACKGROUND", "ITEM", "FILE", "BATCH", "STORE", "DOCUMENT", "GROUP")
+"""Stand for a stored response, a background response, an item of a response, a file, a batch, a vector store, a file that is
+attached to it, and a file batch of it. `OLD` in the path of a DELETE is a response, a file or a vector store that an
+earlier request made."""
 
 CHAT: dict[str, Any] = {"messages": HELLO, "max_tokens": 3}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}
@@ -140,6 +141,21 @@ _GENERATING: dict[str, tuple[dict[str, Any], ...]] = {
 }
 _BATCH = {"input_file_id": "FILE", "endpoint": "/v1/completions", "completion_window": "24h"}
 _UPLOAD = {"content": lines([line(0), line(1)]), "purpose": "batch"}
+_SEARCH: dict[str, Any] = {
+    **{"query": ["Hello", "a"], "max_num_results": 3, "rewrite_query": True},
+    "filters": {"type": "and", "filters": [{"type": "in", "key": "a", "value": ["b", 1]}]},
+    "ranking_options": {
+        **{"ranker": "none", "score_threshold": 0.1},
+        "hybrid_search": {"embedding_weight": 1, "text_weight": 2},
+    },
+}
+_FILE_SEARCH = {"type": "file_search", "vector_store_ids": ["STORE"], "max_num_results": 2}
+_CHUNKS = {
+    "type": "static",
+    "static": {"max_chunk_size_tokens": 200, "chunk_overlap_tokens": 50},
+}
+_DETAILS = {"attributes": {"a": "b", "c": 1, "d": True}, "chunking_strategy": _CHUNKS}
+_STORE = "/v1/vector_stores/STORE"
 _BROKEN_LINES = lines(
     [line(0), b"{", line(0), line(2, method="GET"), line(3, body={"prompt": 5}), b"\xff\x00"]
 )
@@ -183,6 +199,43 @@ CASES: tuple[Case, ...] = (
     *_gets("/v1/batches", "?limit=2", "?after=BATCH&limit=100", "?limit=x"),
     *_gets("/v1/batches/BATCH"),
     Case("/v1/batches/BATCH/cancel", {}),
+    Case("/v1/embeddings", {"input": "Hello", "dimensions": 4, "user": "u"}),
+    Case("/v1/embeddings", {"input": ["a", "b"], "encoding_format": "base64", "input_type": "query"}),
+    Case("/v1/embeddings", {"input": [[1, 2], [3]], "truncate": True, "deadline": 5}),
+    Case("/api/embeddings", {"model": "noop-embedder", "prompt": "x", "keep_alive": 0}),
+    Case("/api/embed", {"model": "noop-embedder", "input": ["x", "y"], "truncate": True, "dimensions": 3}),
+    *(
+        Case(path, {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "return_documents": True})
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    ),
+    Case("/score", {"text_1": "a", "text_2": ["b", "c"]}),
+    Case("/v1/score", {"text_1": ["a", "b"], "text_2": ["c", "d"], "user": "u"}),
+    Case("/v1/vector_stores", {"name": "n", "file_ids": ["FILE"], "description": "d", "chunking_strategy": _CHUNKS}),
+    Case("/v1/vector_stores", {"metadata": {"a": "b"}, "expires_after": {"anchor": "last_active_at", "days": 3}}),
+    *_gets("/v1/vector_stores", "?limit=2&order=asc", "?after=STORE", "?before=STORE", "?limit=-1"),
+    *_gets(_STORE),
+    Case(_STORE, {"name": "m", "metadata": {"a": "b"}, "expires_after": None}),
+    Case("/v1/vector_stores/OLD", method="DELETE"),
+    Case(f"{_STORE}/search", _SEARCH),
+    Case(f"{_STORE}/search", {"query": "Hello", "filters": {"type": "gt", "key": "c", "value": 0}}),
+    Case(f"{_STORE}/files", {"file_id": "FILE", **_DETAILS}),
+    *_gets(f"{_STORE}/files", "?filter=completed&limit=1", "?after=DOCUMENT", "?filter=x"),
+    *_gets(f"{_STORE}/files/DOCUMENT"),
+    Case(f"{_STORE}/files/DOCUMENT", {"attributes": _DETAILS["attributes"]}),
+    *_gets(f"{_STORE}/files/DOCUMENT/content", "?page=1"),
+    Case(f"{_STORE}/files/FILE", method="DELETE"),
+    Case(f"{_STORE}/file_batches", {"file_ids": ["FILE"], **_DETAILS}),
+    Case(f"{_STORE}/file_batches", {"files": [{"file_id": "FILE", **_DETAILS}]}),
+    *_gets(f"{_STORE}/file_batches/GROUP"),
+    *_gets(f"{_STORE}/file_batches/GROUP/files", "?filter=failed&order=asc"),
+    Case(f"{_STORE}/file_batches/GROUP/cancel", {}),
+    Case("/v1/responses", {**_RESPONSE, "tools": [_FILE_SEARCH], "include": ["file_search_call.results"]}),
+    Case("/v1/responses", {**_RESPONSE, "tools": [_FILE_SEARCH], "stream": True}),
+    Case("/v1/chat/completions", {**CHAT, "tools": [{"type": "file_search", "file_search": _FILE_SEARCH}]}),
+    # Without a number of frames, the stream would have no end.
+    *(Case(f"/live?frames={count}", method="GET") for count in (1, 2, 0)),
+    *_gets("/live/info"),
+    Case("/live/requests/none", method="GET"),
     *(Case(path, method="GET") for path in ("/", "/tokenizer_info", "/health", "/ready", "/metrics", "/version")),
     *(Case(path, method="GET") for path in ("/openapi.json", "/docs", "/admin/requests")),
     Case("/admin/requests/none", method="DELETE"),
@@ -200,7 +253,7 @@ FIELDS = tuple({name for one in CASES for name in one.body or ()} | {
 NASTY: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2, 0.5, 1e308, -0.0, 2**31, 2**63, -(2**63) - 1, 10**30, 1e-320),
     *("", "a", "0", "null", "\x00", "\u202e", "\ud7ff", "🧵" * 9, "<|im_end|>", "{{ 7 * 7 }}", "../../x"),
-    *("a" * 5000, "RESPONSE", "ITEM", "FILE", "BATCH", "BACKGROUND", "required", "24h", "/v1/responses"),
+    *("a" * 5000, "RESPONSE", "ITEM", "FILE", "BATCH", "BACKGROUND", "STORE", "DOCUMENT", "GROUP", "required", "24h", "/v1/responses"),
     *([], [[]], [None], [0] * 70, [{}], {}, {"a": {}}, {"type": "x"}, {"": ""}, {"type": ["text"]}, [["a"]], [1, "a"]),
     *({"role": "user"}, {"role": "user", "content": [{"type": "text", "text": "x"}]}, {"content": None}),
     *({"type": "item_reference", "id": "ITEM"}, [{"type": "item_reference", "id": "RESPONSE"}]),
@@ -250,6 +303,13 @@ LEGAL: dict[str, tuple[Any, ...]] = {
     "endpoint": ("/v1/completions", "/v1/responses", "/v1/messages", "/v1/batches"),
     "continue_final_message": (True,),
     "cache_salt": ("", "\ud7ff"),
+    "dimensions": (1, 8, None),
+    "documents": (["a"], ["a" * 3000, "b"], [{"text": ""}], ["c"] * 60),
+    "query": ("x", "word " * 800, ["a", "b"]),
+    "filters": ({"type": "eq", "key": "a", "value": "b"}, {"type": "or", "filters": []}),
+    "file_ids": ([], ["FILE"], ["DOCUMENT", "FILE"], ["file-none"]),
+    "top_n": (1, 10**9),
+    "truncate": (True, False),
 }
 """Unusual values that are mostly valid, so that the code after the checks is tested too."""
 

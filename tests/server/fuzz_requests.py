@@ -27,14 +27,23 @@ import api_shapes
 from batch_client import BOUNDARY, FORM_TYPE, form, line, lines
 from fuzz_cases import CASES, FIELDS, HELLO, IDS, LEGAL, NASTY, RAW, Case
 from in_process import InProcess, Reply, in_process
+from vector_models import embedder_path, noop_embedder, noop_reranker
 
+from reranker_files import write_reranker
 from weft.server.http.byte_budget import ByteBudget
 
 _FIELDS, _LEGAL = sorted(FIELDS), sorted(LEGAL)
 _METHODS = ("GET", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "POST", "X")
 _DOCUMENTED = {501: "/api/"}
 """Statuses from 500 on that are no problem, and the routes that may have them. 504 is the answer to a short deadline."""
-SETTINGS: dict[str, Any] = {"max_context": 256}
+_MADE = {"/v1/responses": "resp_", "/v1/files": "file-", "/v1/vector_stores": "vs_"}
+"""The routes that make objects, and the first letters of their ids."""
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """`folder` gets the files of a reranker."""
+    vector_models = [noop_embedder(embedder_path()), noop_reranker(write_reranker(folder))]
+    return {"max_context": 256, "show_prompts": True, "vector_models": vector_models}
 
 
 @dataclass
@@ -52,7 +61,7 @@ class Objects:
     """The objects of the store that requests may name."""
 
     ids: dict[str, str]
-    made: dict[str, list[str]] = field(default_factory=lambda: {"resp_": [], "file-": []})
+    made: dict[str, list[str]] = field(default_factory=lambda: {prefix: [] for prefix in _MADE.values()})
     """Ids of objects that earlier requests made and that may be deleted, newest last."""
     num_left: int = 0
     """Requests that may have made objects without a response."""
@@ -69,8 +78,8 @@ class Objects:
 def mutated(chance: random.Random, objects: Objects) -> Asked:
     case = chance.choice(CASES)
     path, method, headers = _path(chance, case, objects), case.method, {}
-    if chance.random() < 0.02:
-        method = chance.choice(_METHODS)
+    if chance.random() < 0.02 and not any(name in case.path for name in IDS):
+        method = chance.choice(_METHODS)  # a DELETE would remove an object that other requests name
     if path.startswith(("/v1/messages", "/v1/models")) and chance.random() < 0.7:
         headers[b"anthropic-version"] = b"2023-06-01"
     if case.upload is not None:
@@ -93,7 +102,7 @@ def mutated(chance: random.Random, objects: Objects) -> Asked:
 def _path(chance: random.Random, case: Case, objects: Objects) -> str:
     path = case.path
     if path.endswith("/OLD"):
-        made = objects.made["resp_" if "responses" in path else "file-"]
+        made = objects.made[_MADE[path.removesuffix("/OLD")]]
         old = made.pop(chance.randrange(len(made))) if made and chance.random() < 0.7 else "resp_none"
         path = path.removesuffix("OLD") + old
     path = objects.put_into(path)
@@ -102,7 +111,19 @@ def _path(chance: random.Random, case: Case, objects: Objects) -> str:
     path, _, query = path.partition("?")
     if chance.random() < 0.6:
         name = chance.choice(
-            ("limit", "order", "after", "purpose", "stream", "before_id", "after_id", "include", "")
+            (
+                "limit",
+                "order",
+                "after",
+                "purpose",
+                "stream",
+                "before_id",
+                "after_id",
+                "include",
+                "filter",
+                "page",
+                "",
+            )
         )
         value = chance.choice([str(one) for one in NASTY if isinstance(one, str | int | float)])
         query += f"&{name}={quote(value, errors='replace')}" + chance.choice(("", "&", f"&{name}=1", "=%ff"))
@@ -252,10 +273,20 @@ async def prepared(server: InProcess) -> Objects:
 
     response = await made("/v1/responses", input="Hello", max_output_tokens=4)
     background = await made("/v1/responses", input="Hello", max_output_tokens=4, background=True)
-    upload = await server.send("/v1/files", form(lines([line(0)]), purpose="batch"), more_headers=FORM_TYPE)
-    file_id = json.loads(upload.body)["id"]
+
+    async def uploaded(content: bytes, **parts: str) -> str:
+        reply = await server.send("/v1/files", form(content, **parts), more_headers=FORM_TYPE)
+        return str(json.loads(reply.body)["id"])
+
+    file_id = await uploaded(lines([line(0)]), purpose="batch")
+    document = await uploaded(b"Hello world. " * 50, purpose="assistants", name="a.txt")
     batch = await made("/v1/batches", input_file_id=file_id, endpoint="/v1/completions")
-    found = (response["id"], background["id"], response["output"][0]["id"], file_id, batch["id"])
+    store = await made("/v1/vector_stores", name="s")
+    group = await made(f"/v1/vector_stores/{store['id']}/file_batches", file_ids=[document])
+    found = (
+        *(response["id"], background["id"], response["output"][0]["id"], file_id, batch["id"]),
+        *(store["id"], document, group["id"]),
+    )
     return Objects(dict(zip(IDS, found, strict=True)))
 
 
@@ -294,9 +325,9 @@ async def fuzz(server: InProcess, seed: int, count: int, at_once: int = 16) -> t
 
 def _remember(asked: Asked, reply: Reply, objects: Objects, known: set[str]) -> None:
     path = asked.path.partition("?")[0]
-    if asked.method != "POST" or path not in ("/v1/responses", "/v1/files"):
+    if asked.method != "POST" or path not in _MADE:
         return
-    prefix = "resp_" if path == "/v1/responses" else "file-"
+    prefix = _MADE[path]
     found = reply.body.partition(f'"id":"{prefix}'.encode())[2].partition(b'"')[0].decode()
     if not found:
         objects.num_left += reply.status in (0, 499)  # its client left, perhaps while it was stored
@@ -313,17 +344,22 @@ async def _strangers(server: InProcess, known: set[str], num_left: int) -> list[
         rows = await server.server.store.run(
             lambda connection: {
                 table: dict(connection.execute(f"SELECT id, {column} FROM {table}").fetchall())
-                for table, column in (("responses", "status"), ("files", "purpose"), ("batches", "status"))
+                for table, column in (
+                    *(("responses", "status"), ("files", "purpose"), ("batches", "status")),
+                    *(("vector_stores", "is_deleted"), ("vector_store_files", "status")),
+                )
             }
         )
         unfinished = [id for id, status in rows["responses"].items() if status in ("queued", "in_progress")]
         unfinished += [id for id, status in rows["batches"].items() if status in ("validating", "in_progress", "finalizing", "cancelling")]  # fmt: skip
+        unfinished += [id for id, status in rows["vector_store_files"].items() if status == "in_progress"]
         if not unfinished:
             break
         await asyncio.sleep(0.05)
     problems = [f"{len(unfinished)} rows do not end: {unfinished[:5]}"] if unfinished else []
     strangers = rows["responses"].keys() - known
     strangers |= {id for id, purpose in rows["files"].items() if purpose != "batch_output"} - known
+    strangers |= {id for id, is_deleted in rows["vector_stores"].items() if not is_deleted} - known
     if len(strangers) > num_left:
         problems.append(f"{len(strangers)} rows of requests without a response: {sorted(strangers)[:5]}")
     on_disk = {path.name for path in (server.server.store.folder / "files").iterdir()}
@@ -369,7 +405,7 @@ async def _main(arguments: argparse.Namespace) -> int:
     model = Path(pull("default"))
     with tempfile.TemporaryDirectory() as home:
         os.environ["WEFT_HOME"] = home  # /api/delete and /api/pull work there
-        async with in_process(model, **SETTINGS) as server:
+        async with in_process(model, **settings(Path(home, "reranker"))) as server:
             began = time.monotonic()
             statuses, problems = await fuzz(server, arguments.seed, arguments.count)
             seconds = time.monotonic() - began

@@ -12,10 +12,10 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 from server_process import MODEL
 
 from weft.config import SchedulerConfig, ServingEngineConfig
-from weft.embedding import EmbeddingSpec
 from weft.engine.ipc.client import EngineClient
 from weft.loading.checkpoint import open_checkpoint
 from weft.server.api.formats import FORMATS, Formats
@@ -23,6 +23,7 @@ from weft.server.app import ServerApp
 from weft.server.logs import ServerLog
 from weft.server.models import ModelRegistry
 from weft.server.settings import ServerSettings
+from weft.server.vectors.files import VectorModelFiles
 from weft.server.vectors.model import VectorModel
 from weft.server.vectors.texts import VectorTexts
 from weft.text.embedding_text import EmbeddingText
@@ -51,9 +52,10 @@ class InProcess:
         more_headers: Mapping[bytes, bytes] = MappingProxyType({}),
         query: str = "",
         leaves_at: bytes | None = None,
+        reads_after: asyncio.Event | None = None,
     ) -> Reply:
         """Sends a request and returns the response. The client disconnects after `leaves_after` seconds, or when it has
-        received `leaves_at`. `path` may have a query."""
+        received `leaves_at`. `reads_after`: it does not read the body before this is set. `path` may have a query."""
         path, _, in_path = path.partition("?")
         query = in_path or query
         messages = [{"type": "http.request", "body": body, "more_body": False}]
@@ -70,6 +72,8 @@ class InProcess:
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
+            if reads_after is not None and message["type"] == "http.response.body":
+                await reads_after.wait()
             sent.append(message)
             if leaves_at is not None and leaves_at in message.get("body", b""):
                 left.set()
@@ -94,8 +98,8 @@ class InProcess:
 async def in_process(
     model_path: Path, *, max_context: int = 64, formats: Formats = FORMATS, **settings: Any
 ) -> AsyncIterator[InProcess]:
-    """`settings` may also have `seconds_per_step` of the backend, fields of the `scheduler`, and `backend_options`:
-    then the backend is not noop but that of `backend`. And `vector_models`, as in `vector_models.py`."""
+    """`settings` may also have `seconds_per_step` of the backend, fields of the `scheduler`, `vector_models`, and
+    `backend_options`: then the backend is not noop but that of `backend`."""
     with TemporaryDirectory() as folder:
         async with _in_process(
             model_path, max_context, formats, {"state_path": folder, **settings}
@@ -115,31 +119,30 @@ async def _in_process(
         options["seconds_per_step"] = settings.pop("seconds_per_step")
     if "scheduler" in settings:
         settings["engine"] = ServingEngineConfig(SchedulerConfig(**settings.pop("scheduler")))
-    given = settings.pop("vector_models", ())
+    vector_models = msgspec.convert(settings.pop("vector_models", ()), tuple[VectorModelFiles, ...])
     chosen = ServerSettings(str(model_path), (MODEL,), **settings)
     engine = EngineClient(settings.get("backend", "noop"), options, chosen.engine)
     await engine.start()
-    others = [await _vector_model(**one) for one in given]
-    models = ModelRegistry(chosen, engine, others)
+    opened = [await _opened(one) for one in vector_models]
+    models = ModelRegistry(chosen, engine, opened)
     server = ServerApp(chosen, text, checkpoint.generation, engine, ServerLog("off"), formats, models=models)
     application = InProcess(server)
-    batches = asyncio.create_task(server.run_batches())
+    tasks = [asyncio.create_task(server.run_batches()), asyncio.create_task(server.memory.run())]
     try:
         yield application
     finally:
-        batches.cancel()
-        await asyncio.wait([batches])
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
         await server.close()
-        await asyncio.gather(engine.stop(), *(one.engine.stop() for one in others))
+        for one in (engine, *(model.engine for model in opened)):
+            await one.stop()
         text.close()
         await asyncio.sleep(0.1)  # the event loop must see the end of the worker processes
 
 
-async def _vector_model(
-    spec: dict[str, Any], path: str, names: list[str], backend: str, backend_options: dict[str, Any]
-) -> VectorModel:
-    found = EmbeddingSpec(**spec)
-    engine = EngineClient(backend, backend_options, found.engine_config())
+async def _opened(files: VectorModelFiles) -> VectorModel:
+    engine = EngineClient(files.backend, files.backend_options, files.spec.engine_config())
     await engine.start()
-    texts = VectorTexts(EmbeddingText(open_checkpoint(path), found), path)
-    return VectorModel(names, path, found, engine, texts)
+    texts = VectorTexts(EmbeddingText(open_checkpoint(files.path), files.spec), files.path)
+    return VectorModel(files.names, files.path, files.spec, engine, texts)

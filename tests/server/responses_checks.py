@@ -14,6 +14,7 @@ from weft.server.api.responses_shapes import ResponseEvent, ResponseObject
 _EVENT: Any = pydantic.TypeAdapter(ResponseStreamEvent)
 _TEXT = ("response.content_part", "response.output_text", "part")
 _THOUGHT = ("response.content_part", "response.reasoning_text", "part")
+_ANNOTATION = "response.output_text.annotation.added"
 _SUMMARY = ("response.reasoning_summary_part", "response.reasoning_summary_text", "part")
 
 
@@ -72,6 +73,10 @@ def _check_item(events: list[dict[str, Any]], position: int, index: int) -> tupl
     assert (added["item"]["id"], added["item"]["type"]) == (item["id"], kind)
     assert all((event["item_id"], event["output_index"]) == (item["id"], index) for event in inner)
     types = [event["type"] for event in inner]
+    if kind == "file_search_call":
+        steps = ("in_progress", "searching", "completed")
+        assert types == [f"response.file_search_call.{step}" for step in steps]
+        return item, end + 1
     if kind in ("function_call", "custom_tool_call"):
         name, field = (
             ("response.function_call_arguments", "arguments")
@@ -87,6 +92,11 @@ def _check_item(events: list[dict[str, Any]], position: int, index: int) -> tupl
     else:
         part_name, text_name, field = _SUMMARY if item["summary"] else _THOUGHT
         part = (item["summary"] or item["content"])[0]
+    cited = [event["annotation"] for event in inner if event["type"] == _ANNOTATION]
+    assert cited == part.get("annotations", [])
+    assert types[1 : -2 - len(cited)].count(_ANNOTATION) == 0, "citations come after the text"
+    inner = [event for event in inner if event["type"] != _ANNOTATION]
+    types = [event["type"] for event in inner]
     deltas = types[1:-2]
     assert types == [
         f"{part_name}.added",

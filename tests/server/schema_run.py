@@ -6,16 +6,31 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from memory_client import MemoryClient
 from server_process import Server, running_server
+from vector_models import embedder_path, noop_embedder, noop_reranker
+
+from reranker_files import write_reranker
 
 CHECKS = (
     *("not_a_server_error", "status_code_conformance", "content_type_conformance"),
     *("response_schema_conformance", "response_headers_conformance"),
 )
 # A short context keeps answers short: the tests are about requests.
-OPTIONS = {"vocabulary_size": 49152, "max_context": 64}
+_OPTIONS = {"vocabulary_size": 49152, "max_context": 64}
+
+
+@contextmanager
+def schema_server(model_path: Path, folder: Path) -> Iterator[Server]:
+    """A server with all kinds of models, and a vector store. `folder` gets the files of a reranker."""
+    vector_models = [noop_embedder(embedder_path()), noop_reranker(write_reranker(folder))]
+    with running_server(model_path, backend_options=_OPTIONS, vector_models=vector_models) as server:
+        MemoryClient(server).create(name="s")
+        yield server
 
 
 def run_schemathesis(
@@ -30,7 +45,10 @@ def run_schemathesis(
 def main() -> int:
     from weft.loading.pull import pull
 
-    with running_server(Path(pull("default")), backend_options=OPTIONS) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        schema_server(Path(pull("default")), Path(folder)) as server,
+    ):
         done = run_schemathesis(server, *sys.argv[1:], capture=False)
         server.wait_until_free()
     return done.returncode

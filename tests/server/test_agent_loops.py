@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripted"))
 
-from scripted_server import ScriptedServer
+from scripted_server import ScriptedServer, wait_for
 
 ARGUMENTS = {"command": "cat hello.txt", "description": "Reads the file"}
 RESULT = "hello kumquat"
@@ -29,6 +30,8 @@ SCRIPT = {
         {"contains": ["Read hello.txt"], "text": "I will read it.\n", "calls": [["bash", ARGUMENTS]]},
         {"contains": ["Change the greeting"], "text": "hello.txt\n```\nhello weft\n```\n"},
         {"contains": ["Thank you"], "text": "You are welcome."},
+        {"contains": ["As JSON"], "calls": [["json", {"city": "Rome"}]]},
+        {"contains": ["Count"], "text": "one " * 400, "seconds_per_token": 0.05},
     ]
 }
 INSTRUCTIONS = " ".join(f"Rule {number}: read a file before you change it." for number in range(60))
@@ -282,6 +285,59 @@ class Codex:
         ]
 
 
+class OpenCodeMessages(ClaudeCode):
+    """Messages by the AI SDK: marks also on calls and their results."""
+
+    path = "/v1/messages"
+
+    def body(self) -> dict[str, Any]:
+        marked = {"cache_control": {"type": "ephemeral"}}
+        messages = [one for one in self.messages if one["role"] != "system"]
+        for message in messages[-2:]:
+            blocks = message["content"]
+            if isinstance(blocks, str):
+                blocks = [{"type": "text", "text": blocks}]
+            message["content"] = [*blocks[:-1], {**blocks[-1], **marked}]
+        return {
+            "model": "default",
+            "max_tokens": 32_000,
+            "stream": True,
+            "system": [{"type": "text", "text": INSTRUCTIONS, **marked}],
+            "messages": messages,
+            "tools": [{**TOOL, "input_schema": SCHEMA}],
+            "tool_choice": {"type": "auto"},
+        }
+
+
+class OpenCodeResponses(Codex):
+    """Responses by the AI SDK: the role system, items without type and ids."""
+
+    def message(self, role: str, kind: str, text: str) -> dict[str, Any]:
+        if role == "developer":
+            return {"role": "system", "content": text}
+        return {"role": role, "content": [{"type": kind, "text": text}]}
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "model": "default",
+            "input": self.input,
+            "tools": [{"type": "function", **TOOL, "parameters": SCHEMA}],
+            "tool_choice": "auto",
+            "max_output_tokens": 32_000,
+            "store": False,
+            "stream": True,
+            "prompt_cache_key": "ses_1",
+        }
+
+    def answer(self, turn: Turn, results: list[str]) -> None:
+        if turn.text:
+            self.input.append(self.message("assistant", "output_text", turn.text))
+        for call in turn.calls:
+            fields = {"call_id": call["id"], "name": call["name"], "arguments": json.dumps(call["arguments"])}
+            self.input.append({"type": "function_call", **fields})
+        super().answer(Turn(calls=turn.calls), results)
+
+
 class OllamaAgent:
     """Ollama's chat: lines of JSON, arguments as an object, a body without a Content-Type."""
 
@@ -317,7 +373,7 @@ class OllamaAgent:
         ]
 
 
-AGENTS = [OpenCode, QwenCode, ClaudeCode, Codex, OllamaAgent]
+AGENTS = [OpenCode, OpenCodeMessages, OpenCodeResponses, QwenCode, ClaudeCode, Codex, OllamaAgent]
 every_agent = pytest.mark.parametrize("kind", AGENTS, ids=lambda kind: kind.__name__)
 
 
@@ -382,6 +438,50 @@ def test_an_editor_without_tools_gets_a_whole_file(client: httpx.Client) -> None
     texts = [event["choices"][0]["delta"].get("content") or "" for event in events]
     assert "".join(texts) == "hello.txt\n```\nhello weft\n```\n"
     assert events[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_tool_that_must_be_called_gets_the_object(client: httpx.Client) -> None:
+    """As the AI SDK asks for an object through Messages."""
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    body = {
+        "model": "default",
+        "max_tokens": 4096,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "As JSON, please."}]}],
+        "tools": [{"name": "json", "description": "Respond with a JSON object.", "input_schema": schema}],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    }
+    (block,) = client.post("/v1/messages", json=body).json()["content"]
+    assert (block["type"], block["name"], block["input"]) == ("tool_use", "json", {"city": "Rome"})
+
+
+def test_a_loop_goes_on_after_a_429_and_an_abort(default_model_path: Path, tmp_path: Path) -> None:
+    """The server takes one request. An agent is refused while another one is answered, until that one is aborted."""
+    server = ScriptedServer(tmp_path, default_model_path, SCRIPT, ("--max-requests", "1"))
+    server.start()
+    try:
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            for kind in AGENTS:
+                other, agent = kind(), kind()
+                other.say("Count to four hundred")
+                agent.say("Read hello.txt, please.")
+                with client.stream("POST", other.path, content=json.dumps(other.body())) as response:
+                    assert response.status_code == 200
+                    next(response.iter_lines())
+                    refused = client.post(agent.path, content=json.dumps(agent.body()))
+                    assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+                answer = wait_for(partial(not_refused, client, agent))
+                assert [call["name"] for call in answer.calls] == ["bash"]
+                wait_for(lambda: client.get("/ready").status_code == 200)  # the end of its request
+    finally:
+        server.stop()
+
+
+def not_refused(client: httpx.Client, agent: Any) -> Turn | None:
+    with client.stream("POST", agent.path, content=json.dumps(agent.body())) as response:
+        if response.status_code == 429:
+            return None
+        turn: Turn = agent.read(response)
+    return turn
 
 
 @every_agent

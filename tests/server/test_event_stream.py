@@ -9,7 +9,9 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h11
@@ -119,10 +121,7 @@ class Streamed:
         """Delivers the remaining tokens and ends the answer."""
         await self.put(len(self.tokens))
         self.answer.put(wire.Output(0, None, finish_reason=FinishReason.LENGTH))
-        self.answer.result = GenerationResult(
-            RequestId("0"), (), "", RequestState.COMPLETED, FinishReason.LENGTH, None, 0, 0, 0, 0, 0,
-            prompt_token_count=1, cached_token_count=0, preemptions=0, num_tokens=self.answer.num_tokens,
-        )  # fmt: skip
+        self.answer.result = replace(RESULT, num_tokens=self.answer.num_tokens)
 
     @property
     def texts(self) -> list[str]:
@@ -130,6 +129,32 @@ class Streamed:
         lines = b"".join(self.writer.pieces).decode().split("\n\n")
         events = [json.loads(line[6:]) for line in lines if line and line != "data: [DONE]"]
         return [one["choices"][0]["text"] for one in events if "choices" in one]
+
+
+@pytest.mark.parametrize("kind", [ChatWriter, CompletionWriter])
+def test_a_keep_alive_is_an_event_of_an_answer_that_has_not_ended(
+    kind: type[ChatWriter | CompletionWriter], default_tokenizer: Tokenizer
+) -> None:
+    def indices(content: bytes) -> list[int]:
+        events = [json.loads(one[6:]) for one in content.decode().split("\n\n") if one]
+        return [choice["index"] for event in events for choice in event["choices"]]
+
+    writer = kind(AnswerContext("m", default_tokenizer, "id", num_choices_per_prompt=3))
+    begun = writer.begin()
+    assert indices(writer.keep_alive()) == [0]
+    for index in (0, 1):
+        ended: Any = SimpleNamespace(index=index, result=RESULT, has_calls=False)
+        writer.events([Piece(ended, "x", (1,), (), is_last=True)])
+    kept = writer.keep_alive()
+    # An answer that has no token yet begins as the first one did.
+    assert set(indices(kept)) == {2} and kept.count(b'"role"') == begun.count(b'"role"')
+    assert writer.keep_alive().count(b'"role"') == 0
+
+
+RESULT = GenerationResult(
+    RequestId("0"), (), "", RequestState.COMPLETED, FinishReason.LENGTH, None, 0, 0, 0, 0, 0,
+    prompt_token_count=1, cached_token_count=0, preemptions=0, num_tokens=1,
+)  # fmt: skip
 
 
 async def nothing_to_store(choices: Choices) -> None:

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from every_api import APIS, Answer, Api, Tool, Turn
+from api_shapes import problem_of_stream
+from every_api import APIS, Answer, Api, Tool, Turn, formatted
 from in_process import InProcess, Reply, in_process
 
+from weft.config import ServingEngineConfig
 from weft.server.admission.keys import plain_keys
 from weft.server.http.byte_budget import ByteBudget
 
@@ -44,6 +46,8 @@ RULES: dict[str, dict[str, Any]] = {
     "both": {"text": THOUGHT + "Reading.", "calls": [["read", {"path": "a"}]]},
     "cut": {"text": CUT},
     "broken": {"text": f"{BROKEN}\n</tool_call>"},
+    "fails": {"text": "Rome is a city. It has seven hills.", "fails_at": 5},
+    "letters": {"text": '"' + "river" * 20 + '"'},
     "amid": {"text": f"I will read.\n{BROKEN}\n</tool_call>\nI have read."},
 }
 TOOLS = (
@@ -397,11 +401,71 @@ def test_an_engine_that_dies_ends_every_stream_with_the_error_of_its_api(default
     run(default_model_path, work, seconds_per_step=0.005)
 
 
+def message_of_end(api: Api, reply: Reply, status: int) -> str:
+    """The error of a stream. If it fails in its first 0.25 s, it has a status in place of an event."""
+    assert reply.status in (200, status), reply
+    return api.failed(reply.body)[1] if reply.status == 200 else api.error(reply.body)
+
+
+@EVERY
+def test_40_logits_that_are_no_numbers_fail_that_request_alone(scripted: Running, api: Api) -> None:
+    def reply(word: str, stream: bool) -> Awaitable[Reply]:
+        body = json.dumps(api.body(asks(word), stream=stream)).encode()
+        return scripted.server.send(api.path, body)
+
+    async def ask() -> list[Reply]:
+        return await asyncio.gather(
+            *(reply(*one) for one in (("fails", True), ("fails", False), ("plain", False)))
+        )
+
+    streamed, whole, other = scripted.loop.run_until_complete(ask())
+    assert message_of_end(api, streamed, 500)
+    assert whole.status == 500 and api.error(whole.body)
+    assert api.whole(other.body).text == RULES["plain"]["text"]
+
+
+@EVERY
+def test_29_a_grammar_that_cannot_be_followed_any_further_fails_its_request(
+    scripted: Running, api: Api
+) -> None:
+    """It compiles, but after a few letters the state of the parser exceeds its limit."""
+    endless = formatted(api.path, {"type": "string", "pattern": "^(([a-z]{0,999}){0,999}){0,999}$"})
+    for stream in (False, True):
+        body = json.dumps(api.body(asks("letters"), stream=stream, **endless)).encode()
+        reply = scripted.loop.run_until_complete(scripted.server.send(api.path, body))
+        assert stream or reply.status == 400
+        assert "cannot be followed any further" in message_of_end(api, reply, 400)
+
+
+def test_39_a_reader_that_is_too_slow_gets_the_error_of_its_api_in_the_end(default_model_path: Path) -> None:
+    async def ask(server: InProcess, api: Api) -> None:
+        body = {**api.body(asks("plain"), stream=True, **LONG), "ignore_eos": True}
+        reads = asyncio.Event()
+        asking = asyncio.create_task(server.send(api.path, json.dumps(body).encode(), reads_after=reads))
+        engine = server.server.engine
+        while not engine.num_unfinished:
+            await asyncio.sleep(0.001)
+        while engine.num_unfinished:  # its answer is cancelled, though it has read nothing
+            await asyncio.sleep(0.001)
+        assert not asking.done()
+        reads.set()
+        reply = await asking
+        assert "too slow" in message_of_end(api, reply, 408)
+
+    async def work(server: InProcess) -> None:
+        for api in APIS:
+            await asyncio.wait_for(ask(server, api), 60)
+
+    run(default_model_path, work, engine=ServingEngineConfig(stream_buffer=16), seconds_per_step=0.005)
+
+
 SIGNS_OF_LIFE = {
     "/v1/chat/completions": (b'"role":"assistant"', b'"delta":{"content":""}', 0),
     "/v1/responses": (b"event: response.created", b"event: response.in_progress", 1),
     "/v1/messages": (b"event: message_start", b"event: ping", 1),
     "/api/chat": (b'"role":"assistant"', b'"done":false', 1),
+    "/v1/completions": (b'"text":""', b'"text":""', 1),
+    "/api/generate": (b'"response":""', b'"done":false', 1),
 }
 """What a stream begins with, the event that clients count as a sign of life (some do not count comments), and how many
 of these every stream has."""
@@ -410,16 +474,19 @@ of these every stream has."""
 def test_while_a_prompt_is_computed_every_stream_begins_and_repeats_an_event_that_clients_count(
     default_model_path: Path,
 ) -> None:
-    async def ask(server: InProcess, api: Api) -> None:
-        first, sign, usual = SIGNS_OF_LIFE[api.path]
-        body = json.dumps(api.body(asks("plain"), max_tokens=1, stream=True)).encode()
-        sent = (await server.send(api.path, body)).body
-        assert api.streamed(sent).completion_tokens == 1
+    bodies = {api.path: api.body(asks("plain"), max_tokens=1, stream=True) for api in APIS}
+    bodies["/v1/completions"] = {"prompt": "x", "max_tokens": 1, "stream": True}
+    bodies["/api/generate"] = {"prompt": "x", "options": {"num_predict": 1}}
+
+    async def ask(server: InProcess, path: str) -> None:
+        first, sign, usual = SIGNS_OF_LIFE[path]
+        sent = (await server.send(path, json.dumps(bodies[path]).encode())).body
+        assert problem_of_stream(path, sent) is None
         # One may be that of the token.
         assert first in sent[:500] and sent.count(sign) >= usual + 2, sent
 
     async def work(server: InProcess) -> None:
-        await asyncio.gather(*(ask(server, api) for api in APIS))
+        await asyncio.gather(*(ask(server, path) for path in SIGNS_OF_LIFE))
 
     # The first step takes several times the longest silence.
     run(default_model_path, work, seconds_per_step=3.5, silence_seconds=1.0)

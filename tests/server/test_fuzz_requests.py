@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 from fuzz_cases import CASES
-from fuzz_requests import SETTINGS, fuzz, leftovers
+from fuzz_requests import fuzz, leftovers, settings
 from in_process import in_process
 from server_process import MESSAGES, Server
 
 
-def test_no_mutated_request_breaks_the_server_or_leaves_anything_behind(default_model_path: Path) -> None:
+def test_no_mutated_request_breaks_the_server_or_leaves_anything_behind(
+    default_model_path: Path, tmp_path: Path
+) -> None:
     async def run() -> tuple[Counter[int], list[str], dict[str, float]]:
-        async with in_process(default_model_path, **SETTINGS) as server:
+        async with in_process(default_model_path, **settings(tmp_path)) as server:
             statuses, problems = await fuzz(server, seed=1, count=4000)
             return statuses, problems, await leftovers(server)
 

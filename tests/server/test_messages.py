@@ -380,7 +380,7 @@ def test_a_thread_is_refused_in_the_words_at_which_the_package_sends_all_message
 def test_max_tokens_beyond_the_context_is_lowered(default_model_path: Path) -> None:
     [reply] = served(default_model_path, {"max_tokens": 32_000, "seed": 1}, max_context=64)
     message = message_of(reply.body)
-    assert message.stop_reason in ("max_tokens", "end_turn")
+    assert message.stop_reason in ("model_context_window_exceeded", "end_turn")
     assert message.usage.input_tokens + message.usage.output_tokens <= 64
 
 
@@ -673,7 +673,11 @@ def test_models_have_the_form_of_the_api_that_asks(default_model_path: Path) -> 
     assert other_alias == (200, model)
     page = anthropic[1]
     assert (page["has_more"], page["first_id"], page["last_id"]) == (False, model["id"], model["id"])
-    assert model_of(page["data"][0]).id == model["id"] and alias == (200, page["data"][0])
+    described = model_of(page["data"][0])
+    assert described.capabilities is not None and described.capabilities.structured_outputs.supported
+    assert not described.capabilities.image_input.supported
+    assert {"reasoning_effort", "max_completion_tokens"} < set(model["supported_parameters"])
+    assert described.id == model["id"] and alias == (200, page["data"][0])
     assert page["data"][0]["max_input_tokens"] == 4095
     assert unknown[0] == 404 == other_unknown[0]
     error_of(json.dumps(unknown[1]), "not_found_error")

@@ -34,8 +34,9 @@ def read(
     step: int = 1,
     reason: FinishReason = FinishReason.END_OF_SEQUENCE,
     stop: tuple[str, ...] = (),
+    max_tokens: int | None = None,
 ) -> tuple[EventStream, Any]:
-    """The stream and the whole answer of a text, `step` tokens at a time."""
+    """The stream and the whole answer of a text, `step` tokens at a time. Default for `max_tokens`: its length."""
     answer, outputs = answered(text, tokenizer, reason)
     shown = frozenset() if form is None else form.visible_control_ids(tokenizer)
     answer_text = AnswerText(
@@ -43,7 +44,9 @@ def read(
     )
     choice = Choice(0, answer, answer_text, None if form is None else AnswerReader(form))
     context = AnswerContext("m", tokenizer, "id", prompt_tokens=7, has_parts=form is not None)
-    writer = MessagesWriter(context)
+    assert answer.result is not None
+    limit = answer.result.completion_token_count if max_tokens is None else max_tokens
+    writer = MessagesWriter(context, limit)
     choices = Choices(answer._client, tokenizer)
     choices._choices = [choice]
     whole = WholeAnswer(writer, RequestBytes(ByteBudget(1 << 20, 1 << 20, answer_budget_error)))
@@ -133,6 +136,12 @@ def test_30_a_cut_call_has_the_stop_reason_max_tokens_and_keeps_its_text(
         assert CALL[:end].endswith(stream.texts[0]) and text.text.endswith(stream.texts[0])
     else:
         assert stream.texts == [CALL[:end]] == [text.text]
+
+
+def test_an_answer_that_the_context_ends_says_so(default_tokenizer: Tokenizer) -> None:
+    for max_tokens, expected in ((3, "max_tokens"), (4, "model_context_window_exceeded")):
+        _, message = read("a b c", default_tokenizer, None, reason=LENGTH, max_tokens=max_tokens)
+        assert (message.usage.output_tokens, message.stop_reason) == (3, expected)
 
 
 def test_a_complete_call_before_a_cut_one_is_kept(default_tokenizer: Tokenizer) -> None:

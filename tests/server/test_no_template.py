@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from every_api import APIS, Turn
 from server_process import MESSAGES, Server, running_server
 
 from weft.errors import ModelFileError
@@ -34,6 +35,11 @@ def test_25_a_chat_is_refused_and_the_error_names_the_flag(plain_model: Path) ->
         error = refused.json()["error"]
         assert refused.status_code == 400 and error["param"] == "messages"
         assert "--chat-template" in error["message"]
+        for api in APIS:
+            for stream in (False, True):
+                body = api.body([Turn("user", "x")], stream=stream)
+                answer = server.client.post(api.path, json=body)
+                assert answer.status_code == 400 and "--chat-template" in api.error(answer.content)
         assert server.complete().status_code == 200
 
 

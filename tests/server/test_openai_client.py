@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -264,7 +265,15 @@ def test_the_second_message_of_a_conversation_is_a_prefix_hit(client: openai.Ope
 
 def test_every_answer_has_timings(server: Server) -> None:
     [choice] = server.chat().json()["choices"]
-    assert set(choice["timings"]) == {"queue", "prefill", "decode", "preemptions"}
+    assert set(choice["timings"]) == {"queue", "prefill", "decode", "preemptions", "completion_tokens"}
+
+
+def test_timings_have_the_tokens_of_their_own_answer(server: Server) -> None:
+    for fields in ({"n": 3}, {"n": 3, "stream": True}):
+        reply = server.complete(["a", "b"], max_tokens=5, ignore_eos=True, **fields)
+        lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.endswith("}")]
+        choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+        assert [one["timings"]["completion_tokens"] for one in choices if "timings" in one] == [5] * 6
 
 
 def test_tokenising_and_detokenising_gives_the_same_text(server: Server) -> None:

@@ -78,6 +78,20 @@ def run(model_path: Path, folder: Path, work: Callable[[Api], Awaitable[None]], 
     asyncio.run(main())
 
 
+def test_the_effort_reaches_the_chat_template(default_model_path: Path, tmp_path: Path) -> None:
+    """The template writes 50 words at a high effort."""
+    words = "{{ 'word ' * 50 if reasoning_effort == 'high' }}"
+    (tmp_path / "template.jinja").write_text(
+        f"{words}{{% for one in messages %}}{{{{ one.content }}}}{{% endfor %}}"
+    )
+
+    async def work(api: Api) -> None:
+        low, high = [await api.count(input="x", reasoning={"effort": one}) for one in ("low", "high")]
+        assert high >= low + 50
+
+    run(default_model_path, tmp_path, work, chat_template=str(tmp_path / "template.jinja"))
+
+
 # ---------------------------------------------------------------------- the response object and the stream
 
 
@@ -273,6 +287,14 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
     ({"reasoning": {"effort": "huge"}}, "reasoning"),
+    ({"reasoning": {"summary": "long"}}, "reasoning"),
+    ({"text": {"verbosity": "loud"}}, "text"),
+    ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "text"),
+    ({"text": {"format": {"type": "json_schema", "schema": {}}}, "guided_regex": "a"}, "text"),
+    (
+        {"text": {"format": {"type": "json_schema", "schema": {"$ref": "http://127.0.0.1:1/x.json"}}}},
+        "text",
+    ),
     ({"truncation": "middle"}, "truncation"),
     ({"background": True, "stream": True}, "stream"),
     ({"background": True, "store": False}, "background"),

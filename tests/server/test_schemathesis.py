@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from schema_run import OPTIONS, run_schemathesis
-from server_process import Server, running_server
+from schema_run import run_schemathesis, schema_server
+from server_process import Server
 
 pytest.importorskip("schemathesis", reason="pip install -c constraints.txt -e '.[dev]' brings it")
 
 
 @pytest.fixture
-def small_server(default_model_path: Path) -> Iterator[Server]:
-    with running_server(default_model_path, backend_options=OPTIONS) as server:
+def small_server(default_model_path: Path, tmp_path: Path) -> Iterator[Server]:
+    with schema_server(default_model_path, tmp_path) as server:
         yield server
 
 

@@ -154,6 +154,21 @@ def test_json_object_gives_a_json_object(real_server: Server, fields: dict[str, 
     assert "\n\n" not in choice["message"]["content"], "whitespace is limited"
 
 
+def test_json_object_gives_a_json_object_in_responses(real_server: Server) -> None:
+    body = {
+        "input": 'Answer with {"ok": true} and nothing else.',
+        "text": {"format": {"type": "json_object"}},
+        **{"temperature": 0, "max_output_tokens": 40, "store": False},
+    }
+    plain = real_server.client.post("/v1/responses", json={**body, "text": {}}).json()
+    answer = real_server.client.post("/v1/responses", json=body).json()
+    [before], [after] = ([item["content"][0]["text"] for item in one["output"]] for one in (plain, answer))
+    assert not before.lstrip().startswith("{"), "else the test proves nothing"
+    assert after.lstrip().startswith("{")
+    if answer["status"] == "completed":
+        assert isinstance(json.loads(after), dict)
+
+
 def test_an_object_has_only_the_properties_that_the_schema_names(real_server: Server) -> None:
     """A schema as instructor and llm send it. With open objects the model added properties without end."""
     schema = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from weft.loading.cache import home_directory
 from weft.server.admission.active_requests import ActiveRequest, ActiveRequests, Outcome
 from weft.server.admission.keys import ApiKey
 from weft.server.api import docs_page
-from weft.server.api.answer_format import AnswerFormat, B
+from weft.server.api.answer_format import AnswerFormat, AnswerWriter, B, ParsedRequest
 from weft.server.api.formats import FORMATS, OTHER_ROUTES, Formats
 from weft.server.api.preparing import Prepared, Preparer
 from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
@@ -279,7 +279,8 @@ class ServerApp:
                 record.is_streamed = prepared.is_streamed
                 # Frees the body: only its tokens, and what the writer keeps, are needed from here on.
                 del body, api_request
-                request.scope[BODY].keep(prepared.writer.kept_bytes)
+                if active.requests:  # else a search needs the body
+                    request.scope[BODY].keep(prepared.writer.kept_bytes)
                 if prepared.is_streamed:
                     stream = EventStream(
                         choices,
@@ -324,20 +325,24 @@ class ServerApp:
         caller: Caller,
         client_id: str,
     ) -> tuple[Prepared, bytes | None]:
-        """Prepares the request and submits it. If `FairGate` holds it back, it is submitted later. Raises if the engine
-        refuses it. Also returns the whole answer, if there is nothing to generate."""
+        """Prepares the request and submits it. If `FairGate` holds it back, or it searches files and is streamed, it is
+        submitted later. Raises if the engine refuses it. Also returns the whole answer, if there is nothing to generate."""
         self.check_model(api_request.model)
         async with active.until_deadline():
             api_request = await answer_format.load(api_request, caller)
-            prepared = await self._preparer.prepare(
-                answer_format,
-                api_request,
-                size,
-                active.id,
-                active.key,
-                client_id,
-                is_idle_work=active.is_idle_work,
+            parsed = await self._preparer.parse(answer_format, api_request, size, client_id)
+            prepare = partial(
+                self._prepare, answer_format, api_request, parsed, size, active, caller, client_id
             )
+            if parsed.is_search_pending and parsed.is_streamed:
+                prepared = self._preparer.before_search(
+                    answer_format, api_request, parsed, active.id, active.key
+                )
+                await prepared.writer.start(caller)
+                names = answer_format.field_names(api_request)
+                active.choices.submit_later(partial(self._search, prepare, prepared, active, caller, names))
+                return prepared, None
+            prepared = await prepare()
             if not prepared.is_streamed:
                 length = self.engine.max_sequence_length
                 answer_bytes.check(min_response_bytes(prepared.requests, prepared.writer, length))
@@ -354,6 +359,49 @@ class ServerApp:
                 pass
             active.choices.check()
         return prepared, None
+
+    async def _prepare(
+        self,
+        answer_format: AnswerFormat[B],
+        api_request: B,
+        parsed: ParsedRequest,
+        size: int,
+        active: ActiveRequest,
+        caller: Caller,
+        client_id: str,
+        writer: AnswerWriter | None = None,
+    ) -> Prepared:
+        if parsed.is_search_pending:
+            api_request = await answer_format.search(api_request, caller)
+            parsed = await self._preparer.parse(answer_format, api_request, size, client_id)
+        return await self._preparer.prepare(
+            answer_format,
+            api_request,
+            parsed,
+            size,
+            active.id,
+            active.key,
+            client_id,
+            is_idle_work=active.is_idle_work,
+            writer=writer,
+        )
+
+    async def _search(
+        self,
+        prepare: Callable[..., Awaitable[Prepared]],
+        begun: Prepared,
+        active: ActiveRequest,
+        caller: Caller,
+        names: Mapping[str, str],
+    ) -> None:
+        """Prepares and submits a request whose stream has begun."""
+        with renamed_fields(names):
+            async with active.until_deadline():
+                prepared = await prepare(writer=begun.writer)
+                caller.body.keep(prepared.writer.kept_bytes)
+                await self.active_requests.submit(
+                    active, prepared.requests, prepared.answer_form, is_streamed=True
+                )
 
     def _end(self, outcome: Outcome, prepared: Prepared, active: ActiveRequest) -> None:
         """Ends an active request. Records its outcome in the metrics and in its log record."""
@@ -428,9 +476,11 @@ class ServerApp:
             with renamed_fields(answer_format.field_names(fields)):
                 caller = Caller(self, active.key, active.id, plain.body_bytes)
                 fields = await answer_format.load(fields, caller)
-                active.text_tokens = await self._preparer.count(
-                    answer_format, fields, plain.size, plain.client_id
-                )
+                parsed = await self._preparer.parse(answer_format, fields, plain.size, plain.client_id)
+                if parsed.is_search_pending:
+                    fields = await answer_format.search(fields, caller)
+                    parsed = await self._preparer.parse(answer_format, fields, plain.size, plain.client_id)
+                active.text_tokens = await self._preparer.count(parsed, plain.size, plain.client_id)
             return counting.answer(active.text_tokens)
 
         return await self.plain_requests.handle(request, counting.request_type, work)

@@ -67,6 +67,8 @@ class ParsedRequest:
     """The size of the part of the prompt that was not in the body."""
     drops_oldest: bool = False
     """A conversation that is longer than the context loses its oldest items."""
+    is_search_pending: bool = False
+    """`AnswerFormat.search` must run before the prompt is complete."""
     prediction: str = ""
     """The text that the answers probably have. It becomes draft tokens."""
 
@@ -117,6 +119,10 @@ class AnswerWriter(ABC):
     def kept_bytes(self) -> int:
         """Bytes of the request that the writer keeps until the end. They count against the budget for bodies."""
         return 0
+
+    def prompt_is_ready(self, api_request: Any, context: AnswerContext) -> None:
+        """Completes a writer that was made before a search, with the request and the context after it."""
+        self.context = context
 
     async def start(self, caller: Caller) -> bytes | None:
         """Work before the request is submitted. If it returns bytes, they are the whole answer, and nothing is generated."""
@@ -268,6 +274,11 @@ class AnswerFormat(ABC, Generic[B]):
     async def load(self, api_request: B, caller: Caller) -> B:
         """Adds what a body refers to, such as stored items. Runs before `parse`."""
         return api_request
+
+    async def search(self, api_request: B, caller: Caller) -> B:
+        """Adds passages of files. Runs after `parse` if `is_search_pending`; then `parse` runs again. This may take as
+        long as an answer, so a stream begins before it."""
+        raise NotImplementedError
 
     def ignored(self, api_request: B) -> Sequence[str]:
         """The parts of a body that have no effect, for the `Warning` header. Unknown fields are added by the caller."""

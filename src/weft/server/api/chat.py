@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import replace
 
 from weft.request import GenerationResult, TokenLogprobs
 from weft.server.api import structured
@@ -27,7 +28,7 @@ from weft.server.api.chat_request import (
     sampling_of,
 )
 from weft.server.api.chat_tools import chat_tools, custom_names, is_named
-from weft.server.api.file_search import FoundPassages, is_file_search, search_files, with_passages
+from weft.server.api.file_search import FileSearch, is_file_search, planned_search, with_passages
 from weft.server.api.logprob_entries import TokenLogprob, logprob_entry
 from weft.server.api.openai import EVENT_NOTE, OpenAIFormat, OpenAIWriter, includes_usage, parsed_request
 from weft.server.api.requests import sampling_params
@@ -179,19 +180,25 @@ class ChatFormat(OpenAIFormat[ChatRequest]):
         tools = api_request.tools or ()
         if not any(map(is_file_search, tools)):
             return api_request
-        found = await search_files(tools, api_request.tool_choice, items_of(api_request.messages), caller)
-        if found is None:
+        items = items_of(api_request.messages)
+        search = await planned_search(tools, api_request.tool_choice, items, caller)
+        if search is None:
             return api_request
         values = {name: getattr(api_request, name) for name in api_request.__struct_fields__}
-        return LoadedChat(**values, found=found)
+        return LoadedChat(**values, search=search)
+
+    async def search(self, api_request: ChatRequest, caller: Caller) -> ChatRequest:
+        assert isinstance(api_request, LoadedChat)
+        return replace(api_request, search=await api_request.search.with_sources(caller))
 
     def parse(self, api_request: ChatRequest, model: ServedModel) -> ParsedRequest:
         params = sampling_params(api_request, model.generation_defaults, **sampling_of(api_request))
         grammar = structured.requested_grammar(api_request)
         check_words(api_request)
         tools = chat_tools(api_request.tools or [], api_request.tool_choice, api_request.parallel_tool_calls)
+        search = _search_of(api_request)
         conversation = Conversation(
-            with_passages(items_of(api_request.messages), getattr(api_request, "found", None)),
+            with_passages(items_of(api_request.messages), search),
             api_request.documents,
             api_request.chat_template_kwargs,
             continues_last=api_request.continue_final_message,
@@ -199,7 +206,15 @@ class ChatFormat(OpenAIFormat[ChatRequest]):
             reasoning_effort=api_request.reasoning_effort,
         )
         prediction = predicted_text(api_request.prediction)
-        return parsed_request(api_request, conversation, params, grammar, tools=tools, prediction=prediction)
+        return parsed_request(
+            api_request,
+            conversation,
+            params,
+            grammar,
+            tools=tools,
+            prediction=prediction,
+            is_search_pending=search is not None and search.is_pending,
+        )
 
     def writer(self, api_request: ChatRequest, context: AnswerContext) -> AnswerWriter:
         return ChatWriter(
@@ -208,7 +223,7 @@ class ChatFormat(OpenAIFormat[ChatRequest]):
             is_named_call=is_named(api_request.tool_choice),
             custom_tools=custom_names(api_request.tools or ()),
             has_prediction=api_request.prediction is not None,
-            found=getattr(api_request, "found", None),
+            search=_search_of(api_request),
         )
 
     def field_names(self, api_request: ChatRequest) -> Mapping[str, str]:
@@ -218,6 +233,10 @@ class ChatFormat(OpenAIFormat[ChatRequest]):
         if api_request.top_logprobs is not None:
             names["logprobs"] = "top_logprobs"
         return names
+
+
+def _search_of(api_request: ChatRequest) -> FileSearch | None:
+    return api_request.search if isinstance(api_request, LoadedChat) else None
 
 
 class ChatWriter(OpenAIWriter):
@@ -234,7 +253,7 @@ class ChatWriter(OpenAIWriter):
         is_named_call: bool = False,
         has_prediction: bool = False,
         custom_tools: frozenset[str] = frozenset(),
-        found: FoundPassages | None = None,
+        search: FileSearch | None = None,
     ) -> None:
         """`is_named_call`: tool_choice names a tool. The finish reason is then "stop", as in the OpenAI API."""
         super().__init__(context, include_usage=include_usage)
@@ -242,11 +261,15 @@ class ChatWriter(OpenAIWriter):
         self._is_named_call = is_named_call
         self._token_bytes = context.tokenizer.token_bytes
         self._custom_tools = custom_tools
-        self._found = found
+        self._search = search
         self._texts: dict[int, list[str]] = {}
         """By answer: the content so far, if citations will be looked for in it."""
         self._custom_calls: dict[int, tuple[int, list[str]]] = {}
         """By answer: the index of its open call of a custom tool, and the arguments so far."""
+
+    def prompt_is_ready(self, api_request: ChatRequest, context: AnswerContext) -> None:
+        super().prompt_is_ready(api_request, context)
+        self._search = _search_of(api_request)
 
     def opening(self, index: int) -> bytes:
         # Clients concatenate the contents of all events, so the first is "". None: there may be only tool calls.
@@ -257,7 +280,7 @@ class ChatWriter(OpenAIWriter):
         return _choice(index, {"content": text}, logprobs)
 
     def events(self, pieces: Sequence[Piece]) -> bytes:
-        if self._found is not None:
+        if self._search is not None:
             for piece in pieces:
                 contents = (one.text for one in piece.deltas or () if isinstance(one, Content))
                 text = piece.text if piece.deltas is None else "".join(contents)
@@ -277,14 +300,14 @@ class ChatWriter(OpenAIWriter):
 
     def closing(self, choice: Choice, result: GenerationResult) -> dict[str, Any]:
         delta = {}
-        if self._found is not None:
-            delta["annotations"] = self._found.annotations("".join(self._texts.get(choice.index, ())))
+        if self._search is not None:
+            delta["annotations"] = self._search.annotations("".join(self._texts.get(choice.index, ())))
         return {**super().closing(choice, result), "delta": delta}
 
     def content(self, index: int, answer: str | AnswerParts) -> dict[str, Any]:
         message = self._message(answer)
-        if self._found is not None:
-            message["annotations"] = self._found.annotations(message["content"] or "")
+        if self._search is not None:
+            message["annotations"] = self._search.annotations(message["content"] or "")
         return {"message": message}
 
     def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:

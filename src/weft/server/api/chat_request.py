@@ -9,10 +9,12 @@ import msgspec
 
 from weft.request import MAX_LOGPROBS, MAX_TOKENS
 from weft.server.api.field_docs import Field
-from weft.server.api.file_search import FoundPassages
+from weft.server.api.file_search import FileSearch
 from weft.server.api.schema import MAX_ENTRIES, GenerationRequest, check_entries
 from weft.server.errors import refusal
 from weft.text.conversation import EFFORTS
+
+VERBOSITIES = ("low", "medium", "high")
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -34,9 +36,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
 
 class LoadedChat(ChatRequest, frozen=True, kw_only=True):
-    """A request together with what was searched for it. `load` makes it; a body is never decoded into this type."""
+    """A request that searches files. `load` makes it; a body is never decoded into this type."""
 
-    found: FoundPassages
+    search: FileSearch
 
 
 CHAT_FIELDS: Mapping[str, Field] = {
@@ -87,7 +89,7 @@ def check_words(api_request: ChatRequest) -> None:
     """Raises ApiError if a field that accepts only certain words has another value."""
     for name, given, allowed in (
         ("reasoning_effort", api_request.reasoning_effort, EFFORTS),
-        ("verbosity", api_request.verbosity, ("low", "medium", "high")),
+        ("verbosity", api_request.verbosity, VERBOSITIES),
         *(("modalities", one, ("text",)) for one in api_request.modalities or ()),
     ):
         if given is not None and given not in allowed:

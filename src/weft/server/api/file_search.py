@@ -1,16 +1,16 @@
 """The tool `file_search`: searches vector stores before an answer is generated.
 
-    tools, last text of the user -> search_files -> FoundPassages -> with_passages: into the prompt
-                                                          `-> the call, its results and the citations of the answer
+    tools, last text of the user -> planned_search -> FileSearch -> with_sources -> with_passages: into the prompt
+                                                                         `-> the call, its results, and the citations
 
 The model is not asked whether to search: small models rarely make a good call, and a second pass over the prompt would
-double the wait.
+double the wait. A stream begins before the search, since the embedding model may have much to do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -43,9 +43,21 @@ class FileSearchTool(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class FoundPassages:
-    query: str
-    sources: Sequence[Source]
+class FileSearch:
+    """A search for one answer."""
+
+    asked: SearchRequest
+    sources: Sequence[Source] | None = None
+    """What was found. None: the search has not run."""
+
+    @property
+    def is_pending(self) -> bool:
+        return self.sources is None
+
+    async def with_sources(self, caller: Caller) -> FileSearch:
+        """Runs the search."""
+        found = await caller.services.memory.search(self.asked)
+        return replace(self, sources=_within_context(found, caller.services.engine.max_sequence_length))
 
     def call(self, call_id: str, status: str, *, with_results: bool) -> dict[str, Any]:
         """The item `file_search_call`."""
@@ -58,13 +70,13 @@ class FoundPassages:
                 "text": one.text,
                 **one.span,
             }
-            for one in self.sources
+            for one in self.sources or ()
         ]
         return {
             "id": call_id,
             "type": "file_search_call",
             "status": status,
-            "queries": [self.query],
+            "queries": list(self.asked.queries),
             "results": results if with_results else None,
         }
 
@@ -76,7 +88,7 @@ class FoundPassages:
                 "file_id": one.source.file_id,
                 "filename": one.source.name,
             }
-            for one in citations(answer, self.sources)
+            for one in citations(answer, self.sources or ())
         ]
 
 
@@ -84,11 +96,11 @@ def is_file_search(tool: Any) -> bool:
     return isinstance(tool, Mapping) and tool.get("type") == KIND
 
 
-async def search_files(
+async def planned_search(
     tools: Sequence[Any], tool_choice: Any, items: Sequence[Item], caller: Caller
-) -> FoundPassages | None:
-    """What the tool `file_search` finds for the last text of the user. None: there is no such tool, or no question, or
-    tool_choice forbids tools. Raises ApiError if the tool is invalid."""
+) -> FileSearch | None:
+    """The search of the tool `file_search` for the last text of the user. None: there is no such tool, or no question,
+    or tool_choice forbids tools. Raises ApiError if the tool is invalid, or a vector store does not exist."""
     given = [(f"tools[{index}]", tool) for index, tool in enumerate(tools) if is_file_search(tool)]
     if not given:
         return None
@@ -98,19 +110,19 @@ async def search_files(
     last = _last_question(items)
     if tool_choice == "none" or last is None:
         return None
-    query = _text(items[last])[-_QUERY_CHARACTERS:]
-    found = await caller.services.memory.search(asked(query))
-    return FoundPassages(query, _within_context(found, caller.services.engine.max_sequence_length))
+    search = FileSearch(asked(_text(items[last])[-_QUERY_CHARACTERS:]))
+    await caller.services.memory.check(search.asked)
+    return search
 
 
-def with_passages(items: Sequence[Item], found: FoundPassages | None) -> list[Item]:
-    """The conversation with the passages in front of the last question."""
-    last = None if found is None else _last_question(items)
-    if found is None or last is None:
+def with_passages(items: Sequence[Item], search: FileSearch | None) -> list[Item]:
+    """The conversation with the passages in front of the last question. Before the search, as it is."""
+    last = _last_question(items)
+    if search is None or search.sources is None or last is None:
         return list(items)
     message = items[last]
     assert isinstance(message, Message)
-    asked = msgspec.structs.replace(message, content=question_with_passages(_text(message), found.sources))
+    asked = msgspec.structs.replace(message, content=question_with_passages(_text(message), search.sources))
     return [*items[:last], asked, *items[last + 1 :]]
 
 

@@ -188,7 +188,7 @@ class MessagesFormat(AnswerFormat[MessagesRequest]):
         )
 
     def writer(self, api_request: MessagesRequest, context: AnswerContext) -> AnswerWriter:
-        return MessagesWriter(context)
+        return MessagesWriter(context, api_request.max_tokens)
 
     def field_names(self, api_request: MessagesRequest) -> Mapping[str, str]:
         return {"stop": "stop_sequences", "prompt": "messages", "grammar": "output_config"}

@@ -54,7 +54,7 @@ class ToolUseBlock(Shape, tag_field="type", tag="tool_use"):
 
 
 Block = TextBlock | ThinkingBlock | ToolUseBlock
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason = Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
 
 
 class MessageUsage(Shape):
@@ -168,8 +168,9 @@ def error_body(error: ApiError) -> dict[str, Any]:
 class MessagesWriter(AnswerWriter):
     """A stream has blocks one after the other. A block is open until text of another kind, or the end."""
 
-    def __init__(self, context: AnswerContext) -> None:
+    def __init__(self, context: AnswerContext, max_tokens: int | None) -> None:
         super().__init__(context)
+        self._max_tokens = max_tokens
         self._num_blocks = 0
         self._has_calls = False
         self._open_block: type[Delta] | None = None
@@ -203,7 +204,7 @@ class MessagesWriter(AnswerWriter):
     def end(self, choices: Choices) -> bytes:
         [result] = choices.results
         delta = {
-            "stop_reason": _stop_reason(result, self._has_calls),
+            "stop_reason": self._stop_reason(result, self._has_calls),
             "stop_sequence": result.stop_string,
         }
         return _event("message_delta", delta=delta, usage=self._usage(result)) + _STOP
@@ -259,7 +260,7 @@ class MessagesWriter(AnswerWriter):
 
     def answer(self, index: int, result: GenerationResult, answer: str | AnswerParts) -> tuple[bytes, bytes]:
         blocks, has_calls = _blocks(AnswerParts([Content(answer)]) if isinstance(answer, str) else answer)
-        reason = _stop_reason(result, has_calls)
+        reason = self._stop_reason(result, has_calls)
         return _encode(self._message(blocks, reason, result.stop_string, self._usage(result))), b""
 
     def _message(
@@ -280,6 +281,14 @@ class MessagesWriter(AnswerWriter):
             "usage": usage,
         }
 
+    def _stop_reason(self, result: GenerationResult, has_calls: bool) -> str:
+        if result.finish_reason is FinishReason.LENGTH:
+            is_cut = result.completion_token_count == self._max_tokens
+            return "max_tokens" if is_cut else "model_context_window_exceeded"
+        if result.stop_string is not None:
+            return "stop_sequence"
+        return "tool_use" if has_calls else "end_turn"
+
     def _usage(self, result: GenerationResult) -> dict[str, int]:
         cached = result.cached_token_count
         created = max(0, self.context.cacheable_tokens - cached) if self.context.has_session else 0
@@ -299,14 +308,6 @@ def _event(kind: str, **content: Any) -> bytes:
 
 def _call_id(call_id: str) -> str:
     return f"toolu_{call_id.removeprefix('call_')}"
-
-
-def _stop_reason(result: GenerationResult, has_calls: bool) -> str:
-    if result.finish_reason is FinishReason.LENGTH:
-        return "max_tokens"
-    if result.stop_string is not None:
-        return "stop_sequence"
-    return "tool_use" if has_calls else "end_turn"
 
 
 def _blocks(answer: AnswerParts) -> tuple[list[dict[str, Any]], bool]:

@@ -23,7 +23,15 @@ from weft.server.vectors.model import VectorModel
 _CONTEXT = Meta(description="Maximum context length in tokens, prompt and answer together.")
 _PARAMETERS = (
     *("max_tokens", *PARAMETERS, "seed", "stop", "logprobs", "top_logprobs", "logit_bias"),
-    *("response_format", "structured_outputs", "tools", "tool_choice"),
+    *(
+        "response_format",
+        "structured_outputs",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "max_completion_tokens",
+        "reasoning_effort",
+    ),
 )
 
 
@@ -54,7 +62,12 @@ class Model(Shape):
     meta: Sizes | UnsetType = UNSET
     architecture: Architecture | UnsetType = UNSET
     supported_parameters: list[str] | UnsetType = UNSET
-    capabilities: list[str] | UnsetType = UNSET
+    capabilities: Annotated[
+        list[str] | dict[str, Any] | UnsetType,
+        Meta(
+            description="Words. In the form of the Anthropic API: an object, from the name to what is supported."
+        ),
+    ] = UNSET
     dimensions: Annotated[
         int | UnsetType, Meta(description="Numbers in a vector, if the model makes embeddings.")
     ] = UNSET
@@ -191,7 +204,10 @@ def _capabilities(services: Services) -> list[str]:
 
 def _in_anthropic_form(services: Services) -> dict[str, Any]:
     length = services.engine.max_sequence_length - 1
-    return _anthropic(services, services.settings.names[0], length, length)
+    return {
+        **_anthropic(services, services.settings.names[0], length, length),
+        "capabilities": _anthropic_capabilities(_capabilities(services)),
+    }
 
 
 def _vectors_in_anthropic_form(services: Services, model: VectorModel) -> dict[str, Any]:
@@ -207,4 +223,25 @@ def _anthropic(services: Services, name: str, max_input_tokens: int, max_tokens:
         "lifecycle": "active",
         "max_input_tokens": max_input_tokens,
         "max_tokens": max_tokens,
+    }
+
+
+def _anthropic_capabilities(known: Sequence[str]) -> dict[str, Any]:
+    """All keys that the API has. A model that does not think accepts the fields for thoughts, without effect."""
+
+    def support(is_supported: bool, **more: Any) -> dict[str, Any]:
+        return {"supported": is_supported, **more}
+
+    no, yes = support(False), support(True)
+    thinks = "thinking" in known
+    modes = ("adaptive", "between_tools", "disabled", "enabled")
+    return {
+        **dict.fromkeys(("batch", "citations", "code_execution", "image_input", "pdf_input"), no),
+        "context_management": no,
+        "effort": support(
+            thinks, **dict.fromkeys(("low", "medium", "high", "xhigh", "max"), support(thinks))
+        ),
+        "server_tools": support(False, code_execution=no, web_search=no),
+        "structured_outputs": support("structured_output" in known),
+        "thinking": support(thinks, types=dict.fromkeys(modes, yes)),
     }

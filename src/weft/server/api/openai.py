@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -91,6 +92,7 @@ class OpenAIWriter(AnswerWriter):
         before, after = _split(self.chunk([], usage=None) if include_usage else self.chunk([]))
         self._prefix, self._suffix = b"data: " + before, after + b"\n\n"
         self._opened: set[int] = set()
+        self._ended: set[int] = set()
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         """By answer: the bytes before and after the text, in a chunk that has only text."""
 
@@ -111,11 +113,18 @@ class OpenAIWriter(AnswerWriter):
     # ------------------------------------------------------------------ a stream
 
     def begin(self) -> bytes:
-        self._opened.add(0)
-        return self.opening(0)
+        return self._opening_once(0)
 
     def keep_alive(self) -> bytes:
-        return self.text_event(0, "")
+        # An answer has no events after its finish reason.
+        index = next(index for index in itertools.count() if index not in self._ended)
+        return self._opening_once(index) + self.text_event(index, "")
+
+    def _opening_once(self, index: int) -> bytes:
+        if index in self._opened:
+            return b""
+        self._opened.add(index)
+        return self.opening(index)
 
     def events(self, pieces: Sequence[Piece]) -> bytes:
         events: list[bytes] = []
@@ -123,13 +132,13 @@ class OpenAIWriter(AnswerWriter):
             choice = piece.choice
             index = choice.index
             if index not in self._opened:
-                self._opened.add(index)
-                events.append(self.opening(index))
+                events.append(self._opening_once(index))
             if piece.deltas is not None or self._wants_logprobs:
                 events += map(self.event, self.pieces(piece))
             elif piece.text:
                 events.append(self.text_event(index, piece.text))
             if choice.result is not None:
+                self._ended.add(index)
                 events.append(self.event(self.closing(choice, choice.result)))
         return events[0] if len(events) == 1 else b"".join(events)
 
@@ -235,10 +244,11 @@ def _event(content: Any) -> bytes:
 
 
 def _timings(result: GenerationResult) -> dict[str, Any]:
-    """Seconds in each phase; an extension of weft."""
+    """What one answer took; an extension of weft. `usage` counts the tokens of all answers together."""
     return {
         "queue": result.waiting_time,
         "prefill": result.prefill_time,
         "decode": result.decode_time,
         "preemptions": result.preemptions,
+        "completion_tokens": result.completion_token_count,
     }

@@ -81,22 +81,54 @@ class Preparer:
         await self._encoder.close()
         await self._grammars.close()
 
+    async def parse(
+        self, answer_format: AnswerFormat[B], api_request: B, size: int, client_id: str
+    ) -> ParsedRequest:
+        """Checks a request with a body of `size` bytes. Raises if it is invalid. Text work is shared fairly between
+        clients, by `client_id`."""
+        parsed: ParsedRequest = await self._run_in_thread_if_large(
+            size, client_id, answer_format.parse, api_request, self._model
+        )
+        return parsed
+
+    def before_search(
+        self,
+        answer_format: AnswerFormat[B],
+        api_request: B,
+        parsed: ParsedRequest,
+        request_id: RequestId,
+        key: ApiKey | None,
+    ) -> Prepared:
+        """A request whose search has not run: its writer, and a prompt of one token. Raises what `prepare` raises for
+        its other fields."""
+        request = inference_request(parsed, (0,), parsed.params, key, request_id)
+        writer = answer_format.writer(api_request, self._context(parsed, request_id))
+        return Prepared([request], writer, None, parsed.is_streamed)
+
+    def _context(self, parsed: ParsedRequest, request_id: RequestId) -> AnswerContext:
+        return AnswerContext(
+            self._model.name,
+            self._model.tokenizer,
+            request_id,
+            wants_logprobs=parsed.params.logprobs is not None,
+            num_choices_per_prompt=parsed.params.n,
+            has_session=parsed.session_id is not None,
+        )
+
     async def prepare(
         self,
         answer_format: AnswerFormat[B],
         api_request: B,
+        parsed: ParsedRequest,
         size: int,
         request_id: RequestId,
         key: ApiKey | None,
         client_id: str,
         *,
         is_idle_work: bool = False,
+        writer: AnswerWriter | None = None,
     ) -> Prepared:
-        """Prepares a request with a body of `size` bytes. Raises if it is invalid. Text work is shared fairly between
-        clients, by `client_id`."""
-        parsed: ParsedRequest = await self._run_in_thread_if_large(
-            size, client_id, answer_format.parse, api_request, self._model
-        )
+        """Prepares a request that `parse` has read. Raises if it is invalid. `writer`: that of `before_search`."""
         size += parsed.stored_bytes
         grammar, answer_form = parsed.grammar, None
         echoes: Sequence[Echo] = ()
@@ -127,22 +159,20 @@ class Preparer:
             )
             for index, prompt in enumerate(prompts)
         ]
-        context = AnswerContext(
-            self._model.name,
-            self._model.tokenizer,
-            request_id,
-            wants_logprobs=params.logprobs is not None,
-            num_choices_per_prompt=params.n,
+        context = replace(
+            self._context(parsed, request_id),
             prompt_tokens=sum(map(len, prompts)),
             cacheable_tokens=sum(self._cacheable(len(one)) for one in prompts),
-            has_session=parsed.session_id is not None,
             has_parts=answer_form is not None,
             echoes=echoes,
             prompts=[request.prompt for request in requests],
         )
-        writer = await self._run_in_thread_if_large(
-            size, client_id, answer_format.writer, api_request, context
-        )
+        if writer is not None:
+            writer.prompt_is_ready(api_request, context)
+        else:
+            writer = await self._run_in_thread_if_large(
+                size, client_id, answer_format.writer, api_request, context
+            )
         return Prepared(requests, writer, answer_form, parsed.is_streamed)
 
     def _cacheable(self, num_tokens: int) -> int:
@@ -150,11 +180,8 @@ class Preparer:
         block = self._cached_block
         return 0 if block is None else (num_tokens - 1) // block * block
 
-    async def count(self, answer_format: AnswerFormat[B], api_request: B, size: int, client_id: str) -> int:
+    async def count(self, parsed: ParsedRequest, size: int, client_id: str) -> int:
         """The number of prompt tokens of a request."""
-        parsed: ParsedRequest = await self._run_in_thread_if_large(
-            size, client_id, answer_format.parse, api_request, self._model
-        )
         size += parsed.stored_bytes
         if isinstance(parsed.prompt, Conversation):
             return len(await self._fitting_chat_tokens(parsed.prompt, parsed, size, client_id))

@@ -56,12 +56,13 @@ class Usage(Shape):
 
 
 class Timings(Shape):
-    """Seconds in each phase, and the number of preemptions. An extension of weft."""
+    """Seconds in each phase, the number of preemptions, and the tokens of this answer. An extension of weft."""
 
     queue: float
     prefill: float
     decode: float
     preemptions: int
+    completion_tokens: int
 
 
 class Tokens(Shape):

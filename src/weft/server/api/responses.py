@@ -39,8 +39,9 @@ from weft.server.api.answer_format import (
     ParsedRequest,
     ServedModel,
 )
+from weft.server.api.chat_request import VERBOSITIES
 from weft.server.api.field_docs import Field
-from weft.server.api.file_search import FoundPassages, is_file_search, search_files, with_passages
+from weft.server.api.file_search import FileSearch, is_file_search, planned_search, with_passages
 from weft.server.api.openai import parsed_request
 from weft.server.api.requests import sampling_params
 from weft.server.api.responses_items import (
@@ -66,6 +67,7 @@ from weft.text.conversation import EFFORTS, Conversation, Item, Message
 PATH = "/v1/responses"
 _LOGPROBS = "message.output_text.logprobs"
 _MAX_METADATA_LENGTH = 512
+_SUMMARIES = ("auto", "concise", "detailed")
 
 
 class TextOptions(msgspec.Struct, frozen=True):
@@ -111,8 +113,8 @@ class LoadedRequest(ResponsesRequest, frozen=True, kw_only=True):
     earlier: list[Item] = msgspec.field(default_factory=list)
     """The stored conversation before this request."""
     stored_bytes: int = 0
-    found: FoundPassages | None = None
-    """What the tool `file_search` found."""
+    search: FileSearch | None = None
+    """The search of the tool `file_search`."""
 
 
 class ResponsesFormat(AnswerFormat[ResponsesRequest]):
@@ -181,10 +183,12 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
         "max_tool_calls": Field(
             "Accepted, without effect: the server searches files at most once for an answer."
         ),
-        "text": Field("`format`: text, json_schema or json_object. `verbosity`: accepted, without effect."),
+        "text": Field(
+            "`format`: text, json_schema or json_object. `verbosity`: low, medium or high, without effect."
+        ),
         "reasoning": Field(
             f"`effort`: {', '.join(EFFORTS)}; none and minimal turn thoughts off, if the chat template can. `summary`: "
-            "thoughts are returned as a summary, which is their whole text."
+            f"{', '.join(_SUMMARIES)}; thoughts are returned as a summary, which is their whole text."
         ),
         "include": Field(
             f"`{_LOGPROBS}`, `reasoning.encrypted_content` and `file_search_call.results`; others have no effect. At most {MAX_ENTRIES['include']}."
@@ -232,11 +236,15 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
         ):
             return loaded
         items = conversation_items(check_items(loaded.input))
-        found = await search_files(api_request.tools or (), api_request.tool_choice, items, caller)
-        if found is None:
+        search = await planned_search(api_request.tools or (), api_request.tool_choice, items, caller)
+        if search is None:
             return loaded
         values = {name: getattr(loaded, name) for name in loaded.__struct_fields__}
-        return LoadedRequest(**{**values, "found": found})
+        return LoadedRequest(**{**values, "search": search})
+
+    async def search(self, api_request: ResponsesRequest, caller: Caller) -> ResponsesRequest:
+        assert isinstance(api_request, LoadedRequest) and api_request.search is not None
+        return msgspec.structs.replace(api_request, search=await api_request.search.with_sources(caller))
 
     async def _load_stored(self, api_request: ResponsesRequest, caller: Caller) -> ResponsesRequest:
         _check(api_request, stores_nothing=caller.services.settings.response_days <= 0)
@@ -292,8 +300,8 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
             items, stored_bytes = list(api_request.earlier), api_request.stored_bytes
         items += conversation_items(check_items(api_request.input))
         check_calls(items)
-        if isinstance(api_request, LoadedRequest):
-            items = with_passages(items, api_request.found)
+        search: FileSearch | None = getattr(api_request, "search", None)
+        items = with_passages(items, search)
         if api_request.instructions:
             items.insert(0, Message("system", api_request.instructions))
         if not items:
@@ -308,6 +316,7 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
             conversation,
             params,
             _grammar(api_request),
+            is_search_pending=search is not None and search.is_pending,
             tools=tools,
             stored_bytes=stored_bytes,
             drops_oldest=api_request.truncation == "auto",
@@ -338,6 +347,13 @@ def _check(api_request: ResponsesRequest, *, stores_nothing: bool) -> None:
     effort = api_request.reasoning.effort
     if effort is not None and effort not in EFFORTS:
         raise refusal(f"reasoning.effort is {effort!r:.80}; allowed: {', '.join(EFFORTS)}", "reasoning")
+    for name, word, allowed in (
+        ("text.verbosity", api_request.text.verbosity, VERBOSITIES),
+        ("reasoning.summary", api_request.reasoning.summary, _SUMMARIES),
+    ):
+        if word is not None and word not in allowed:
+            message = f"{name} is {word!r:.80}; allowed: {', '.join(allowed)}"
+            raise refusal(message, name.partition(".")[0])
     if api_request.background:
         if api_request.stream:
             raise refusal(
@@ -362,12 +378,12 @@ def _grammar(api_request: ResponsesRequest) -> Grammar | None:
     kind = None if form is None else form.get("type")
     if form is None or kind == "text":
         return other
-    if kind == "json_object":
-        return structured.grammar_of_schema(structured.ANY_OBJECT, "text.format")
-    if kind != "json_schema":
+    if kind not in ("json_object", "json_schema"):
         raise refusal(f"text.format.type is {kind!r:.80}; allowed: text, json_schema, json_object", "text")
     if other is not None:
         raise refusal("text.format and another field both define the format of the answer; send one", "text")
+    if kind == "json_object":
+        return structured.grammar_of_schema(structured.ANY_OBJECT, "text.format")
     return structured.grammar_of_schema(form.get("schema"), "text.format.schema")
 
 

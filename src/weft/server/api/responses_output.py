@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from weft.server.api.answer_format import around_text
-from weft.server.api.file_search import FoundPassages
+from weft.server.api.file_search import FileSearch
 from weft.server.api.responses_items import sealed
 from weft.server.api.responses_tools import ShownTool
 from weft.server.stream.choices import Piece
@@ -66,7 +66,7 @@ class OutputItems:
         wants_summary: bool,
         wants_sealed: bool,
         wants_logprobs: bool,
-        found: FoundPassages | None = None,
+        search: FileSearch | None = None,
         wants_results: bool = False,
     ) -> None:
         self._request_id = request_id
@@ -75,7 +75,9 @@ class OutputItems:
         self._wants_summary = wants_summary
         self._wants_sealed = wants_sealed
         self._wants_logprobs = wants_logprobs
-        self._found = found
+        self.search = search
+        """The call of `file_search`, if there is one. It is the first item."""
+        self._has_search_ended = search is None
         self._wants_results = wants_results
         self._open: _Item | None = None
         self._done: list[bytes] = []
@@ -105,6 +107,7 @@ class OutputItems:
 
     def add(self, piece: Piece, logprobs: bytes) -> None:
         """Adds what arrived. `logprobs`: those of the text in it, as JSON without brackets."""
+        self.end_search()
         if piece.deltas is None:
             if piece.text or logprobs:
                 self._add_text("message", piece.text, logprobs)
@@ -114,22 +117,32 @@ class OutputItems:
             if isinstance(delta, Content):
                 logprobs = b""
 
-    def add_file_search(self) -> None:
-        """Adds the call of `file_search`, if there was one. It is the first item."""
-        if self._found is None:
+    def begin_search(self) -> None:
+        """Adds the events before a search."""
+        if self.search is not None:
+            begun = self.search.call(self._search_id, "in_progress", with_results=False)
+            self.event("response.output_item.added", output_index=0, item=begun)
+            for step in ("in_progress", "searching"):
+                self.event(f"response.file_search_call.{step}", output_index=0, item_id=self._search_id)
+
+    def end_search(self) -> None:
+        """Adds the call and the events after a search, once, when its result is known."""
+        if self._has_search_ended or self.search is None or self.search.is_pending:
             return
-        item_id, index = f"fs_{self._request_id}_{len(self._done)}", len(self._done)
-        begun = self._found.call(item_id, "in_progress", with_results=False)
-        self.event("response.output_item.added", output_index=index, item=begun)
-        for step in ("in_progress", "searching", "completed"):
-            self.event(f"response.file_search_call.{step}", output_index=index, item_id=item_id)
-        done = _encode(self._found.call(item_id, "completed", with_results=self._wants_results))
+        self._has_search_ended = True
+        done = _encode(self.search.call(self._search_id, "completed", with_results=self._wants_results))
         self._done.append(done)
-        self.event("response.output_item.done", output_index=index, item=msgspec.Raw(done))
+        self.event("response.file_search_call.completed", output_index=0, item_id=self._search_id)
+        self.event("response.output_item.done", output_index=0, item=msgspec.Raw(done))
+
+    @property
+    def _search_id(self) -> str:
+        return f"fs_{self._request_id}_0"
 
     def close(self, *, is_complete: bool) -> None:
         """Closes the open item. A response without any item gets a message without text."""
-        if self._open is None and len(self._done) == (self._found is not None):
+        self.end_search()
+        if self._open is None and len(self._done) == (self.search is not None):
             self._add_text("message", "", b"")
         self._close_item(is_complete)
 
@@ -271,7 +284,7 @@ class OutputItems:
 
     def _text_part(self, item: _Item, text: str) -> dict[str, Any]:
         logprobs = msgspec.Raw(b"[" + b",".join(item.logprobs) + b"]")
-        annotations = [] if self._found is None else self._found.annotations(text)
+        annotations = [] if self.search is None else self.search.annotations(text)
         return {"type": "output_text", "text": text, "annotations": annotations, "logprobs": logprobs}
 
     # ------------------------------------------------------------------ events

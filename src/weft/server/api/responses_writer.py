@@ -52,11 +52,9 @@ class ResponsesWriter(AnswerWriter):
             wants_summary=api_request.reasoning.summary is not None,
             wants_sealed=_SEALED_THOUGHTS in api_request.include,
             wants_logprobs=context.wants_logprobs,
-            found=getattr(api_request, "found", None),
+            search=getattr(api_request, "search", None),
             wants_results=_SEARCH_RESULTS in api_request.include,
         )
-        if not api_request.stream:
-            self._items.add_file_search()
         self._id = f"resp_{context.request_id}"
         self._created = time.time()
         self._previous_id = api_request.previous_response_id
@@ -80,6 +78,10 @@ class ResponsesWriter(AnswerWriter):
         return len(self._parameters) + len(self._input) + len(self._request)
 
     # ------------------------------------------------------------------ beginning and end
+
+    def prompt_is_ready(self, api_request: ResponsesRequest, context: AnswerContext) -> None:
+        super().prompt_is_ready(api_request, dataclasses.replace(context, wants_logprobs=False))
+        self._items.search = getattr(api_request, "search", None)
 
     async def start(self, caller: Caller) -> bytes | None:
         if caller.services.settings.response_days <= 0:
@@ -157,10 +159,11 @@ class ResponsesWriter(AnswerWriter):
     def begin(self) -> bytes:
         self._lifecycle("response.created", self._object("in_progress"))
         self._lifecycle("response.in_progress", self._object("in_progress"))
-        self._items.add_file_search()
+        self._items.begin_search()
         return self._items.take_events()
 
     def keep_alive(self) -> bytes:
+        self._items.end_search()
         self._lifecycle("response.in_progress", self._object("in_progress"))
         return self._items.take_events()
 
@@ -264,4 +267,4 @@ def _body(api_request: ResponsesRequest) -> bytes:
 
 def _request_fields(kind: type[msgspec.Struct]) -> Sequence[str]:
     """The fields that a client may send: all of the type except those that `load` adds."""
-    return [name for name in kind.__struct_fields__ if name not in ("earlier", "stored_bytes", "found")]
+    return [name for name in kind.__struct_fields__ if name not in ("earlier", "stored_bytes", "search")]

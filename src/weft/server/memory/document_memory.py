@@ -50,6 +50,10 @@ class DocumentMemory:
             raise ApiError(400, message, code="no_embedding_model")
         return found
 
+    async def check(self, asked: SearchRequest) -> None:
+        """Raises ApiError if a store of the search does not exist for its owner, or is of another model."""
+        await self._searcher.stores(asked, self.embedder)
+
     async def search(self, asked: SearchRequest) -> list[Source]:
         return await self._searcher.search(asked, self.embedder, self._reranker())
 

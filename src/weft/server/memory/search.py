@@ -60,7 +60,7 @@ class Searcher:
         self, asked: SearchRequest, embedder: Embedder, reranker: Reranker | None
     ) -> list[Source]:
         """The best passages, best first. Raises ApiError if a store does not exist for the owner."""
-        stores = await self._found(asked, embedder)
+        stores = await self.stores(asked, embedder)
         texts = [await _shortened(one, embedder) for one in asked.queries]
         vectors = unit(
             await embedder.embed(texts, "query", request_id=asked.request_id, client_id=asked.client_id)
@@ -77,7 +77,8 @@ class Searcher:
         best = [one for one in ranked if one[1] >= asked.score_threshold][: asked.max_results]
         return await self._store.run(lambda connection: passages.sources(connection, best))
 
-    async def _found(self, asked: SearchRequest, embedder: Embedder) -> list[VectorStore]:
+    async def stores(self, asked: SearchRequest, embedder: Embedder) -> list[VectorStore]:
+        """The stores of a search. Raises as `search` does."""
         now = self._store.wall_clock()
 
         def find(connection: Connection) -> list[VectorStore]:
