@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 from weft.server.api.services import Services
@@ -16,11 +13,8 @@ from weft.server.metrics import ServerMetrics
 from weft.server.state import batches as rows
 from weft.server.state.batches import Batch
 from weft.server.state.store import StoreError
+from weft.server.state.store_loop import POLL_SECONDS, StoreLoop
 
-_POLL_SECONDS = 30.0
-"""How often the runner reads the store. A completion window may have passed, or another server with the same folder may
-have made or cancelled a batch."""
-_SWEEP_SECONDS = 600.0
 _KEPT_SECONDS = 30 * 86400.0
 """The row of a batch that has ended is deleted this long after the batch was made. Its files are kept."""
 _RETRY_SECONDS = 2.0
@@ -45,8 +39,10 @@ class _Running:
         return is_cancelled or self.began < batch.expires_at <= now
 
 
-class BatchRunner:
-    """Belongs to one event loop. The primary server of a folder runs its batches; others only make rows."""
+class BatchRunner(StoreLoop):
+    """Runs batches until it is cancelled."""
+
+    event, work = "batches_wait", "Batches"
 
     def __init__(
         self,
@@ -55,44 +51,20 @@ class BatchRunner:
         log: Callable[..., object],
         is_draining: Callable[[], bool],
     ) -> None:
+        super().__init__(services.store, log, is_draining)
         self._services = services
         self._metrics = metrics
-        self._log = log
-        self._is_draining = is_draining
-        self._store = services.store
         self._sender = LineSender(services, is_draining)
         self._keys = {key.owner: key for key in services.settings.api_keys}
         self._max_lines = services.settings.engine.scheduler.sequences_per_step
-        self._wake = asyncio.Event()
         self._running: dict[str, _Running] = {}
         """Owner -> the batch of this owner that runs."""
         self._without_key: set[str] = set()
-        self._swept_at = -math.inf
         metrics.batches_running.set_function(lambda: len(self._running))
 
-    def wake(self) -> None:
-        """Makes the runner read the store now."""
-        self._wake.set()
-
     async def run(self) -> None:
-        """Runs batches until it is cancelled."""
-        if not self._store.exists:  # a server without batches does not open the database when it starts
-            await self._wake.wait()
         try:
-            while True:
-                self._wake.clear()
-                try:
-                    seconds = await self._look()
-                except StoreError as error:
-                    self._log("batches_wait", f"Batches wait: {error}", "warning")
-                    seconds = _POLL_SECONDS
-                except Exception as error:  # the batches must not wait for a restart of the server
-                    self._log_mistake(error, "batches were looked for")
-                    seconds = _POLL_SECONDS
-                # Not `wait_for`: before Python 3.12 it loses a cancel that comes together with the event.
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(seconds):
-                        await self._wake.wait()
+            await super().run()
         finally:
             await asyncio.gather(*map(self._stop, list(self._running)))
 
@@ -100,12 +72,9 @@ class BatchRunner:
         """Begins and stops batches according to their rows in the store. Each owner has at most one running batch, the
         oldest. Returns the seconds until the store must be read again."""
         unfinished = await self._store.run(rows.unfinished)
-        if not self._store.is_primary or self._is_draining():
-            return _POLL_SECONDS
         now = self._store.wall_clock()
-        if abs(now - self._swept_at) >= _SWEEP_SECONDS:  # abs: an operator may set the clock back
-            self._swept_at = now
-            await self._sweep(now)
+        if not await self._may_work(now):
+            return POLL_SECONDS
         oldest = {batch.owner: batch for batch in unfinished if self._has_key(batch.owner)}
         for owner, running in list(self._running.items()):
             if running.task.done() or running.must_begin_again(oldest.get(owner), now):
@@ -113,9 +82,7 @@ class BatchRunner:
         for owner in oldest.keys() - self._running.keys():
             task = asyncio.create_task(self._run(oldest[owner]))
             self._running[owner] = _Running(oldest[owner], now, task)
-        return min(
-            [_POLL_SECONDS, *(one.expires_at - now for one in oldest.values() if one.expires_at > now)]
-        )
+        return min([POLL_SECONDS, *(one.expires_at - now for one in oldest.values() if one.expires_at > now)])
 
     async def _run(self, batch: Batch) -> None:
         try:
@@ -140,11 +107,6 @@ class BatchRunner:
             await asyncio.sleep(_RETRY_SECONDS)
         finally:
             self.wake()
-
-    def _log_mistake(self, error: BaseException, what: str) -> None:
-        """Logs where an unexpected exception was raised. Its message may quote a request."""
-        frames = "".join(traceback.format_tb(error.__traceback__))
-        self._log("mistake", f"{type(error).__name__} while {what}", "error", traceback=frames)
 
     async def _stop(self, owner: str) -> None:
         """Waits until the task has saved the results of its lines."""

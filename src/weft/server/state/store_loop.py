@@ -1,0 +1,77 @@
+"""A task that works on what the store says: it reads the store when it is woken, and now and then."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from typing import ClassVar
+
+from weft.server.state.store import Store, StoreError
+
+POLL_SECONDS = 30.0
+"""How often the store is read. Another server with the same folder may have changed it."""
+_SWEEP_SECONDS = 600.0
+
+
+class StoreLoop(ABC):
+    """Belongs to one event loop. The primary server of a folder does the work; others only make rows."""
+
+    event: ClassVar[str]
+    work: ClassVar[str]
+    """`event` and `work` name in the log what waits after an error, for `retry_seconds`."""
+    retry_seconds: ClassVar[float] = POLL_SECONDS
+
+    def __init__(self, store: Store, log: Callable[..., object], is_draining: Callable[[], bool]) -> None:
+        self._store = store
+        self._log = log
+        self._is_draining = is_draining
+        self._wake = asyncio.Event()
+        self._swept_at = -math.inf
+
+    def wake(self) -> None:
+        """Makes the task read the store now."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Works until it is cancelled."""
+        if not self._store.exists:  # a server without such work does not open the database when it starts
+            await self._wake.wait()
+        while True:
+            self._wake.clear()
+            seconds = self.retry_seconds
+            try:
+                seconds = await self._look()
+            except StoreError as error:
+                self._log(self.event, f"{self.work} wait: {error}", "warning")
+            except Exception as error:  # the work must not wait for a restart of the server
+                self._log_mistake(error, f"{self.work.lower()} were looked for")
+            # Not `wait_for`: before Python 3.12 it loses a cancel that comes together with the event.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._wake.wait()
+
+    @abstractmethod
+    async def _look(self) -> float:
+        """Reads the store and works. Returns the seconds until the store must be read again."""
+
+    @abstractmethod
+    async def _sweep(self, now: float) -> None:
+        """Removes what is left over."""
+
+    async def _may_work(self, now: float) -> bool:
+        """Whether this server does the work; sweeps if that is due. The first transaction decides which is primary."""
+        if not self._store.is_primary or self._is_draining():
+            return False
+        if abs(now - self._swept_at) >= _SWEEP_SECONDS:  # abs: an operator may set the clock back
+            self._swept_at = now
+            await self._sweep(now)
+        return True
+
+    def _log_mistake(self, error: BaseException, what: str) -> None:
+        """Logs where an unexpected exception was raised. Its message may quote a request."""
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        self._log("mistake", f"{type(error).__name__} while {what}", "error", traceback=frames)
