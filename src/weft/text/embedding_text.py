@@ -30,6 +30,8 @@ class EmbeddingText:
     def __init__(self, checkpoint: Checkpoint, spec: EmbeddingSpec) -> None:
         self.spec = spec
         self.tokenizer = open_tokenizer(checkpoint)
+        if spec.lower_case:
+            self.tokenizer.lower_case()
         self._start: list[int] = []
         self._end: list[int] = []
         self._asks_yes_or_no = spec.kind == "rerank" and checkpoint.architecture == "qwen3"
