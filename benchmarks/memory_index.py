@@ -39,13 +39,15 @@ ASKED = 50
 """The server asks for this many passages, to join them with those found by words."""
 DELTA = 8192
 """Passages that are not in the base: as many as there are before a merge."""
-_CLUSTERS = 2000
-_SPREAD = 1.0
-"""Distance of a vector from its centre, where 1 is the length of the centre."""
-_DECAY = 0.8
-"""Direction k has the variance k ** -_DECAY. With it, the ten largest directions have 30% of the variance, as those of
-500 real passages (docs/lab/2026-11-19-memory.md)."""
-_MEAN = 0.45
+_CLUSTERS = 1000
+_SPREAD = 0.8
+"""The median distance of a vector from its centre, where 1 is the length of the centre."""
+_SPREAD_SIGMA = 0.5
+"""Of the logarithm of that distance: some vectors have very near neighbours, others none."""
+_DECAY = 0.75
+"""Direction k has the variance k ** -_DECAY. With it, the ten largest directions have a quarter of the variance, as those
+of 50,000 real passages (docs/lab/2026-11-19-memory.md)."""
+_MEAN = 0.326
 """Length of the mean of all vectors, as that of the real ones."""
 _PIECE = 20_000
 
@@ -155,7 +157,8 @@ def generated(count: int, dimensions: int, seed: int = 26) -> Vectors:
     for start in range(0, count, _PIECE):
         size = min(_PIECE, count - start)
         around = numbers.standard_normal((size, dimensions)) * scale
-        piece = (centres[numbers.integers(0, _CLUSTERS, size)] + _SPREAD * around) @ rotation
+        spread = _SPREAD * np.exp(_SPREAD_SIGMA * numbers.standard_normal((size, 1)))
+        piece = (centres[numbers.integers(0, _CLUSTERS, size)] + spread * around) @ rotation
         piece /= np.linalg.norm(piece, axis=1, keepdims=True)
         piece = (1 - _MEAN**2) ** 0.5 * piece + _MEAN * rotation[-1]
         piece /= np.linalg.norm(piece, axis=1, keepdims=True)

@@ -31,6 +31,8 @@ from weft.text.embedding_text import EmbeddingText
 CORPUS = Path(__file__).parent / "corpus" / "texts.jsonl"
 COUNT = 500
 LONGEST = 512
+WAIT = 600.0
+"""Seconds for one text."""
 PACKED = pytest.mark.parametrize(("quantize", "least"), [(None, 0.9999), ("int8", 0.999)])
 
 
@@ -96,9 +98,18 @@ def vectors(backend: EmbedderBackend, asked: list[list[int]]) -> np.ndarray:
     with ServingEngine(backend, backend.spec.engine_config()) as engine:
         one = SamplingParams(max_tokens=1)
         ids = [engine.submit(InferenceRequest(tuple(text), one)) for text in asked]
-        engine.run_until_idle()
-        found = [engine.get_result(request_id) for request_id in ids]
+        found = [engine.get_result(request_id, wait=WAIT) for request_id in ids]
     return np.array([np.frombuffer(result.vector, "<f4") for result in found if result and result.vector])
+
+
+@pytest.fixture(scope="module")
+def together(folder: Path, tokens: list[list[int]]) -> dict[str | None, np.ndarray]:
+    """The vectors of all texts in one list, by the type of the weights."""
+    pytest.importorskip("weft._kernels")
+    return {
+        quantize: vectors(open_embedder(folder, threads=2, quantize=quantize), tokens)  # type: ignore[arg-type]
+        for quantize in (None, "int8")
+    }
 
 
 def test_the_tokens_are_those_of_sentence_transformers(folder: Path, tokens: list[list[int]]) -> None:
@@ -112,14 +123,9 @@ def test_the_tokens_are_those_of_sentence_transformers(folder: Path, tokens: lis
 
 @PACKED
 def test_the_vectors_are_those_of_sentence_transformers(
-    quantize: str | None,
-    least: float,
-    folder: Path,
-    tokens: list[list[int]],
-    correct: np.ndarray,
+    quantize: str | None, least: float, together: dict[str | None, np.ndarray], correct: np.ndarray
 ) -> None:
-    pytest.importorskip("weft._kernels")
-    found = vectors(open_embedder(folder, threads=2, quantize=quantize), tokens)  # type: ignore[arg-type]
+    found = together[quantize]
     assert np.abs(np.linalg.norm(found, axis=1) - 1).max() < 1e-6
     cosines = (found * correct).sum(axis=1)
     assert len(cosines) == COUNT and cosines.min() >= least, np.sort(cosines)[:5]
@@ -132,21 +138,23 @@ def test_numpy_gives_the_same_vectors(folder: Path, tokens: list[list[int]], cor
 
 @PACKED
 def test_a_vector_has_the_same_bits_alone_and_in_any_batch(
-    quantize: str | None, least: float, folder: Path, tokens: list[list[int]]
+    quantize: str | None,
+    least: float,
+    folder: Path,
+    tokens: list[list[int]],
+    together: dict[str | None, np.ndarray],
 ) -> None:
-    pytest.importorskip("weft._kernels")
-    backend = open_embedder(folder, threads=2, quantize=quantize)  # type: ignore[arg-type]
-    together = vectors(backend, tokens)
     alone = open_embedder(folder, threads=1, quantize=quantize)  # type: ignore[arg-type]
     with ServingEngine(alone, alone.spec.engine_config()) as engine:
         for index in range(COUNT):
             request_id = engine.submit(InferenceRequest(tuple(tokens[index]), SamplingParams(max_tokens=1)))
-            engine.run_until_idle()
-            result = engine.get_result(request_id)
-            assert result is not None and result.vector == together[index].tobytes(), len(tokens[index])
+            result = engine.get_result(request_id, wait=WAIT)
+            assert result is not None and result.vector == together[quantize][index].tobytes(), len(
+                tokens[index]
+            )
     some = np.random.default_rng(4).permutation(COUNT)[:70]
     again = vectors(open_embedder(folder, threads=2, quantize=quantize), [tokens[i] for i in some])  # type: ignore[arg-type]
-    assert again.tobytes() == together[some].tobytes()
+    assert again.tobytes() == together[quantize][some].tobytes()
 
 
 def collection() -> tuple[list[str], list[str]]:
