@@ -75,7 +75,7 @@ def _embed(llm: LLM, texts: list[str], out: Path) -> None:
         vectors = np.lib.format.open_memmap(out, mode="r+")
     else:
         vectors = np.lib.format.open_memmap(out, mode="w+", dtype=np.float16, shape=shape)
-    first = int(np.count_nonzero(vectors.any(axis=1)))
+    first = int(np.count_nonzero(vectors.any(axis=1))) // _AT_ONCE * _AT_ONCE
     began = reported = time.monotonic()
     for start in range(first, len(texts), _AT_ONCE):
         part = texts[start : start + _AT_ONCE]
