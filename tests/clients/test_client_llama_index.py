@@ -32,7 +32,7 @@ def index(embedding: OpenAILikeEmbedding) -> VectorStoreIndex:
 def test_embeddings_are_those_of_the_server(embedding: OpenAILikeEmbedding, served: Server) -> None:
     texts = ["How do I cook rice?", "Boil rice in water."]
     found = embedding.get_text_embedding_batch(texts)
-    answer = served.post("/v1/embeddings", model=EMBEDDER, input=texts)
+    answer = served.client.post("/v1/embeddings", json={"model": EMBEDDER, "input": texts})
     assert found == [one["embedding"] for one in answer.json()["data"]] and len(found[0]) == DIMENSIONS
     assert embedding.get_query_embedding(texts[0]) == found[0]
 
