@@ -176,7 +176,8 @@ $(VENV)-clients/.installed: pyproject.toml constraints-clients.txt
 	@$(PYTHON) -m venv $(VENV)-clients
 	@echo "==> installing the clients (about 1.1 GB; some minutes, silent unless something fails)"
 	@$(VENV)-clients/bin/python -m pip --disable-pip-version-check install --quiet -c constraints-clients.txt -e . \
-		httpx pytest openai 'litellm[mcp]' langchain-openai llm instructor 'lm_eval[api]' cohere safetensors
+		httpx pytest openai 'litellm[mcp]' langchain-openai llm instructor 'lm_eval[api]' cohere safetensors \
+		llama-index-core llama-index-embeddings-openai-like llama-index-llms-openai-like
 	@touch $@
 
 # The site, with warnings as errors, and nothing in it that a browser would load from another host.

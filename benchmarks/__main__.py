@@ -95,6 +95,10 @@ def memory_index(
         typer.Option(metavar="PATH", help="A .npy file of real vectors instead of the generator."),
     ] = None,
     threads: Annotated[int, typer.Option(help="Threads that build.")] = 2,
+    keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Store the result there, as JSON.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Draw the results in --keep as SVG or PNG.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Measure the index of vector stores.
@@ -103,7 +107,35 @@ def memory_index(
     """
     from benchmarks.memory_index import main as run
 
-    run(size=size, dimensions=dimensions, queries=queries, passages=passages, threads=threads, json=json)
+    run(
+        size=size,
+        dimensions=dimensions,
+        queries=queries,
+        passages=passages,
+        threads=threads,
+        as_json=json,
+        keep=keep,
+        plot=plot,
+    )
+
+
+@app.command("passages")
+def passages(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders with documents.")],
+    out: Annotated[Path, typer.Option(metavar="PATH", help="The .npy file to write, or to continue.")],
+    count: Annotated[int, typer.Option(min=1, metavar="N", help="Passages; a random part.")] = 105_000,
+    tokens: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens of a passage.")] = 128,
+    quantize: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="int8: faster, with vectors that differ a little.")
+    ] = None,
+) -> None:
+    """Embed real passages for `memory-index`.
+
+    Reads HTML, Markdown, reStructuredText and text files. Takes minutes; continues after an interruption.
+    """
+    from benchmarks.passages import main as run
+
+    run(folders, out=out, count=count, tokens=tokens, quantize=quantize)
 
 
 @app.command("batching")
@@ -254,7 +286,11 @@ def peers(
     ] = None,
     work: Annotated[
         str | None,
-        typer.Option(metavar="W,W,...", help="start, W1, W8, W32, Wmix, Wshare, Wshare-warm; default: all."),
+        typer.Option(
+            metavar="W,W,...",
+            help="start, W1, W8, W32, Wmix, Wshare, Wshare-warm; default: all. embeddings alone: the same as "
+            "`python -m benchmarks embeddings`.",
+        ),
     ] = None,
     home: Annotated[
         Path | None,
@@ -265,8 +301,13 @@ def peers(
         typer.Option(metavar="DIR", help="Store each result there; an interrupted run continues from there."),
     ] = None,
     rounds: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Rounds; the engines take turns, and the median counts.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Rounds; the engines take turns, and the median counts. Default: 1; of embeddings: 10.",
+        ),
+    ] = None,
     repeats: Annotated[
         int, typer.Option(min=0, metavar="N", help="Repeats of a run that other load disturbed.")
     ] = 2,
@@ -278,6 +319,9 @@ def peers(
     Installs each engine into its own environment, some GB in all, and runs the same workloads on each in turn. Takes half
     an hour. Exit code 1: an engine could not be measured.
     """
+    if work == "embeddings":
+        embeddings(rounds=rounds or 10, home=home, json=json)
+        return
     from benchmarks.peers import main as run_peers
 
     is_complete = run_peers(
@@ -285,7 +329,7 @@ def peers(
         work=work,
         home=home,
         keep=keep,
-        rounds=rounds,
+        rounds=rounds or 1,
         repeats=repeats,
         json_path=json,
         plot_path=plot,
@@ -296,7 +340,7 @@ def peers(
 
 @app.command("embeddings")
 def embeddings(
-    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Rounds; the engines take turns.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Rounds; the engines take turns.")] = 10,
     home: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Directory of the installed peers; default: peers in WEFT_HOME."),
@@ -304,16 +348,16 @@ def embeddings(
     threads: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Default: one for each physical core.")
     ] = None,
-    json: AsJson = False,
+    json: Annotated[Path | None, typer.Option(metavar="PATH", help="Write all measurements as JSON.")] = None,
 ) -> None:
     """Compare embeddings with other engines on this machine.
 
     all-MiniLM-L6-v2 in weft, sentence-transformers, onnxruntime and llama.cpp: a batch of 256 texts, and single queries.
-    Exit code 1: an engine could not be measured.
+    Exit code 1: an engine could not be measured, or weft is not as much faster as the project asks.
     """
     from benchmarks.embeddings import main as run
 
-    if not run(rounds=rounds, home=home, threads=threads, as_json=json):
+    if not run(rounds=rounds, home=home, threads=threads, json_path=json):
         raise typer.Exit(1)
 
 

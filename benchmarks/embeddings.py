@@ -1,7 +1,9 @@
 """`python -m benchmarks embeddings`: vectors of all-MiniLM-L6-v2, weft beside other engines in one run.
 
-The engines take turns in every round, with the same texts: one batch of 256 passages, and single queries. All engines get
-strings and normalise their vectors. The cosine is the lowest against sentence-transformers.
+The engines take turns in every round, in an order that alternates, with the same texts: one batch of 256 passages, and
+single queries. All engines get strings and normalise their vectors. Every round gives one ratio of weft to each peer of
+the same precision; the checks use the worse end of its 95% interval. The cosine is the lowest against
+sentence-transformers.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ import json
 import re
 import statistics
 import subprocess
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,8 @@ from benchmarks.peers_environment import (
 )
 from weft.backends.cpu.embedder import open_embedder
 from weft.backends.cpu.threads import thread_count
-from weft.bench.report import machine, print_json, print_line, print_table
+from weft.bench.ratios import Ratios
+from weft.bench.report import Check, machine, print_checks, print_line, print_table
 from weft.engine.serving import ServingEngine
 from weft.loading.checkpoint import open_checkpoint
 from weft.loading.embedding_files import embedding_spec
@@ -60,28 +63,38 @@ PEERS = {
     "llama.cpp Q8_0": "llama.cpp",
 }
 WEFT: dict[str, Any] = {"weft f32": None, "weft int8": "int8"}
+BARS = (
+    ("weft f32", REFERENCE, 2.0),
+    ("weft int8", "onnxruntime int8", 1.3),
+    ("weft int8", "llama.cpp Q8_0", 1.3),
+)
+"""Each engine of weft, a peer of the same precision, and how many times as fast as it weft must be."""
 _PASSAGES, _QUERIES = 256, 64
+_PAUSE_SECONDS = 0.2
+"""Before an engine is measured: threads of the one before it may still spin."""
 _DOCUMENTS = Path(__file__).parents[1] / "docs"
 
 Embed = Callable[[Sequence[str], bool], tuple[list[float], np.ndarray]]
 """Takes texts, and whether to send them one by one. Returns the seconds of each call, and the vectors."""
 
 
-@dataclass(frozen=True)
-class Speed:
-    engine: str
-    texts_per_second: float
-    """Of the batch: the median of the rounds."""
-    query_ms: float
-    """Of a single query: the median of all."""
-    least_cosine: float
+@dataclass
+class Times:
+    """The seconds of one engine for every round."""
+
+    batch: list[float] = field(default_factory=list)
+    """Of all passages at once."""
+    query: list[float] = field(default_factory=list)
+    """Of a single query: the median of the round."""
+    least_cosine: float = 0.0
 
 
-def main(rounds: int, home: Path | None, threads: int | None, as_json: bool) -> bool:
-    """Returns false if a peer could not be measured."""
+def main(*, rounds: int, home: Path | None, threads: int | None, json_path: Path | None) -> bool:
+    """Returns false if a peer could not be measured, or a bar is missed."""
     count, folder = thread_count(threads), pull("all-MiniLM-L6-v2")
     directory = home or peers_directory()
     passages, queries = _texts()
+    before = machine()
     engines: dict[str, Embed] = {name: _weft(folder, count, quantize) for name, quantize in WEFT.items()}
     drivers = []
     for name, kind in PEERS.items():
@@ -93,15 +106,16 @@ def main(rounds: int, home: Path | None, threads: int | None, as_json: bool) -> 
         except (PeerError, OSError, ValueError) as error:
             print_line(f"{name}: {error}")
     try:
-        speeds = _measure(engines, passages, queries, rounds)
+        times = _measure(engines, passages, queries, rounds)
     finally:
         for driver in drivers:
             driver.close()
-    if as_json:
-        print_json({"speeds": [asdict(speed) for speed in speeds], "rounds": rounds, "machine": machine()})
-    else:
-        _print(speeds, count, rounds)
-    return len(engines) == len(PEERS) + len(WEFT)
+    checks = _checks(times)
+    if json_path is not None:
+        document = {"machine": before, "threads": count, "times": times, "checks": checks}
+        json_path.write_text(json.dumps(document, default=asdict, indent=1))
+    _print(times, checks, f"{before}; {count} threads, {rounds} rounds")
+    return len(engines) == len(PEERS) + len(WEFT) and all(check.is_met for check in checks)
 
 
 def _texts() -> tuple[list[str], list[str]]:
@@ -192,47 +206,51 @@ class _Driver:
             self._process.wait()
 
 
-def _measure(engines: dict[str, Embed], passages: list[str], queries: list[str], rounds: int) -> list[Speed]:
-    batch_seconds: dict[str, list[float]] = {name: [] for name in engines}
-    query_seconds: dict[str, list[float]] = {name: [] for name in engines}
+def _measure(
+    engines: dict[str, Embed], passages: list[str], queries: list[str], rounds: int
+) -> dict[str, Times]:
+    times = {name: Times() for name in engines}
     vectors: dict[str, np.ndarray] = {}
     for embed in engines.values():
         embed(passages, False)
     for number in range(rounds):
-        order = list(engines) if number % 2 == 0 else list(engines)[::-1]
-        for name in order:
+        for name in list(engines) if number % 2 == 0 else list(engines)[::-1]:
+            sleep(_PAUSE_SECONDS)
             seconds, vectors[name] = engines[name](passages, False)
-            batch_seconds[name] += seconds
-            query_seconds[name] += engines[name](queries, True)[0]
+            times[name].batch += seconds
+            times[name].query.append(statistics.median(engines[name](queries, True)[0]))
     reference = vectors.get(REFERENCE, vectors["weft f32"])
-    return [
-        Speed(
-            name,
-            len(passages) / statistics.median(batch_seconds[name]),
-            1e3 * statistics.median(query_seconds[name]),
-            float((vectors[name] * reference).sum(axis=1).min()),
-        )
-        for name in engines
-    ]
+    for name, found in vectors.items():
+        times[name].least_cosine = float((found * reference).sum(axis=1).min())
+    return times
 
 
-def _print(speeds: Sequence[Speed], threads: int, rounds: int) -> None:
-    print_line(machine())
-    by_name = {speed.engine: speed for speed in speeds}
-    base = by_name.get(REFERENCE)
+def _checks(times: Mapping[str, Times]) -> list[Check]:
+    checks = []
+    for ours, peer, bar in BARS:
+        for what in ("batch", "query"):
+            if peer not in times:
+                continue
+            change = Ratios(getattr(times[ours], what), getattr(times[peer], what)).change()
+            ratio, low, high = (1 + value for value in change)
+            measured = f"{ratio:.2f} times [{low:.2f}, {high:.2f}]"
+            checks.append(Check(f"{ours} over {peer}, {what}", measured, f"{bar:g} times", low >= bar))
+    return checks
+
+
+def _print(times: Mapping[str, Times], checks: Sequence[Check], where: str) -> None:
+    print_line(where)
     print_table(
-        f"all-MiniLM-L6-v2, {threads} threads, median of {rounds} rounds",
-        ("engine", f"texts/s, {_PASSAGES} at once", "ms, one query", "lowest cosine", "batch", "query"),
+        f"all-MiniLM-L6-v2, medians of the rounds, {_PASSAGES} passages and {_QUERIES} queries",
+        ("engine", "passages/s, all at once", "ms, one query", "lowest cosine"),
         [
             (
-                speed.engine,
-                f"{speed.texts_per_second:,.0f}",
-                f"{speed.query_ms:.2f}",
-                f"{speed.least_cosine:.5f}",
-                "" if base is None else f"{speed.texts_per_second / base.texts_per_second:.2f} x",
-                "" if base is None else f"{base.query_ms / speed.query_ms:.2f} x",
+                name,
+                f"{_PASSAGES / statistics.median(one.batch):,.0f}",
+                f"{1e3 * statistics.median(one.query):.2f}",
+                f"{one.least_cosine:.5f}",
             )
-            for speed in speeds
+            for name, one in times.items()
         ],
     )
-    print_line("batch, query: speed relative to sentence-transformers f32")
+    print_checks(checks)

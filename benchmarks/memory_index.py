@@ -1,22 +1,33 @@
 """`python -m benchmarks memory-index`: recall, latency, build rate and memory of the index of vector stores.
 
-The vectors are those of real passages if a file has them (`--passages`: Debian's and Python's documentation, embedded
-once and kept), or they come from a generator: clusters with the spectrum of the real ones. Searches go through
+The vectors are those of real passages if a file has them (`--passages`, written by `python -m benchmarks passages`), or
+they come from a generator: clusters with the spectrum of the real ones. Searches go through
 `VectorIndex`, as those of the server do, and are compared with an exact search of the same f16 vectors.
 """
 
 from __future__ import annotations
 
+import json
 import resource
+import subprocess
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.bench.report import machine, print_json, print_table, quantile
+from benchmarks.peers_environment import (
+    PLOT,
+    PeerError,
+    clean_environment,
+    peers_directory,
+    python_of,
+    script,
+)
+from weft.bench.report import machine, print_json, print_line, print_table, quantile
 from weft.errors import InvalidRequestError
 from weft.memory.index_file import open_graph, write_graph
 from weft.memory.vector_index import VectorIndex, base_of, merged
@@ -28,14 +39,16 @@ ASKED = 50
 """The server asks for this many passages, to join them with those found by words."""
 DELTA = 8192
 """Passages that are not in the base: as many as there are before a merge."""
-_CLUSTERS = 2000
-_SPREAD = 1.0
-"""Distance of a vector from its centre, where 1 is the length of the centre."""
-_DECAY = 0.8
-"""Direction k has the variance k ** -_DECAY. With it, the ten largest directions have 30% of the variance, as those of
-500 real passages (docs/lab/2026-11-19-memory.md)."""
-_MEAN = 0.45
-"""The length of the mean of all vectors. The mean of the 500 real vectors has this length."""
+_CLUSTERS = 1000
+_SPREAD = 0.8
+"""The median distance of a vector from its centre, where 1 is the length of the centre."""
+_SPREAD_SIGMA = 0.5
+"""Of the logarithm of that distance: some vectors have very near neighbours, others none."""
+_DECAY = 0.75
+"""Direction k has the variance k ** -_DECAY. With it, the ten largest directions have a quarter of the variance, as those
+of 50,000 real passages (docs/lab/2026-11-19-memory.md)."""
+_MEAN = 0.326
+"""Length of the mean of all vectors, as that of the real ones."""
 _PIECE = 20_000
 
 
@@ -43,6 +56,7 @@ _PIECE = 20_000
 class Measured:
     """The figures for an index of one size."""
 
+    source: str
     vectors: int
     dimensions: int
     recall: float
@@ -56,19 +70,41 @@ class Measured:
     file_mb: float
     memory_mb: float
     """Largest resident memory of the process while it built the index."""
+    search_ms: list[float]
+    """Every search, sorted."""
 
 
 def main(
-    *, size: int, dimensions: int, queries: int, passages: Path | None, threads: int, json: bool
+    *,
+    size: int,
+    dimensions: int,
+    queries: int,
+    passages: Path | None,
+    threads: int,
+    as_json: bool,
+    keep: Path | None,
+    plot: Path | None,
 ) -> None:
     vectors = generated(size + queries, dimensions) if passages is None else stored(passages, size + queries)
-    measured = measure(vectors[:-queries], vectors[-queries:], threads)
-    if json:
-        print_json({"machine": machine(), **asdict(measured)})
-        return
-    source = "generator" if passages is None else passages.name
+    source = "generated" if passages is None else passages.stem
+    measured = measure(source, vectors[:-queries], vectors[-queries:], threads)
+    result = {"machine": machine(), **asdict(measured)}
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        (keep / f"{source}-{size}.json").write_text(json.dumps(result))
+    if as_json:
+        print_json(result)
+    else:
+        _print(measured, queries)
+    if plot is not None:
+        kept = [json.loads(path.read_text()) for path in sorted(keep.glob("*.json"))] if keep else [result]
+        _draw(kept, plot)
+
+
+def _print(measured: Measured, queries: int) -> None:
+    print_line(machine())
     print_table(
-        f"{measured.dimensions} numbers a vector ({source}), {queries} searches, k={RECALL_AT}",
+        f"{measured.dimensions} numbers a vector ({measured.source}), {queries} searches, k={RECALL_AT}",
         (
             "vectors",
             "recall",
@@ -98,6 +134,19 @@ def main(
     )
 
 
+def _draw(results: list[dict[str, Any]], path: Path) -> None:
+    """The times of all searches, as a chart. matplotlib is in an environment of its own, as for `peers`."""
+    home = peers_directory()
+    home.mkdir(parents=True, exist_ok=True)
+    command = (str(python_of(PLOT, home, print_line)), str(script("plot_memory_index")), str(path))
+    done = subprocess.run(
+        command, input=json.dumps(results).encode(), capture_output=True, env=clean_environment()
+    )
+    if done.returncode:
+        stderr = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        raise PeerError(f"the chart could not be drawn: {stderr[-1] if stderr else 'no error output'}")
+
+
 def generated(count: int, dimensions: int, seed: int = 26) -> Vectors:
     """Unit vectors in clusters, with a decaying spectrum, rounded to f16 as in the store."""
     numbers = np.random.default_rng(seed)
@@ -108,7 +157,8 @@ def generated(count: int, dimensions: int, seed: int = 26) -> Vectors:
     for start in range(0, count, _PIECE):
         size = min(_PIECE, count - start)
         around = numbers.standard_normal((size, dimensions)) * scale
-        piece = (centres[numbers.integers(0, _CLUSTERS, size)] + _SPREAD * around) @ rotation
+        spread = _SPREAD * np.exp(_SPREAD_SIGMA * numbers.standard_normal((size, 1)))
+        piece = (centres[numbers.integers(0, _CLUSTERS, size)] + spread * around) @ rotation
         piece /= np.linalg.norm(piece, axis=1, keepdims=True)
         piece = (1 - _MEAN**2) ** 0.5 * piece + _MEAN * rotation[-1]
         piece /= np.linalg.norm(piece, axis=1, keepdims=True)
@@ -124,7 +174,7 @@ def stored(path: Path, count: int) -> Vectors:
     return np.asarray(vectors[:count], np.float32)
 
 
-def measure(vectors: Vectors, queries: Vectors, threads: int) -> Measured:
+def measure(source: str, vectors: Vectors, queries: Vectors, threads: int) -> Measured:
     """Builds the base, maps it from its file, adds a delta, and searches."""
     count, dimensions = vectors.shape
     in_base = max(0, count - DELTA)
@@ -159,6 +209,7 @@ def measure(vectors: Vectors, queries: Vectors, threads: int) -> Measured:
         exact_times.append(1e3 * (time.perf_counter() - began))
         num_right += len(hits_of_query & {int(ids[one]) for one in right})
     return Measured(
+        source,
         count,
         dimensions,
         num_right / (RECALL_AT * len(queries)),
@@ -170,6 +221,7 @@ def measure(vectors: Vectors, queries: Vectors, threads: int) -> Measured:
         in_base / build_seconds,
         file_mb,
         memory,
+        sorted(times),
     )
 
 

@@ -29,6 +29,8 @@ class EmbeddingSpec:
     """Whether each vector is scaled to length 1."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Texts that the model expects before an input: for a "query", for a "document"."""
+    lower_case: bool = False
+    """Inputs are converted to lower case before they are tokenised. Most tokenizers do it themselves, if it is needed."""
     activation: Literal["none", "sigmoid"] = "none"
     """Applied to the score of a reranker."""
     yes_no: tuple[int, int] | None = None

@@ -24,7 +24,18 @@ PAGES = {
     "browser": DOCS / "internals" / "testing.md",
 }
 AGENTS = ROOT / "tests" / "agents"
-PACKAGES = ("openai", "litellm", "langchain-openai", "llm", "instructor", "lm_eval", "cohere")
+PACKAGES = (
+    "openai",
+    "litellm",
+    "langchain-openai",
+    "llama-index-core",
+    "llm",
+    "instructor",
+    "lm_eval",
+    "cohere",
+)
+MEMORY = "memory"
+"""The row of the tests of the memory. They use several of the packages."""
 OFFLINE = ("unshare", "-rn", "sh", "-c", 'ip link set lo up; exec "$@"', "sh")
 """Runs a command in a network namespace with nothing but the loopback device."""
 LINE = re.compile(r"^tests/\w+/test_(\w+)\.py::(.+?) (PASSED|FAILED|ERROR|SKIPPED|X\w+)\b", re.M)
@@ -135,9 +146,10 @@ def results(output: str, version: Callable[[str], str]) -> str:
         (module.removeprefix("client_"), name, outcome) for module, name, outcome in LINE.findall(output)
     ]
     lines = ["| package | version | tests | passed |", "|---|---|---|---|"]
-    for package in PACKAGES:
+    for package in (*PACKAGES, MEMORY):
         of_client = [outcome for client, _, outcome in tests if package.replace("-", "_").startswith(client)]
-        lines.append(f"| {package} | {version(package)} | {len(of_client)} | {of_client.count('PASSED')} |")
+        shown = "" if package == MEMORY else version(package)
+        lines.append(f"| {package} | {shown} | {len(of_client)} | {of_client.count('PASSED')} |")
     return "\n".join([*lines, *_missed(tests)]) + "\n"
 
 

@@ -1,4 +1,5 @@
-"""The memory through clients: LangChain's file search, and LangChain's chain over passages that the server finds."""
+"""The memory through clients: LangChain's file search, and its retrieval chains: over passages that the server finds, and
+over those that LangChain finds with vectors of the server."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import openai
 import pytest
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.runnables import RunnableLambda, RunnablePassthrough
+from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
+from langchain_core.vectorstores import InMemoryVectorStore
 from server_process import MODEL, running_server
 
 from weft.loading.default_model import DEFAULT_EMBEDDER_NAME
@@ -73,11 +75,37 @@ def test_a_retrieval_chain_of_langchain_answers_from_the_passages(memory: Any) -
         assert found[0].filename == "ollama.md"
         return "\n\n".join(one.content[0].text for one in found)
 
-    prompt = ChatPromptTemplate.from_template("{context}\n\nQuestion: {question}")
-    chain = (
-        {"context": RunnableLambda(retrieve), "question": RunnablePassthrough()}
-        | prompt
-        | chat(base_url)
-        | StrOutputParser()
+    assert "11434" in chain(RunnableLambda(retrieve), base_url).invoke(QUESTION)
+
+
+def test_a_retriever_of_langchain_over_vectors_of_the_server_finds_the_right_passage(memory: Any) -> None:
+    _, _, base_url = memory
+    embeddings = langchain_openai.OpenAIEmbeddings(
+        model=DEFAULT_EMBEDDER_NAME,
+        base_url=base_url,
+        api_key="secret",  # type: ignore[arg-type]
+        check_embedding_ctx_length=False,
     )
-    assert "11434" in chain.invoke(QUESTION)
+    passages = [
+        (page, line[:500])
+        for page in PAGES
+        for line in (GUIDE / page).read_text("utf-8").splitlines()
+        if line.strip()
+    ]
+    store = InMemoryVectorStore.from_texts(
+        [text for _, text in passages], embeddings, [{"page": page} for page, _ in passages]
+    )
+    retriever = store.as_retriever(search_kwargs={"k": 1})
+    assert [found.metadata["page"] for found in retriever.invoke(QUESTION)] == ["ollama.md"]
+
+    def joined(found: list[Any]) -> str:
+        return "\n\n".join(one.page_content for one in found)
+
+    assert "11434" in chain(retriever | joined, base_url).invoke(QUESTION)
+
+
+def chain(retriever: Runnable[str, str], base_url: str) -> Any:
+    """Answers a question from the passages that the retriever finds."""
+    prompt = ChatPromptTemplate.from_template("{context}\n\nQuestion: {question}")
+    context = {"context": retriever, "question": RunnablePassthrough()}
+    return context | prompt | chat(base_url) | StrOutputParser()

@@ -14,11 +14,14 @@ gguf = pytest.importorskip("gguf")
 
 NAMES = {
     "Bert": "bert",
+    "Roberta": "bert",
     "XLMRoberta": "bert",
     "ModernBert": "modern-bert",
+    "Qwen2": "qwen2",
     "Qwen3": "qwen3",
     "Gemma3Text": "gemma-embedding",
 }
+DECODERS = ("qwen2", "qwen3", "gemma-embedding")
 POOLING = {"mean": 1, "cls": 2, "last": 3}
 
 _ENCODER_NAMES = {
@@ -30,7 +33,11 @@ _ENCODER_NAMES = {
     "embeddings.norm": "token_embd_norm",
     "final_norm": "output_norm",
     "classifier.dense": "cls",
+    "pooler.dense": "cls",
+    "head.dense": "cls",
+    "head.norm": "cls.norm",
     "classifier.out_proj": "cls.output",
+    "classifier": "cls.output",
 }
 _PARTS = {
     "attention.self.query": "attn_q",
@@ -51,20 +58,23 @@ _PARTS = {
 
 
 def write_text_gguf(case: TextCase, folder: Path, path: Path, quantised: bool = False) -> Path:
-    """`folder` has the model in transformers' format. `quantised`: the matrices are Q8_0."""
+    """`folder` has the model in transformers' format. `quantised`: the matrices are Q8_0.
+
+    The converter of llama.cpp drops the pooler of a reranker, which its score needs. Here it stays.
+    """
     from safetensors.numpy import load_file
 
     config = json.loads((folder / "config.json").read_text())
     name = NAMES[case.family]
     writer = gguf.GGUFWriter(path, name)
-    first = config["pad_token_id"] + 1 if case.family == "XLMRoberta" else 0
+    first = config["pad_token_id"] + 1 if case.family in ("Roberta", "XLMRoberta") else 0
     writer.add_context_length(config["max_position_embeddings"] - first)
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_pooling_type(gguf.PoolingType(POOLING[case.pooling] if case.kind == "embed" else 4))
-    if name in ("qwen3", "gemma-embedding"):
+    if name in DECODERS:
         _write_decoder_sizes(writer, config, name)
     else:
         writer.add_layer_norm_eps(config.get("layer_norm_eps", config.get("norm_eps")))
@@ -81,7 +91,7 @@ def write_text_gguf(case: TextCase, folder: Path, path: Path, quantised: bool = 
     writer.add_token_list(tokens)
     writer.add_sep_token_id(SEPARATOR)
     for tensor_name, array in load_file(folder / "model.safetensors").items():
-        if "pooler" in tensor_name:
+        if "pooler" in tensor_name and case.kind == "embed":
             continue  # the converter leaves it out
         _add(writer, _name(tensor_name, config, name), _values(tensor_name, array, first, name), quantised)
     for index, weight in enumerate(dense_weights(case)):
@@ -99,8 +109,9 @@ def write_text_gguf(case: TextCase, folder: Path, path: Path, quantised: bool = 
 
 def _write_decoder_sizes(writer: Any, config: dict[str, Any], name: str) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
+    if "head_dim" in config:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     parameters = config["rope_parameters"]
     if name == "gemma-embedding":
@@ -113,13 +124,14 @@ def _write_decoder_sizes(writer: Any, config: dict[str, Any], name: str) -> None
 
 def _name(tensor: str, config: dict[str, Any], name: str) -> str:
     base, _, kind = tensor.rpartition(".")
-    if name in ("qwen3", "gemma-embedding"):
+    if name in DECODERS:
         architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
         base = base if base.startswith(("model.", "lm_head")) else f"model.{base}"
         found: str | None = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"]).get_name(base)
         assert found is not None, tensor
         return f"{found}.{kind}"
-    base = base.removeprefix("roberta.")
+    for prefix in ("roberta.", "bert.", "model."):
+        base = base.removeprefix(prefix)
     if base in _ENCODER_NAMES:
         return f"{_ENCODER_NAMES[base]}.{kind}"
     _, _, layer = base.partition("layer.") if "encoder" in base else base.partition("layers.")

@@ -74,9 +74,13 @@ def test_the_kernels_agree_with_transformers_and_batches_change_no_bit(
 GGUF_CASES = [
     "bert, mean",
     "bert, first token",
+    "bert, reranker",
+    "roberta",
     "xlm-roberta",
     "xlm-roberta, reranker",
     "modernbert",
+    "modernbert, reranker",
+    "qwen2",
     "qwen3",
     "qwen3, reranker with yes and no",
     "gemma3",

@@ -146,7 +146,7 @@ def test_prompts_lengths_and_dense_layers_are_read(tmp_path: Path) -> None:
             "1_Pooling__config_dot_json": {"pooling_mode": "mean"},
             "2_Dense__config_dot_json": linear,
             "2_Dense__model_dot_safetensors": weights({"linear.weight": (3, 8)}),
-            "sentence_bert_config_dot_json": {"max_seq_length": 12},
+            "sentence_bert_config_dot_json": {"max_seq_length": 12, "do_lower_case": True},
             "config_sentence_transformers_dot_json": {
                 "prompts": {"query": "q: ", "passage": "p: "},
                 "default_prompt_name": "query",
@@ -155,7 +155,7 @@ def test_prompts_lengths_and_dense_layers_are_read(tmp_path: Path) -> None:
     )
     spec = spec_of(path)
     assert spec is not None
-    assert (spec.dimensions, spec.max_tokens, spec.normalise) == (3, 12, False)
+    assert (spec.dimensions, spec.max_tokens, spec.normalise, spec.lower_case) == (3, 12, False, True)
     assert spec.prompts == {"query": "q: ", "passage": "p: ", "document": "p: ", "default": "q: "}
     [layer] = dense_layers(open_checkpoint(path))
     assert layer.activation == "tanh" and layer.weight.shape == (3, 8)
@@ -222,6 +222,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "prompts that are no texts": (CONFIG, {**POOLED, "config_sentence_transformers_dot_json": {"prompts": {"query": 3}}}, "prompts"),
     "an unknown default prompt": (CONFIG, {**POOLED, "config_sentence_transformers_dot_json": {"default_prompt_name": "x"}}, "default_prompt_name"),
     "a longest input of 0": (CONFIG, {**POOLED, "sentence_bert_config_dot_json": {"max_seq_length": 0}}, "max_seq_length"),
+    "a case that is a number": (CONFIG, {**POOLED, "sentence_bert_config_dot_json": {"do_lower_case": 1}}, "do_lower_case"),
     "a hidden size of text": ({**CONFIG, "hidden_size": "8"}, {}, "config.json: hidden_size"),
     "three labels": ({**CONFIG, "architectures": ["BertForSequenceClassification"], "num_labels": 3}, {}, "num_labels: .*3"),
     "pickled dense weights": (

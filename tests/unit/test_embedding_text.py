@@ -70,6 +70,16 @@ def test_a_text_gets_the_special_tokens_and_the_prompt_of_its_kind(text: Embeddi
     assert text.tokens_of(["sea", ""]) == [[2, 5, 3], [2, 3]]
 
 
+def test_texts_and_prompts_are_in_lower_case_if_the_files_ask_for_it(tmp_path: Path) -> None:
+    cased = bert()
+    cased.normalizer = normalizers.BertNormalizer(lowercase=False)
+    spec = dataclasses.replace(SPEC, prompts={"query": "FIND "})
+    assert EmbeddingText(folder(tmp_path, cased), spec).tokens("SEAS", "query") == [2, 1, 1, 3]
+    lower = EmbeddingText(folder(tmp_path, cased), dataclasses.replace(spec, lower_case=True))
+    assert lower.tokens("SEAS", "query") == [2, 9, 5, 6, 3]
+    assert lower.tokens("[SEP]SEA").count(3) == 1
+
+
 def test_a_default_prompt_is_used_without_a_kind(tmp_path: Path) -> None:
     spec = dataclasses.replace(SPEC, prompts={"default": "find "})
     assert EmbeddingText(folder(tmp_path, bert()), spec).tokens("sea") == [2, 9, 5, 3]

@@ -3,7 +3,7 @@
 modules.json                          the parts of the model, in order, each with a folder
 1_Pooling/config.json                 which rows of the model become the vector
 2_Dense/config.json, model.safetensors    a linear layer after pooling
-sentence_bert_config.json             the longest input
+sentence_bert_config.json             the longest input, and whether inputs are converted to lower case
 config_sentence_transformers.json     texts that the model expects before a query or a document
 config.json                           `...ForSequenceClassification` with one label is a reranker
 GGUF: `pooling_type`                  1 mean, 2 first token, 3 last token, 4 the score of a reranker
@@ -107,7 +107,12 @@ def embedding_spec(checkpoint: Checkpoint) -> EmbeddingSpec | None:
     if modules is None:
         # An encoder without modules.json: the mean of all tokens, as in sentence-transformers.
         return EmbeddingSpec(
-            "embed", "mean", dimensions, _max_tokens(folder, config), prompts=_prompts(folder)
+            "embed",
+            "mean",
+            dimensions,
+            _max_tokens(folder, config),
+            prompts=_prompts(folder),
+            lower_case=_lower_case(folder),
         )
     if modules.pooling is None:
         raise field_error(
@@ -126,6 +131,7 @@ def embedding_spec(checkpoint: Checkpoint) -> EmbeddingSpec | None:
         _max_tokens(folder, config),
         normalise=modules.normalise,
         prompts=prompts,
+        lower_case=_lower_case(folder),
     )
 
 
@@ -373,6 +379,14 @@ def _max_tokens(folder: Path, config: Mapping[str, Any]) -> int:
             folder / "config.json", "max_position_embeddings", f"leaves {positions} positions for tokens"
         )
     return positions
+
+
+def _lower_case(folder: Path) -> bool:
+    path = folder / "sentence_bert_config.json"
+    value = read_json(path).get("do_lower_case", False) if os.path.lexists(path) else False
+    if not isinstance(value, bool):
+        raise field_error(path, "do_lower_case", f"{value!r:.80} is not true or false")
+    return value
 
 
 def _default_positions(config: Mapping[str, Any]) -> int | None:

@@ -44,6 +44,8 @@ class EmbeddingText:
     def __init__(self, checkpoint: Checkpoint, spec: EmbeddingSpec) -> None:
         self.spec = spec
         self.tokenizer = open_tokenizer(checkpoint)
+        if spec.lower_case:
+            self.tokenizer.lower_case()
         self._around_text = self.tokenizer.around(1)
         self._around_pair = self.tokenizer.around(2) if spec.kind == "rerank" else [[], [], []]
         self._asks_yes_or_no = spec.kind == "rerank" and checkpoint.architecture == "qwen3"

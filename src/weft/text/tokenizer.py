@@ -69,6 +69,10 @@ class Tokenizer:
         self._backend = backend
         self._bytes: dict[int, bytes] = {}
 
+    def lower_case(self) -> None:
+        """From now on texts are converted to lower case first. Call it before other threads use the tokenizer."""
+        self._backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), self._backend.normalizer])
+
     def encode(
         self, text: str, *, allow_control: bool = False, add_bos: bool | None = None, mark: str = ""
     ) -> list[int]:
