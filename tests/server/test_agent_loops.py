@@ -9,7 +9,6 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripted"))
 
-from scripted_server import ScriptedServer, wait_for
+from scripted_server import ScriptedServer
 
 ARGUMENTS = {"command": "cat hello.txt", "description": "Reads the file"}
 RESULT = "hello kumquat"
@@ -31,7 +30,6 @@ SCRIPT = {
         {"contains": ["Change the greeting"], "text": "hello.txt\n```\nhello weft\n```\n"},
         {"contains": ["Thank you"], "text": "You are welcome."},
         {"contains": ["As JSON"], "calls": [["json", {"city": "Rome"}]]},
-        {"contains": ["Count"], "text": "one " * 400, "seconds_per_token": 0.05},
     ]
 }
 INSTRUCTIONS = " ".join(f"Rule {number}: read a file before you change it." for number in range(60))
@@ -452,36 +450,6 @@ def test_a_tool_that_must_be_called_gets_the_object(client: httpx.Client) -> Non
     }
     (block,) = client.post("/v1/messages", json=body).json()["content"]
     assert (block["type"], block["name"], block["input"]) == ("tool_use", "json", {"city": "Rome"})
-
-
-def test_a_loop_goes_on_after_a_429_and_an_abort(default_model_path: Path, tmp_path: Path) -> None:
-    """The server takes one request. An agent is refused while another one is answered, until that one is aborted."""
-    server = ScriptedServer(tmp_path, default_model_path, SCRIPT, ("--max-requests", "1"))
-    server.start()
-    try:
-        with httpx.Client(base_url=server.url, timeout=60) as client:
-            for kind in AGENTS:
-                other, agent = kind(), kind()
-                other.say("Count to four hundred")
-                agent.say("Read hello.txt, please.")
-                with client.stream("POST", other.path, content=json.dumps(other.body())) as response:
-                    assert response.status_code == 200
-                    next(response.iter_lines())
-                    refused = client.post(agent.path, content=json.dumps(agent.body()))
-                    assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
-                answer = wait_for(partial(not_refused, client, agent))
-                assert [call["name"] for call in answer.calls] == ["bash"]
-                wait_for(lambda: client.get("/ready").status_code == 200)  # the end of its request
-    finally:
-        server.stop()
-
-
-def not_refused(client: httpx.Client, agent: Any) -> Turn | None:
-    with client.stream("POST", agent.path, content=json.dumps(agent.body())) as response:
-        if response.status_code == 429:
-            return None
-        turn: Turn = agent.read(response)
-    return turn
 
 
 @every_agent
