@@ -64,7 +64,7 @@ class VectorTexts:
         async for part in self._parts(
             kind, texts, client_id, field, truncate=truncate, allows_empty=allows_empty
         ):
-            num_tokens += part.length
+            num_tokens += part.num_tokens
             check_num_tokens(num_tokens, field)
             tokens.append(part.tokens)
         return tokens
