@@ -26,7 +26,7 @@ class PairPart(NamedTuple):
 
     tokens: list[int]
     """At most as many as the model reads."""
-    count: int
+    num_tokens: int
     """Its tokens before that cut."""
 
 
@@ -78,17 +78,19 @@ class EmbeddingText:
 
     def num_pair_tokens(self, query: PairPart, document: PairPart) -> int:
         """The number of tokens of a pair that may be cut."""
-        return min(self.spec.max_tokens, sum(map(len, self._around_pair)) + query.count + document.count)
+        return min(
+            self.spec.max_tokens, sum(map(len, self._around_pair)) + query.num_tokens + document.num_tokens
+        )
 
     def pair(self, query: PairPart, document: PairPart, *, truncate: bool = False) -> list[int]:
         """The tokens of a query and a document, for a reranker."""
         start, between, end = self._around_pair
         room = max(0, self.spec.max_tokens - len(start) - len(between) - len(end))
-        self._check(query.count + document.count - room, truncate)
+        self._check(query.num_tokens + document.num_tokens - room, truncate)
         cut = (
-            [room, max(0, room - query.count)]
+            [room, max(0, room - query.num_tokens)]
             if self._asks_yes_or_no
-            else _cut(query.count, document.count, room)
+            else _cut(query.num_tokens, document.num_tokens, room)
         )
         return _not_empty([*start, *query.tokens[: cut[0]], *between, *document.tokens[: cut[1]], *end])
 

@@ -28,7 +28,7 @@ class TextJob(msgspec.Struct, frozen=True):
 
 
 class TextTokens(msgspec.Struct, frozen=True, tag=True):
-    """The tokens of each text. A part of a pair is cut; its count is that before the cut."""
+    """The tokens of each text. A part of a pair is cut; its `num_tokens` are those before the cut."""
 
     parts: list[PairPart]
 

@@ -54,7 +54,7 @@ class VectorTexts:
         tokens: list[list[int]] = []
         num_tokens = 0
         async for part in self._parts(kind, texts, client_id, field, truncate):
-            num_tokens += part.count
+            num_tokens += part.num_tokens
             check_num_tokens(num_tokens, field)
             tokens.append(part.tokens)
         return tokens
