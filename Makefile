@@ -67,8 +67,9 @@ test: lint
 # parent ignores SIGINT (`trap`, as for a background job of a script). tests/kernels is not included: it always runs
 # every table that the processor supports.
 SAME_BITS := test_in_the_invariant_mode_a_token_has_the_same_bits_in_a_chunk_and_in_decode
-BY_NUMBERS := engine/test_llm.py parity/test_native_program.py parity/test_requests_in_blocks.py triton/test_interpreter.py \
-	triton/test_gpu_attention.py::$(SAME_BITS)
+BY_NUMBERS := engine/test_llm.py engine/test_llm_vectors.py parity/test_native_program.py parity/test_requests_in_blocks.py \
+	parity/test_blocks_in_flow.py parity/test_text_models.py triton/test_interpreter.py \
+	triton/test_gpu_attention.py::$(SAME_BITS) triton/test_tiers_attention.py::$(SAME_BITS)
 # Skipped without AVX, where the real model takes six minutes.
 REAL_MODEL := engine/test_real_model.py engine/test_real_model_drafts.py engine/test_real_model_predictions.py
 BY_CORES_AND_SIGNALS := engine/test_cpu_company.py engine/test_commands.py engine/test_engine_client.py engine/test_serving.py \

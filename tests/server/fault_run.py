@@ -50,6 +50,8 @@ NOTICED_SECONDS = 2.0
 """`/ready` must return 503 within this time after the engine stopped."""
 CLIENTS = 12
 GROWN_MIB = 32.0
+_NOTICE_SECONDS = 10.0
+"""Limit for the time from a fault of the engine to a 503 of `/ready`. On an idle machine it takes 2 s."""
 _RECOVERY_SECONDS = 90.0
 _POLL_SECONDS = 0.05
 _ANSWER_SECONDS = 120.0
@@ -350,6 +352,11 @@ class Run:
                 found.append(f"/health {poll.health} and /ready {poll.ready} without a fault")
             if poll.health not in (200, 0) and any(one.fault is Fault.BRIEF_STOP for one in windows):
                 found.append(f"/health {poll.health} during a brief stop")
+        noticed = self.notice_seconds()
+        for number, window in enumerate(self.windows):
+            seconds = noticed.get(name := f"{number} {window.fault.name}", _NOTICE_SECONDS)
+            if window.fault in SHOWN_BY_HEALTH and seconds >= _NOTICE_SECONDS:
+                found.append(f"{name}: /ready did not return 503 within {_NOTICE_SECONDS:g} s")
         return [f"{line} ({count} times)" if count > 1 else line for line, count in Counter(found).items()]
 
     def notice_seconds(self) -> dict[str, float]:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ if "weft.engine.ipc.process" in " ".join(sys.orig_argv):
         return finish(self, step)
 
     noop.NoopBackend._finish = finish_with_faults
+    while fault.exists() and fault.read_text() == "broken":
+        time.sleep(0.02)
     if fault.exists() and fault.read_text() == "stuck start":
         fault.unlink()
         wait_for_a_lock_that_is_never_released()
@@ -271,6 +274,8 @@ def test_an_engine_whose_steps_all_fail_is_restarted(default_model_path: Path, t
             statuses.append(server.complete().status_code)
             time.sleep(0.05)
         assert statuses[:2] == [500, 500] and len(statuses) < 25
+        # The next engine starts as soon as the fault is gone.
+        assert watched.status("/health") == watched.status("/ready") == 503
         watched.fault.unlink()
         wait_for(lambda: watched.status("/health") == 200 and server.complete().status_code == 200)
         assert server.engine_pid() != engine
@@ -326,7 +331,14 @@ def test_an_engine_that_cannot_start_without_descriptors_is_started_again_later(
         assert server.complete().status_code == 200
         failed = watched.events("engine_restart_failed")
         assert all("Too many open files" in one["message"] for one in failed)
-        assert [one["tries"] for one in failed] == sorted({one["tries"] for one in failed})
+        tries = [one["tries"] for one in failed]
+        assert tries == sorted(set(tries))
+        pauses = [float(one["message"].rpartition("Next try in ")[2].split()[0]) for one in failed]
+        assert 0 < pauses[0] < pauses[1] and pauses == sorted(pauses)
+        times = [datetime.fromisoformat(one["time"]).timestamp() for one in failed]
+        assert all(
+            after - at > pause - 0.01 for at, after, pause in zip(times, times[1:], pauses, strict=False)
+        )
         wait_for(lambda: len(list(Path(f"/proc/{server.process.pid}/fd").iterdir())) <= num_open)
 
 

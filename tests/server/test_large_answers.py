@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from in_process import in_process
+from loop_callbacks import reference_seconds
 from server_process import MESSAGES, NOOP, running_server, wait_for
 from test_server_life import send_request
 
@@ -61,8 +62,10 @@ def test_an_answer_with_many_logprobs_never_blocks_the_event_loop(
             assert reply.status == 200 and len(json.loads(reply.body)["choices"]) == 128
             return longest[0]
 
+    before = reference_seconds()
     seconds = asyncio.run(run())
-    assert seconds < 0.1, "CPU seconds; the whole answer takes several times as long"
+    references = seconds / max(before, reference_seconds())
+    assert references < 6, "the whole answer takes several times as long"
 
 
 def resident(pid: int, name: str = "VmRSS") -> float:

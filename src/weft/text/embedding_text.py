@@ -90,7 +90,9 @@ class EmbeddingText:
 
     def num_pair_tokens(self, query: PairPart, document: PairPart) -> int:
         """The number of tokens of a pair that may be cut."""
-        return min(self.spec.max_tokens, sum(map(len, self._around_pair)) + query.num_tokens + document.num_tokens)
+        return min(
+            self.spec.max_tokens, sum(map(len, self._around_pair)) + query.num_tokens + document.num_tokens
+        )
 
     def pair(self, query: PairPart, document: PairPart, *, truncate: bool = False) -> list[int]:
         """The tokens of a query and a document, for a reranker."""

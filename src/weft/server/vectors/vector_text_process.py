@@ -32,7 +32,7 @@ class VectorTextJob(msgspec.Struct, frozen=True):
 
 
 class VectorTextTokens(msgspec.Struct, frozen=True, tag=True):
-    """The tokens of each text. A part of a pair is cut; its length is that before the cut."""
+    """The tokens of each text. A part of a pair is cut; its `num_tokens` are those before the cut."""
 
     parts: list[PairPart]
 
