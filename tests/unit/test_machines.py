@@ -19,7 +19,7 @@ NOT_LISTED = {
     "parity/test_default_embedder.py": "a minute of the real model; parity/test_text_models.py tests the same on small models",
     "parity/test_two_tier_program.py": EVERY_TABLE,
     "server/test_embeddings.py": "parity/test_text_models.py tests the same without a server",
-    "triton/test_card_linear.py": IN_THE_INTERPRETER,
+    "triton/test_gpu_linear.py": IN_THE_INTERPRETER,
     "triton/test_mixture.py": IN_THE_INTERPRETER,
     "triton/test_program_batches.py": IN_THE_INTERPRETER,
     "triton/test_sampling.py": "noise is integer arithmetic",
