@@ -53,7 +53,7 @@ def test_errors_have_the_exception_classes_of_the_package(client: Any, base_url:
         client.chat.completions.create(model=model, messages=QUESTION, temperature=-1)
     assert bad.value.param == "temperature"
     with openai.OpenAI(base_url=base_url, api_key="once", max_retries=0) as limited:
-        assert [one.id for one in limited.models.list()] == [model]
+        assert model in [one.id for one in limited.models.list()]
         limited.completions.create(model=model, prompt="x", max_tokens=1)
         with pytest.raises(openai.RateLimitError) as late:
             limited.completions.create(model=model, prompt="x", max_tokens=1)
