@@ -79,9 +79,7 @@ def test_cpu_options_make_auto_choose_the_cpu_and_are_rejected_with_cuda(gpu: py
 
 
 def test_an_unknown_device_is_rejected_with_the_list_of_devices() -> None:
-    with pytest.raises(
-        InvalidRequestError, match="'tpu'; allowed: auto, cpu, cuda, noop"
-    ):
+    with pytest.raises(InvalidRequestError, match="'tpu'; allowed: auto, cpu, cuda, noop"):
         registry.chosen("tpu", {})
 
 
