@@ -111,7 +111,7 @@ async def _in_process(
     if "scheduler" in settings:
         settings["engine"] = ServingEngineConfig(SchedulerConfig(**settings.pop("scheduler")))
     chosen = ServerSettings(str(model_path), (MODEL,), **settings)
-    engine = EngineClient(settings.get("backend", "noop"), options, chosen.engine)
+    engine = EngineClient(settings.get("backend", "noop"), options, chosen.engine, coalesce=chosen.coalesce)
     await engine.start()
     server = ServerApp(chosen, text, checkpoint.generation, engine, ServerLog("off"), formats)
     application = InProcess(server)
