@@ -138,6 +138,7 @@ def test_a_late_reader_gets_all_earlier_tokens_first(monkeypatch: pytest.MonkeyP
         late = await submit(engine)
         assert late.is_readable and late.arrived.is_set() and late.num_tokens == 4
         assert read(late) == prefix(request(), 4)
+        seen += read(first)
         later = await submit(engine)
         for _ in range(4):
             engine.step()
@@ -151,15 +152,16 @@ def test_a_late_reader_gets_all_earlier_tokens_first(monkeypatch: pytest.MonkeyP
 def test_with_logprobs_only_requests_before_the_first_token_join(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(engine: ScriptedEngine) -> None:
         one = request(logprobs=1)
-        answers = [await submit(engine, one), await submit(engine, one)]
-        engine.step()
-        late = [await submit(engine, one), await submit(engine, one)]
-        for _ in range(8):
+        answers = []
+        for number in (1, 2, 2):
+            answers += [await submit(engine, one) for _ in range(number)]
             engine.step()
-        for answer in answers + late:
+        for _ in range(7):
+            engine.step()
+        for answer in answers:
             outputs = answer.take()
             assert tokens(outputs) == prefix(one, 8) and {output.logprob for output in outputs} == {-1.0}
-        assert engine.num_computed == 16, "two sequences with two readers each"
+        assert engine.num_computed == 24, "one sequence for each group"
 
     with_scripted_engine(monkeypatch, test)
 
@@ -311,7 +313,9 @@ def test_no_request_joins_a_sequence_whose_deadline_is_near(monkeypatch: pytest.
         await engine.pass_time(1.0)
         engine.step()
         assert first.result is not None and second.result is None
-        assert not engine.messages(wire.DropDeadline) and len(engine.messages(wire.Submit)) == 2
+        third = await submit(engine)
+        assert not engine.messages(wire.Cancel) and len(engine.messages(wire.Submit)) == 2
+        assert third.handle == second.handle, "the end of the first left the second open"
 
     with_scripted_engine(monkeypatch, test)
 
@@ -452,6 +456,23 @@ def test_the_result_of_a_later_request_has_its_own_times_and_metadata(
             assert measured == pytest.approx(expected), number
             assert result.metadata == ({"number": number} if number else {})  # the script returns none
             assert result.cached_token_count == (48 if number else 0)
+
+    with_scripted_engine(monkeypatch, test)
+
+
+def test_the_result_of_an_answer_that_ends_early_has_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(engine: ScriptedEngine) -> None:
+        first = await submit(engine)
+        await engine.pass_time(2.0)
+        engine.step()
+        await engine.pass_time(1.0)
+        late = await submit(engine)
+        await engine.pass_time(3.0)
+        for answer, expected in ((first, (2.0, 4.0, 2.0)), (late, (0.0, 3.0, 0.0))):
+            answer.cancel()
+            result = answer.result
+            assert result is not None and result.prompt_token_count == 49 and result.error is None
+            assert (result.prefill_time, result.decode_time, result.time_to_first_token) == expected
 
     with_scripted_engine(monkeypatch, test)
 
