@@ -184,12 +184,14 @@ def test_55_requests_that_differ_are_computed_each(server: Server, other: dict[s
 def test_55_keys_share_only_where_they_share_a_cache_salt(default_model_path: Path) -> None:
     keys = [api_key("a"), api_key("b"), api_key("c", cache_salt="team"), api_key("d", cache_salt="team")]
     headers = {"authorization": "Bearer a"}
+    streams: list[Stream] = []
     with (
         running_server(default_model_path, backend_options=SLOW, api_keys=keys, headers=headers) as server,
         ExitStack() as stack,
     ):
         for key, running, shared in (("a", 1, 0), ("b", 2, 0), ("c", 3, 0), ("d", 3, 1), ("a", 3, 2)):
-            Stream(server, stack, key).read(10)
+            streams.append(Stream(server, stack, key))
+            streams[-1].read(10)
             assert server.metrics("num_requests_running", "requests_coalesced_total") == [running, shared]
 
 
@@ -198,7 +200,8 @@ def test_55_coalescing_can_be_switched_off(default_model_path: Path) -> None:
         running_server(default_model_path, backend_options=SLOW, coalesce=False) as server,
         ExitStack() as stack,
     ):
-        assert Stream(server, stack).read(80) == Stream(server, stack).read(80)
+        streams = [Stream(server, stack) for _ in range(2)]
+        assert streams[0].read(80) == streams[1].read(80)
         assert server.metrics("num_requests_running", "requests_coalesced_total") == [2, 0]
 
 
