@@ -11,7 +11,9 @@ import asyncio
 import time
 from collections.abc import Sequence
 from statistics import median
+from typing import Any
 
+from weft.bench.overhead import NOOP_STEP_SECONDS
 from weft.bench.ratios import Ratios
 from weft.bench.report import Check, machine, print_checks, print_json, print_line, print_table
 from weft.config import PriorityPolicy, SchedulerConfig, ServingEngineConfig
@@ -73,17 +75,20 @@ async def _measure(
 ) -> dict[str, tuple[list[Round], list[Round]]]:
     path = str(pull("default"))
     tokenizer = open_tokenizer(open_checkpoint(path))
-    options = {"vocabulary_size": tokenizer.vocabulary_size} if backend == "noop" else {"checkpoint": path}
+    options: dict[str, Any] = {"checkpoint": path}
+    if backend == "noop":
+        options = {"vocabulary_size": tokenizer.vocabulary_size, "seconds_per_step": NOOP_STEP_SECONDS}
     scheduler = SchedulerConfig(policy=PriorityPolicy.ADAPTIVE, max_learned_bytes=0)
     config = ServingEngineConfig(scheduler)
     engines = [EngineClient(backend, options, config, coalesce=each) for each in (False, True)]
     params = SamplingParams(temperature=0, seed=1, max_tokens=tokens, ignore_eos=True)
-    found: dict[str, tuple[list[Round], list[Round]]] = {"equal": ([], []), "different": ([], [])}
+    found: dict[str, tuple[list[Round], list[Round]]] = {"different": ([], []), "equal": ([], [])}
     number = 0
     try:
         await asyncio.gather(*(engine.start() for engine in engines))
-        for one in range(rounds + 1):  # the first is not counted
-            for name, measured in found.items():
+        # Different requests come first: until then both engines have computed the same, and used as much memory.
+        for name, measured in found.items():
+            for one in range(rounds + 1):  # the first is not counted
                 texts = [f"{number + index * (name != 'equal')}. {_TEXT}" for index in range(requests)]
                 number += requests
                 prompts = [tuple(tokenizer.encode(text)) for text in texts]
