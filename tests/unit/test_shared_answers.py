@@ -25,6 +25,9 @@ from weft.request import (
     RequestState,
     SamplingParams,
 )
+from weft.server.admission.active_requests import ActiveRequests
+from weft.server.metrics import ServerMetrics
+from weft.server.settings import ServerSettings
 
 PROMPT = tuple(range(1, 50))
 
@@ -484,6 +487,9 @@ def test_idle_followers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         await submit(engine)
         await submit(engine)
         assert shared.num_idle_followers == 3 and engine.client.num_unfinished == 2
+        active_requests = ActiveRequests(ServerSettings(), engine.client, ServerMetrics("m"), lambda: 0.0)
+        active_requests._idle_answers.num_answers = len(answers)
+        assert active_requests._count_answers() == (1, 1), "the gate counts the interactive sequence only"
         answers[0].cancel()
         assert shared.num_idle_followers == 2
         for _ in range(8):

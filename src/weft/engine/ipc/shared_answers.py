@@ -36,6 +36,22 @@ _LEAST_SECONDS = 1.0
 """No request joins a sequence whose deadline passes sooner: the message that drops the deadline could come too late."""
 
 
+class _Key:
+    """What identical requests have in common. Prompts are long, so its hash is computed once."""
+
+    __slots__ = ("_content", "_hash")
+
+    def __init__(self, *content: object) -> None:
+        self._content = content
+        self._hash = hash(content)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._content == other._content
+
+
 @dataclass(slots=True, eq=False)
 class _Reader:
     """One of the requests that share a sequence."""
@@ -51,7 +67,7 @@ class _Reader:
 class SharedAnswer:
     """One sequence and its readers. It takes outputs as a `RemoteAnswer` does, and gives them to all readers."""
 
-    def __init__(self, owner: SharedAnswers, key: object, first: _Reader) -> None:
+    def __init__(self, owner: SharedAnswers, key: _Key, first: _Reader) -> None:
         self.key = key
         self.handle = first.answer.handle
         self.request_id = first.answer.request_id
@@ -175,7 +191,7 @@ class SharedAnswers:
         self._coalesce = coalesce
         self._config = config
         self._block_size = 1
-        self._by_key: dict[object, SharedAnswer] = {}
+        self._by_key: dict[_Key, SharedAnswer] = {}
         """Those that requests may join."""
         self._by_handle: dict[int, SharedAnswer] = {}
         """Those whose sequence has not ended."""
@@ -189,13 +205,13 @@ class SharedAnswers:
         """Answers of idle work that have no sequence of their own."""
         return sum(max(0, len(one.readers) - 1) for one in self._by_handle.values() if one.is_idle_work)
 
-    def key_of(self, request: InferenceRequest) -> object | None:
+    def key_of(self, request: InferenceRequest) -> _Key | None:
         """What identical requests have in common; None if this one shares no sequence."""
         params = request.params
         is_determined = params.temperature == 0 or params.seed is not None
         if not self.is_on or not is_determined or params.n != 1 or params.prompt_logprobs is not None:
             return None
-        return (
+        return _Key(
             request.prompt,
             wire.encode(params),
             request.cache_salt,
@@ -208,12 +224,12 @@ class SharedAnswers:
             request.prediction,
         )
 
-    def find(self, key: object | None, request_id: RequestId) -> SharedAnswer | None:
+    def find(self, key: _Key | None, request_id: RequestId) -> SharedAnswer | None:
         """The sequence that a request with this key and id may join."""
         shared = None if key is None else self._by_key.get(key)
         return shared if shared is not None and shared.may_join(request_id) else None
 
-    def open(self, key: object, answer: RemoteAnswer, request: InferenceRequest, waited: float) -> None:
+    def open(self, key: _Key, answer: RemoteAnswer, request: InferenceRequest, waited: float) -> None:
         """Lets later requests join a sequence that was just submitted."""
         shared = SharedAnswer(self, key, self._reader(answer, request, waited))
         self._by_key[key] = self._by_handle[answer.handle] = shared
