@@ -66,6 +66,24 @@ def idle_work(
     )
 
 
+@app.command("coalescing")
+def coalescing(
+    backend: Annotated[str, typer.Option(metavar="NAME", help="cpu or noop.")] = "cpu",
+    requests: Annotated[int, typer.Option(min=2, metavar="N", help="Requests within 100 ms.")] = 64,
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of an answer.")] = 48,
+    rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Rounds; the order changes.")] = 10,
+    json: AsJson = False,
+) -> None:
+    """Compare identical requests that are computed once with the same requests computed each.
+
+    Time and computed tokens, and what different requests pay. Exit code 1: a check is not met.
+    """
+    from benchmarks.coalescing import main as run
+
+    if not run(backend=backend, requests=requests, tokens=tokens, rounds=rounds, json=json):
+        raise typer.Exit(1)
+
+
 @app.command("apis")
 def apis(
     backend: Annotated[str, typer.Option(metavar="NAME", help="noop or cpu.")] = "noop",

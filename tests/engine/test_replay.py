@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from weft.backends.noop import NoopBackend
 from weft.cli.main import app
+from weft.clock import VirtualClock
 from weft.config import (
     KvCachePoolConfig,
     PreemptionMode,
@@ -67,6 +68,23 @@ def test_other_runs_replay_too(tmp_path: Path, seed: int, mode: PreemptionMode) 
         path, seed, preemption=mode, policy=list(PriorityPolicy)[seed % 4], prefer_pure_decode=seed == 3
     )
     assert replay(str(path)).requests == sum(engine._metrics.ended.values())
+
+
+def test_a_run_with_a_dropped_deadline_replays(tmp_path: Path) -> None:
+    path, clock = tmp_path / "run.jsonl", VirtualClock()
+    config = ServingEngineConfig(cache=KvCachePoolConfig(200, 16), log_path=str(path))
+    engine = ServingEngine(NoopBackend(), config, clock=clock, seed=1)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    ids = [engine.submit(InferenceRequest((one, 2, 3), params, deadline=5.0)) for one in range(2)]
+    engine.run_iteration()
+    assert engine.drop_deadline(ids[0])
+    clock.advance(6.0)
+    engine.run_until_idle()
+    engine.stop()
+    results = [engine.get_result(one) for one in ids]
+    assert [one and one.state for one in results] == [RequestState.COMPLETED, RequestState.CANCELLED]
+    report = replay(str(path))
+    assert (report.requests, report.is_cut) == (2, False) and report.tokens >= 40
 
 
 @pytest.mark.parametrize("seed", [14, 36])

@@ -590,6 +590,22 @@ def test_the_request_timeout_is_the_deadline_of_requests_without_one() -> None:
     assert result is not None and result.state is RequestState.COMPLETED
 
 
+def test_a_request_whose_deadline_was_dropped_completes_and_another_expires_on_time() -> None:
+    clock = VirtualClock()
+    engine = make_engine(clock=clock)
+    dropped = engine.submit(request(max_tokens=500, deadline=5.0))
+    other = engine.submit(request(max_tokens=500, family=1, deadline=5.5))
+    engine.run_iteration()
+    assert engine.drop_deadline(dropped) and not engine.drop_deadline(RequestId("unknown"))
+    clock.advance(6.0)
+    engine.run_iteration()
+    assert engine.is_complete(other) and not engine.is_complete(dropped)
+    engine.run_until_idle()
+    result = engine.get_result(dropped)
+    assert result is not None and result.state is RequestState.COMPLETED
+    assert not engine.drop_deadline(dropped)
+
+
 def test_a_deadline_ends_a_waiting_request_while_the_loop_is_busy() -> None:
     with make_engine(scheduler={"max_running": 1}) as engine:
         busy = engine.submit(request(max_tokens=4000))

@@ -121,7 +121,7 @@ async def _in_process(
         settings["engine"] = ServingEngineConfig(SchedulerConfig(**settings.pop("scheduler")))
     vector_models = msgspec.convert(settings.pop("vector_models", ()), tuple[VectorModelFiles, ...])
     chosen = ServerSettings(str(model_path), (MODEL,), **settings)
-    engine = EngineClient(settings.get("backend", "noop"), options, chosen.engine)
+    engine = EngineClient(settings.get("backend", "noop"), options, chosen.engine, coalesce=chosen.coalesce)
     await engine.start()
     opened = [await _opened(one) for one in vector_models]
     models = ModelRegistry(chosen, engine, opened)

@@ -175,6 +175,7 @@ class NoopBackend:
             fixed_cost_rows=self._fixed_cost_rows,
             extra_rows_are_cheap=self._extra_rows_are_cheap,
             vector_size=self._vector_size,
+            answers_are_exact=not self._vector_size,
         )
         return self.info
 

@@ -127,6 +127,12 @@ class _RecordingScheduler(ContinuousBatchScheduler):
             self._write("finish", id=request_id, num_tokens=num_tokens)
         return done
 
+    def drop_deadline(self, request_id: RequestId) -> bool:
+        done = super().drop_deadline(request_id)
+        if done:
+            self._write("drop_deadline", id=request_id)
+        return done
+
     def fail_request(self, request_id: RequestId, failure: Failure) -> bool:
         done = super().fail_request(request_id, failure)
         if done:
@@ -310,6 +316,8 @@ def _replay_event(
         scheduler.cancel(RequestId(event["id"]), event["reason"])
     elif kind == "finish":
         scheduler.finish(RequestId(event["id"]), event["num_tokens"])
+    elif kind == "drop_deadline":
+        scheduler.drop_deadline(RequestId(event["id"]))
     elif kind == "fail_request":
         scheduler.fail_request(RequestId(event["id"]), _failure_from(event["failure"]))
     elif kind == "plan":

@@ -243,6 +243,11 @@ class ServingEngine:
                 self._changed.notify_all()
         return finished
 
+    def drop_deadline(self, request_id: RequestId) -> bool:
+        """Removes the deadline of a request. The caller cancels the request instead. Returns False if it had ended already."""
+        with self._lock:
+            return self.scheduler.drop_deadline(request_id)
+
     def is_complete(self, request_id: RequestId) -> bool:
         """Whether a submitted request has ended. Its result may be dropped already (`max_kept_results`). True also for
         an id that was never submitted: ids of dropped results are not kept."""

@@ -9,7 +9,8 @@ from weft.scheduling.sequence import Sequence
 
 
 class Deadlines:
-    """A heap by deadline. A sequence that ended stays in it until its deadline, or until the heap is rebuilt."""
+    """A heap by deadline. A sequence that ended, or whose deadline was dropped, stays in it until its deadline, or until
+    the heap is rebuilt."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Sequence]] = []
@@ -24,7 +25,9 @@ class Deadlines:
     def take_expired(self, now: float) -> Iterator[Sequence]:
         """Removes and yields the sequences whose deadline has passed. Some of them may have ended already."""
         while self._heap and self._heap[0][0] <= now:
-            yield heapq.heappop(self._heap)[2]
+            sequence = heapq.heappop(self._heap)[2]
+            if sequence.deadline_at is not None:
+                yield sequence
 
     def compact(self, num_active: int) -> None:
         """Drops the sequences that ended, once they are the large majority."""

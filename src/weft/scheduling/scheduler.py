@@ -209,6 +209,13 @@ class ContinuousBatchScheduler:
             self._planner.speculation.keep(sequence)
         return has_ended
 
+    def drop_deadline(self, request_id: RequestId) -> bool:
+        """Removes the deadline of a request. False: it has ended already."""
+        sequence = self.sequences.get(request_id)
+        if sequence is not None:
+            sequence.deadline_at = None
+        return sequence is not None
+
     def fail_request(self, request_id: RequestId, failure: Failure) -> bool:
         """Ends a request with an error from outside the steps. False: it has ended already."""
         return self._reports.end(self.sequences.get(request_id), failure)

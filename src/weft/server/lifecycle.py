@@ -151,6 +151,7 @@ class _ServerRun:
             settings.backend_options,
             settings.engine,
             stall_seconds=settings.stall_seconds,
+            coalesce=settings.coalesce,
             log=log.event,
             launched=launched,
         )

@@ -134,6 +134,12 @@ class ServerMetrics:
         self._lost_traces = _MirroredCounter(
             self._own(Counter, "traces_lost", "Traces that the collector did not accept, or not fast enough.")
         )
+        self._coalesced_requests = _MirroredCounter(
+            counter("requests_coalesced", "Requests that joined an identical one in flight.")
+        )
+        self._coalesced_tokens = _MirroredCounter(
+            counter("tokens_coalesced", "Tokens that such requests got without a computation of their own.")
+        )
         self.count_lost_traces: Callable[[], int] = lambda: 0
         self._own(Gauge, "start_time_seconds", "When the server started, in seconds since 1970.").set(
             time.time()
@@ -311,6 +317,8 @@ class ServerMetrics:
         """The exposition for `key`. Only a key with admin = true sees the usage of other keys. `vector_engines` are the
         other engines, by the names of their models."""
         self._lost_traces.set(self.count_lost_traces())
+        self._coalesced_requests.set(engine.shared_answers.num_requests)
+        self._coalesced_tokens.set(engine.shared_answers.num_tokens)
         num_held = self.count_held()
         self._held.set(num_held)
         for name in vector_engines:

@@ -128,6 +128,9 @@ class ServerSettings:
     """After a SIGTERM, active requests may run this long."""
     stall_seconds: Annotated[float, Range(1, 1_000_000)] = 120.0
     """An engine process without progress for this long is restarted. Its requests get an error."""
+    coalesce: bool | None = None
+    """Identical requests in flight are computed once: greedy or seeded ones with the same cache salt. Not set: where no
+    answer depends on the batch (on a CPU, and on a GPU in the batch-invariant mode)."""
     max_body_bytes: AtLeastOne = 16 << 20
     """Largest body of one request."""
     max_buffered_bytes: AtLeastOne = 256 << 20

@@ -195,6 +195,7 @@ class CpuBackend:
             # No draft tokens with numpy: there the logits of a row depend on the other rows, so draft tokens would
             # change answers.
             fixed_cost_rows=0.0 if self._pool is None else _FIXED_COST_ROWS,
+            answers_are_exact=self._pool is not None,
         )
 
     def check_grammar(self, grammar: Grammar) -> None:

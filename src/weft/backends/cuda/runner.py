@@ -169,6 +169,7 @@ class CudaBackend:
             weight_bytes=self._decoder.weight_bytes,
             device=device.description,
             extra_rows_are_cheap=True,
+            answers_are_exact=self._invariant,
         )
 
     # --- steps --------------------------------------------------------------------------------------------------------

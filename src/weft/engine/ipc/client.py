@@ -17,7 +17,8 @@ from weft.engine.ipc.connection import Connection
 from weft.engine.ipc.launch import LaunchedEngine, launch_engine
 from weft.engine.ipc.liveness import state_of
 from weft.engine.ipc.process_watch import WatchedProcess
-from weft.engine.ipc.remote_answer import RemoteAnswer
+from weft.engine.ipc.remote_answer import LateAnswer, RemoteAnswer
+from weft.engine.ipc.shared_answers import SharedAnswer, SharedAnswers
 from weft.engine.request_ids import new_request_id
 from weft.errors import EngineStoppedError, WeftError
 from weft.live import LiveInfo
@@ -54,13 +55,15 @@ class EngineClient:
         config: ServingEngineConfig,
         *,
         stall_seconds: float = 120.0,
+        coalesce: bool | None = False,
         log: Callable[..., object] = lambda name, message, level="info", **fields: None,
         launched: LaunchedEngine | None = None,
         new_id: Callable[[], RequestId] = new_request_id,
     ) -> None:
         """A process that makes no progress for `stall_seconds` is replaced. `log` gets the name, message, level and
         fields of each event. `launched` is a process that was already started with the same arguments; it is used
-        first. `new_id` makes the ids of requests that have none."""
+        first. `new_id` makes the ids of requests that have none. `coalesce`: identical requests in flight share one
+        sequence (`SharedAnswers`); None: where that changes no answer."""
         self.state = EngineState.STOPPED
         self.info: BackendInfo | None = None
         self.max_sequence_length = 0
@@ -76,8 +79,9 @@ class EngineClient:
         self._stall_seconds = stall_seconds
         self._log = log
         self.new_id = new_id
-        self._answers: dict[int, RemoteAnswer] = {}
-        """Unfinished answers, by handle."""
+        self._answers: dict[int, RemoteAnswer | SharedAnswer] = {}
+        """Unfinished answers, by handle. Several answers to identical requests are one `SharedAnswer`."""
+        self.shared_answers = SharedAnswers(self._answers, self._send, coalesce, config)
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[Any]] = {}
         """By the number of the message that asks."""
@@ -132,11 +136,14 @@ class EngineClient:
         indices = range(request.params.n) if indices is None else indices
         if not request.request_id:
             request = request.replaced(request_id=self.new_id())
+        shared_answers = self.shared_answers
+        key = shared_answers.key_of(request)
+        shared = shared_answers.find(key, request.request_id)
         answers = [
-            RemoteAnswer(
+            (RemoteAnswer if shared is None else LateAnswer)(
                 self,
                 request.answer_id(index),
-                next(self._numbers),
+                next(self._numbers) if shared is None else shared.handle,
                 None if is_unbounded else self._capacity,
                 arrived or asyncio.Event(),
                 len(request.prompt),
@@ -145,10 +152,15 @@ class EngineClient:
             )
             for index in indices
         ]
+        if shared is not None:
+            shared_answers.join(shared, answers[0], request, waited)
+            return answers
         handles = tuple(answer.handle for answer in answers)
         self._send(wire.Submit.of(handles, request, indices.start, waited))
         # After sending: if the request cannot be encoded, `_send` raises, and its answers must not stay in `_answers`.
         self._answers.update(zip(handles, answers, strict=True))
+        if key is not None:
+            shared_answers.open(key, answers[0], request, waited)
         assert self._connection is not None
         try:
             await self._connection.drain()
@@ -315,7 +327,10 @@ class EngineClient:
 
     def _cancel(self, answer: RemoteAnswer, reason: str | None) -> None:
         if answer.handle in self._answers:
-            self._send(wire.Cancel(answer.request_id, answer.handle, reason))
+            self.shared_answers.cancel(answer, reason)
+
+    def _finish(self, answer: RemoteAnswer, num_tokens: int) -> None:
+        self.shared_answers.finish(answer, num_tokens)
 
     def _take(self, message: wire.FromEngine) -> None:
         if isinstance(message, wire.StepReport):
@@ -326,10 +341,13 @@ class EngineClient:
             if self._running is not None:
                 self._running.liveness.on_heartbeat(message)
         elif isinstance(message, wire.PromptLogprobs):
-            self._answers[message.handle].put_prompt_logprobs(message.encoded)
+            answer = self._answers[message.handle]
+            assert isinstance(answer, RemoteAnswer), "requests with prompt_logprobs share no sequence"
+            answer.put_prompt_logprobs(message.encoded)
         elif isinstance(message, wire.Refused):
             for handle in message.handles:
                 self._answers.pop(handle).fail(_refusal(message))
+                self.shared_answers.close(handle)
             self.on_progress()
         elif isinstance(message, wire.Metrics):
             self._reply(message.number, message.metrics)
@@ -338,6 +356,7 @@ class EngineClient:
         elif isinstance(message, wire.Ready):
             self.info, self.max_sequence_length = message.info, message.max_sequence_length
             self.live_info = message.live
+            self.shared_answers.on_ready(message.info)
             self.state = EngineState.READY
             self.on_progress()
         elif isinstance(message, wire.Warned):
@@ -364,8 +383,9 @@ class EngineClient:
             answer = answers[output.handle]
             has_first_token = answer.put(output) or has_first_token
             if output.finish_reason is not None:
-                answer.result = next(results)
+                answer.end(next(results))
                 del answers[output.handle]
+                self.shared_answers.close(output.handle)
         if has_first_token or step.ended:
             self.on_progress()
 
@@ -374,6 +394,7 @@ class EngineClient:
         self._answers.clear()
         for answer in answers:
             answer.fail(error)
+        self.shared_answers.clear()
         for future in self._replies.values():
             if not future.done():
                 future.set_exception(error)

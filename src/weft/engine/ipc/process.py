@@ -64,7 +64,7 @@ class EngineProcess:
         self._outbox = Outbox(connection)
         self._handles: dict[RequestId, int] = {}
         """The client's handles of unfinished answers. An answer has its handle before the engine gets its request."""
-        self._compiling: dict[int, list[wire.Cancel | wire.Finish]] = {}
+        self._compiling: dict[int, list[wire.Cancel | wire.Finish | wire.DropDeadline]] = {}
         """Handle of an answer with a grammar that is not submitted yet -> messages to handle after its submission."""
         self._to_compile = CompileQueue()
         """Of the requests in `_compiling`, those whose compilation has not started."""
@@ -150,9 +150,9 @@ class EngineProcess:
                     self._compiling.update((handle, []) for handle in message.handles)
                     self._to_compile.add(message, request)
                 self._compilers.submit(self._compile_next)
-        elif isinstance(message, wire.Cancel | wire.Finish):
-            if isinstance(message, wire.Finish) or not self._drop(message.handle):
-                self._end_answer(message)
+        elif isinstance(message, wire.Cancel | wire.Finish | wire.DropDeadline):
+            if not isinstance(message, wire.Cancel) or not self._drop(message.handle):
+                self._change(message)
         elif isinstance(message, wire.GetMetrics):
             self._outbox.send(wire.Metrics(message.number, self._engine.metrics()))
         elif isinstance(message, wire.GetLive):
@@ -166,8 +166,8 @@ class EngineProcess:
         frame = msgspec.json.encode(self._engine.live_frame())
         self._outbox.send(wire.Live(number, frame, time.thread_time() - began))
 
-    def _end_answer(self, message: wire.Cancel | wire.Finish) -> None:
-        """Ends an answer: now, or once it is submitted. Does nothing if it has ended."""
+    def _change(self, message: wire.Cancel | wire.Finish | wire.DropDeadline) -> None:
+        """Ends an answer or drops its deadline: now, or once it is submitted. Does nothing if it has ended."""
         with self._lock:
             if message.handle in self._compiling:
                 self._compiling[message.handle].append(message)
@@ -176,6 +176,8 @@ class EngineProcess:
             return
         if isinstance(message, wire.Cancel):
             self._engine.cancel(message.request_id, message.reason)
+        elif isinstance(message, wire.DropDeadline):
+            self._engine.drop_deadline(message.request_id)
         else:
             self._engine.finish(message.request_id, message.num_tokens)
 
@@ -207,7 +209,7 @@ class EngineProcess:
         with self._lock:
             deferred = [one for handle in message.handles for one in self._compiling.pop(handle)]
         for one in deferred:
-            self._end_answer(one)
+            self._change(one)
 
     def _submit(self, message: wire.Submit, request: InferenceRequest) -> None:
         try:

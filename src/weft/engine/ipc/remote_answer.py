@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -49,6 +51,10 @@ class RemoteAnswer:
         """Set before the final output can be read. It has no tokens, no text and no logprobs."""
         self.num_tokens = 0
         """All tokens that arrived, read or not."""
+        self.first_at: float | None = None
+        """When the first token arrived."""
+        self.kept: array[int] | None = None
+        """The tokens that were read, for identical requests that come later. None: not kept."""
         self._prompt_logprobs: list[bytes] = []
         self.arrived = arrived
         """Set at the first token, when `wake_every` tokens are unread, and at the end. Several answers may share one
@@ -79,14 +85,21 @@ class RemoteAnswer:
 
     def take_raw(self, limit: int | None = None) -> list[Unread]:
         """Like `take`, without building `TokenOutput` objects: much faster."""
-        self.check()
+        if self._failure is not None:
+            self.check()
         taken, self._unread = self._unread, []
         if limit is not None and len(taken) > limit:
             taken, self._unread = taken[:limit], taken[limit:]
             self.arrived.set()
         if taken and not isinstance(taken[-1], int):
             self._may_grow(-sum(map(_size, taken)))
+        elif self.kept is not None:
+            self.kept.extend(taken)  # type: ignore[arg-type]  # without logprobs, all but the final output are tokens
         return taken
+
+    @property
+    def unread_tokens(self) -> list[int]:
+        return [unread for unread in self._unread if isinstance(unread, int)]
 
     def prompt_logprobs(self) -> Iterator[Sequence[TokenLogprobs | None]]:
         """Yields the logprobs of the prompt in groups of tokens. They are complete once `result` is set."""
@@ -118,7 +131,7 @@ class RemoteAnswer:
 
     def finish(self, num_tokens: int) -> None:
         """Ends the answer after its first `num_tokens` tokens, because its text contains a stop string."""
-        self._client._send(wire.Finish(self.request_id, self.handle, num_tokens))
+        self._client._finish(self, num_tokens)
 
     def cancel(self, reason: str | None = None) -> None:
         """Cancels the answer in any state. Does nothing if it has ended."""
@@ -134,10 +147,13 @@ class RemoteAnswer:
             return False
         unread.append(token)
         self.num_tokens += 1
-        is_first = self.num_tokens == 1
-        if is_first or len(unread) >= self._wake_every:
+        if self.first_at is None:
+            self.first_at = time.monotonic()
             self.arrived.set()
-        return is_first
+            return True
+        if len(unread) >= self._wake_every:
+            self.arrived.set()
+        return False
 
     def put(self, output: wire.Output) -> bool:
         """Adds an output with logprobs, or the final one, which a full buffer accepts too. Returns whether it has the
@@ -153,9 +169,15 @@ class RemoteAnswer:
         unread.append(output)
         self.num_tokens += output.token_id is not None
         is_first = self.num_tokens == 1
+        if is_first and self.first_at is None:
+            self.first_at = time.monotonic()
         if is_first or output.finish_reason is not None or len(unread) >= self._wake_every:
             self.arrived.set()
         return is_first
+
+    def end(self, result: GenerationResult) -> None:
+        """Called after the final output was put."""
+        self.result = result
 
     def put_prompt_logprobs(self, encoded: bytes) -> None:
         self._prompt_logprobs.append(encoded)
@@ -180,6 +202,31 @@ class RemoteAnswer:
         if self._failure is None:
             self._failure = error
         self.arrived.set()
+
+
+class LateAnswer(RemoteAnswer):
+    """The answer of a request that joined the sequence of an identical one (`SharedAnswer`). It gets all earlier tokens at
+    once. They do not count against its capacity."""
+
+    def catch_up(self, tokens: Sequence[int]) -> None:
+        self._unread.extend(tokens)
+        self.num_tokens = self._num_early = len(tokens)
+        if self._capacity is not None:
+            self._capacity += self._num_early
+        self.first_at = time.monotonic()
+        self.arrived.set()
+
+    def take_raw(self, limit: int | None = None) -> list[Unread]:
+        taken = super().take_raw(limit)
+        if self._num_early:
+            num_taken = min(len(taken), self._num_early)
+            self._num_early -= num_taken
+            if self._capacity is not None:
+                self._capacity -= num_taken
+        return taken
+
+    _num_early = 0
+    """Earlier tokens that are not read yet."""
 
 
 def _size(unread: Unread) -> int:

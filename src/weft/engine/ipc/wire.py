@@ -102,6 +102,13 @@ class Finish(Message):
     num_tokens: int
 
 
+class DropDeadline(Message):
+    """The client keeps the deadlines of an answer from now on, because several requests with different ones share it."""
+
+    request_id: RequestId
+    handle: int
+
+
 class GetMetrics(Message):
     number: int
 
@@ -116,7 +123,7 @@ class Stop(Message):
     pass
 
 
-ToEngine = Start | Submit | Cancel | Finish | GetMetrics | GetLive | Stop
+ToEngine = Start | Submit | Cancel | Finish | DropDeadline | GetMetrics | GetLive | Stop
 
 
 # --- from the engine ----------------------------------------------------------------------------------------------

@@ -398,7 +398,7 @@ class ActiveRequests:
         engine = self._engine
         if engine.state is EngineState.STARTING:
             return None  # the gate releases no answers until the engine is ready
-        num_idle = self._idle_answers.num_answers
+        num_idle = self._idle_answers.num_answers - engine.shared_answers.num_idle_followers
         return max(0, engine.num_unfinished - num_idle), max(0, engine.num_without_tokens - num_idle)
 
     def _max_tokens(self, request: InferenceRequest, default: int) -> int:
