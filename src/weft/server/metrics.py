@@ -135,10 +135,14 @@ class ServerMetrics:
             self._own(Counter, "traces_lost", "Traces that the collector did not accept, or not fast enough.")
         )
         self._coalesced_requests = _MirroredCounter(
-            counter("requests_coalesced", "Requests that joined an identical one in flight.")
+            self._own(Counter, "requests_coalesced", "Requests that joined an identical one in flight.")
         )
         self._coalesced_tokens = _MirroredCounter(
-            counter("tokens_coalesced", "Tokens that such requests got without a computation of their own.")
+            self._own(
+                Counter,
+                "tokens_coalesced",
+                "Tokens that such requests got without a computation of their own.",
+            )
         )
         self.count_lost_traces: Callable[[], int] = lambda: 0
         self._own(Gauge, "start_time_seconds", "When the server started, in seconds since 1970.").set(
