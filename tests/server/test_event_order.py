@@ -51,6 +51,10 @@ def text_of(thought: str | None, parts: Sequence[Any]) -> str:
     return text
 
 
+_NUM_TOKENS = 5
+"""Of each answer, and the limit of its request."""
+
+
 class Written:
     """The bytes that the writer of an API makes of an answer whose text arrives in `pieces`."""
 
@@ -77,7 +81,7 @@ class Written:
         error: ApiError | None = None,
     ) -> bytes:
         api_format = FORMATS[api.path]
-        body = json.dumps(api.body(TURNS, TOOLS, stream=is_streamed)).encode()
+        body = json.dumps(api.body(TURNS, TOOLS, stream=is_streamed, max_tokens=_NUM_TOKENS)).encode()
         api_request, _ = read(api_format.request_type, body)
         remote, _ = answered("", tokenizer, reason)
         assert remote.result is not None
@@ -94,7 +98,7 @@ class Written:
             deltas = reader.add(text)
             if is_last:
                 deltas += reader.finish()
-                choice.result = dataclasses.replace(remote.result, num_tokens=5)
+                choice.result = dataclasses.replace(remote.result, num_tokens=_NUM_TOKENS)
             choice.has_calls = choice.has_calls or any(isinstance(one, ToolCallStart) for one in deltas)
             piece = Piece(choice, text, (5,), (), deltas, is_last)
             if is_streamed:

@@ -11,7 +11,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from uvicorn.protocols.http.flow_control import FlowControl
 
+from weft.config import ServingEngineConfig
 from weft.engine.ipc.client import EngineClient
+from weft.engine.ipc.shared_answers import SharedAnswers
 from weft.errors import EngineStoppedError
 from weft.request import Priority, SamplingParams
 from weft.server.api.answer_format import AnswerContext
@@ -132,6 +134,7 @@ def test_nothing_can_be_sent_after_the_end_of_a_response() -> None:
 class NoEngine(EngineClient):
     def __init__(self) -> None:
         self.restarts = self.stalls = 0
+        self.shared_answers = SharedAnswers({}, print, True, ServingEngineConfig())
 
     async def metrics(self) -> Any:
         raise EngineStoppedError("there is none")

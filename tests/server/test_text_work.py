@@ -33,7 +33,11 @@ def longest_callbacks(default_model_path: Path) -> dict[str, Any]:
     """The longest callback by the name of the body."""
     script = Path(__file__).with_name("loop_callbacks.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(default_model_path)], capture_output=True, text=True, timeout=600
+        [sys.executable, str(script), str(default_model_path)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "PYTHONPATH": str(script.parents[1])},
     )
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))

@@ -60,16 +60,19 @@ def noop_reranker(path: Path) -> dict[str, Any]:
 
 
 def engines(server: Server) -> list[int]:
-    """The process ids of the engines: that of the model that generates, then the others."""
+    """The process ids of the engines in the order of their start: that of the model that generates is the first."""
     found = []
     for pid in server.children():
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
         if b"weft.engine.ipc.process" in command:
-            found.append(pid)
-    return sorted(found)
+            found.append(
+                (int(fields[19]), pid)
+            )  # clock ticks from boot to start; process ids start again at 300
+    return [pid for _, pid in sorted(found)]
 
 
 def _setting(

@@ -14,6 +14,7 @@ from weft.cli import serve_command as serve
 from weft.cli.start import start
 from weft.cli.tiers import cache_options, tier_rows
 from weft.config import KvCacheKind, KvCachePoolConfig, ServingEngineConfig
+from weft.engine.ipc.shared_answers import SharedAnswers
 from weft.engine.serving import ServingEngine
 from weft.errors import InvalidRequestError, WeftError
 from weft.llm import LLM
@@ -184,6 +185,7 @@ class _Engine:
     restarts = stalls = 0
 
     def __init__(self, figures: TwoTierKvCache | None) -> None:
+        self.shared_answers = SharedAnswers({}, print, True, ServingEngineConfig())
         self.figures: TwoTierKvCache | None = figures
         self.is_down = False
 
