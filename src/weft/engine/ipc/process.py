@@ -131,7 +131,7 @@ class EngineProcess:
                 self._is_reading = False
         except (OSError, ValueError, msgspec.MsgspecError):
             pass  # the client has closed the connection or sends invalid data; the engine stops in both cases
-        except Exception as error:  # no memory, no thread: the engine cannot receive requests any more
+        except Exception as error:  # such as out of memory: the engine cannot receive requests any more
             self._outbox.send(wire.Failed(f"the engine's reader failed ({type(error).__name__}: {error})", 1))
         self._engine.stop()
 

@@ -1,5 +1,5 @@
-"""The operations of a text encoder on a CUDA device. They launch kernels one by one: a step has whole texts, so its
-products are large, and nothing is recorded."""
+"""The operations of a text encoder on a CUDA device. They launch kernels one by one, without CUDA graphs: a step has
+whole texts, so its matrix products take much longer than a launch."""
 
 from __future__ import annotations
 
