@@ -92,7 +92,7 @@ class EngineProcess:
             # Each result is reported at once and never read again, so the engine need not keep results.
             config = dataclasses.replace(start.config, max_kept_results=1)
             self._engine = ServingEngine(backend, config, after_delivery=self._flush)
-            self._engine.scheduler.keeps_logprobs = False  # the outputs have the logprobs already
+            self._engine.scheduler.tokens.keeps_logprobs = False  # the outputs have the logprobs already
         except WeftError as error:
             return self._fail(str(error), error.exit_code)
         except (Exception, StopIteration) as error:
