@@ -78,7 +78,7 @@ def _pooled(pairs: Pairs, side: int, name: str, share: float) -> float:
 
 
 def _interval(pairs: Pairs, name: str, share: float) -> tuple[float, float]:
-    """The 95% interval of the ratio of two quantiles: pairs of rounds are drawn again, with replacement."""
+    """The 95% bootstrap interval of the ratio of two quantiles. It resamples pairs of rounds."""
     source, ratios = random.Random(0), []
     for _ in range(400):
         drawn = source.choices(pairs, k=len(pairs))

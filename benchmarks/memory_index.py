@@ -43,7 +43,7 @@ _CLUSTERS = 1000
 _SPREAD = 0.8
 """The median distance of a vector from its centre, where 1 is the length of the centre."""
 _SPREAD_SIGMA = 0.5
-"""Of the logarithm of that distance: some vectors have very near neighbours, others none."""
+"""The standard deviation of the logarithm of that distance: some vectors have very near neighbours, others none."""
 _DECAY = 0.75
 """Direction k has the variance k ** -_DECAY. With it, the ten largest directions have a quarter of the variance, as those
 of 50,000 real passages (docs/lab/2026-11-19-memory.md)."""

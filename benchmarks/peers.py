@@ -278,6 +278,7 @@ class Bench:
         launch = self._launchers[engine.name](free_port())
         running = RunningEngine(launch, self._logs(plain_name(engine.name)))
         try:
+            # Reversed, so that no prompt of a workload begins with these tokens and finds them in the prefix cache.
             seconds, use = running.first_token(self.open_text(0).take(START_PROMPT)[::-1])
         except BaseException:
             running.end()

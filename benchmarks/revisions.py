@@ -75,6 +75,7 @@ def _run(python: Path, model: str, name: str, encode: Callable[[str], Sequence[i
     command = (str(python), "-P", "-m", "weft.cli.main", "serve", model, "--port", str(port))
     running = RunningEngine(Launch(command, port, engine_environment()), Path(os.devnull))
     try:
+        # Reversed, so that no prompt of a workload begins with these tokens and finds them in the prefix cache.
         running.first_token(Text(encode).take(_START_PROMPT)[::-1])
         phases = [
             phase

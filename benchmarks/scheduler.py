@@ -186,7 +186,7 @@ def _timed_step(scheduler: ContinuousBatchScheduler) -> tuple[float, float]:
     scheduler.apply(plan, result)
     over = time.perf_counter()
     scheduler.take_outputs()
-    scheduler.token_gaps = {}
+    scheduler.tokens.token_gaps = {}
     return planned - began, over - ready
 
 

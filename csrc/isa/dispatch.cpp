@@ -26,7 +26,7 @@ struct Choices {
     names[count++] = table.name;
   }
 
-  // Best first.
+  // Adds the tables that this processor can run, fastest first.
   Choices() {
 #ifdef WEFT_X86
     __builtin_cpu_init();

@@ -192,7 +192,8 @@ inline __m512i add_parts(__m512i a, __m512i b, __m512i c, __m512i d) {
   return _mm512_add_epi32(_mm512_mask_blend_epi32(0xf0f0, even, odd), _mm512_shuffle_i32x4(crossed, crossed, 0xb1));
 }
 
-// The sums of the groups of eight blocks, in order.
+// One sum for each of the 16 groups: each of the eight blocks has two. Lane i is group i. `of[b]` holds the sums of every
+// four codes of block b, or of every eight.
 inline __m512i sums_of_groups(const __m512i (&of)[blocks_together]) {
   return add_parts(add_neighbours(of[0], of[1]), add_neighbours(of[2], of[3]), add_neighbours(of[4], of[5]), add_neighbours(of[6], of[7]));
 }

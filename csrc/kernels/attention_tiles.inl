@@ -422,7 +422,7 @@ inline void sum_tiles(const float* weights, const void* const* tiles, int64_t st
   const PrefetchPace pace = {bytes > 32 ? 1 : bytes > 16 ? 2 : 4, (bytes + 63) / 64, lines};
   int64_t element = 0;
   const auto sum = [&](auto vectors) {
-    // Prefetches only while the first features are summed.
+    // A call sums some features over all tiles. The first call prefetches whole tiles, also for the later calls.
     sum_tile<Rows, vectors.value, Element>(weights, tiles, element, stride, spans, starts, element == 0 ? prefetcher : nullptr, pace,
                                            targets, elements);
     element += vectors.value / features_per_element * vec::lanes;

@@ -303,8 +303,8 @@ WEFT_IN_ONE_FUNCTION void multiply_floats_of_strip(const LinearTask& task, int64
   finish(task, multiply_floats<layout, rows>(task, first_row, strip), first_row, first_output);
 }
 
-// Both portions are computed strip by strip, so that a strip is read from memory once. Each portion prefetches part of
-// the bytes ahead.
+// If the rows do not fit into registers, they are computed in two portions. Each strip of weights is multiplied with both
+// portions before the next strip, so it is read from memory once.
 template <Layout layout, int rows>
 void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_strip, int64_t end_strip) {
   const int64_t bytes = strip_bytes(layout, task.weight->inputs);

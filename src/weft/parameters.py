@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -82,3 +83,32 @@ def check_number(name: str, value: object, low: float, high: float, *, above: bo
 def check_integer(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         refuse(name, value, f"a whole number from {low} to {high}")
+
+
+def check_instance(name: str, value: object, kind: type, allowed: str) -> None:
+    if not isinstance(value, kind):
+        refuse(name, value, allowed)
+
+
+def check_text(name: str, value: object, max_length: int | None = None) -> None:
+    """Refuses a value that is no text, cannot be encoded (half a surrogate pair), or is longer than `max_length`."""
+    try:
+        assert isinstance(value, str)
+        value.encode()
+    except (AssertionError, UnicodeEncodeError):
+        refuse(name, value, "a string of Unicode text")
+    if max_length is not None and len(value) > max_length:
+        refuse(name, f"{len(value)} characters", f"at most {max_length}")
+
+
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """Refuses a value that is not a list of token ids."""
+    try:
+        ids = tuple(value)
+        kinds = set(map(type, ids))
+        if bool in kinds:
+            raise TypeError
+        # The fast path: prompts are long, and nearly always plain integers.
+        return ids if kinds <= {int} else tuple(map(operator.index, ids))
+    except TypeError:
+        refuse(name, value, "a list of token ids (whole numbers)")

@@ -11,7 +11,17 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any, NamedTuple, NewType, TypeVar
 
-from weft.parameters import Parameter, check_integer, check_number, declare, declared_in, refuse
+from weft.parameters import (
+    Parameter,
+    check_instance,
+    check_integer,
+    check_number,
+    check_text,
+    declare,
+    declared_in,
+    refuse,
+    token_ids,
+)
 
 RequestId = NewType("RequestId", str)
 """The one name of a request: for the caller, the engine, logs, metrics and the ids of the API."""
@@ -101,22 +111,6 @@ _OPENAI_NAMES = {
 }
 
 
-def _instance(name: str, value: object, kind: type, allowed: str) -> None:
-    if not isinstance(value, kind):
-        refuse(name, value, allowed)
-
-
-def _text(name: str, value: object, max_length: int | None = None) -> None:
-    """Refuses a value that is no text, cannot be encoded (half a surrogate pair), or is longer than `max_length`."""
-    try:
-        assert isinstance(value, str)
-        value.encode()
-    except (AssertionError, UnicodeEncodeError):
-        refuse(name, value, "a string of Unicode text")
-    if max_length is not None and len(value) > max_length:
-        refuse(name, f"{len(value)} characters", f"at most {max_length}")
-
-
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """Structured output: a grammar that the whole answer must match. Errors in it are found when the engine compiles
@@ -130,7 +124,7 @@ class Grammar:
     def __post_init__(self) -> None:
         if self.kind not in GRAMMAR_KINDS:
             refuse("grammar", self.kind, ", ".join(GRAMMAR_KINDS))
-        _text("grammar", self.definition)
+        check_text("grammar", self.definition)
         if len(self.definition) > MAX_GRAMMAR_LENGTH:
             refuse("grammar", f"{len(self.definition)} characters", f"at most {MAX_GRAMMAR_LENGTH}")
 
@@ -218,14 +212,14 @@ class SamplingParams:
         if self.seed is not None:
             check_integer("seed", self.seed, -(2**63), MAX_SEED)
         check_integer("n", self.n, 1, MAX_N)
-        _instance("ignore_eos", self.ignore_eos, bool, "true or false")
+        check_instance("ignore_eos", self.ignore_eos, bool, "true or false")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         self._check_stops()
         self._check_logit_bias()
         if self.grammar is not None:
-            _instance("grammar", self.grammar, Grammar, "a Grammar")
+            check_instance("grammar", self.grammar, Grammar, "a Grammar")
             if self.ignore_eos:
                 refuse("ignore_eos", True, "false with a grammar, because the grammar ends the answer")
 
@@ -305,7 +299,7 @@ class InferenceRequest:
 
     def __post_init__(self) -> None:
         for name in ("prompt", "prediction"):
-            object.__setattr__(self, name, _token_ids(name, getattr(self, name)))
+            object.__setattr__(self, name, token_ids(name, getattr(self, name)))
         if not self.prompt:
             refuse("prompt", "empty", "at least 1 token")
         if len(self.prediction) > MAX_PREDICTION:
@@ -314,22 +308,22 @@ class InferenceRequest:
             if type(self.priority) is not int or self.priority not in tuple(Priority):
                 refuse("priority", self.priority, ", ".join(f"{p.name} ({p.value})" for p in Priority))
             object.__setattr__(self, "priority", Priority(self.priority))
-        _text("cache_salt", self.cache_salt, MAX_NAME_LENGTH)
+        check_text("cache_salt", self.cache_salt, MAX_NAME_LENGTH)
         if self.adapter_id != "":
             refuse("adapter_id", self.adapter_id, 'only "": weft has no adapters yet')
-        _instance("is_idle_work", self.is_idle_work, bool, "true or false")
-        _instance("metadata", self.metadata, Mapping, "a mapping")
+        check_instance("is_idle_work", self.is_idle_work, bool, "true or false")
+        check_instance("metadata", self.metadata, Mapping, "a mapping")
         if len(self.metadata) > MAX_METADATA:
             refuse("metadata", f"{len(self.metadata)} entries", f"at most {MAX_METADATA} entries")
         if self.session_id is not None:
-            _text("session_id", self.session_id, MAX_NAME_LENGTH)
+            check_text("session_id", self.session_id, MAX_NAME_LENGTH)
         for name in ("ttft_target", "deadline"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), 0.0, MAX_SECONDS)
         if self.max_sequence_length is not None:
             check_integer("max_sequence_length", self.max_sequence_length, 2, 2**31 - 1)
         if self.request_id != "":
-            _instance("request_id", self.request_id, str, REQUEST_ID_RULE)
+            check_instance("request_id", self.request_id, str, REQUEST_ID_RULE)
             if REQUEST_ID_PATTERN.fullmatch(self.answer_id(self.params.n - 1)) is None:  # the longest id
                 with_index = ", with the index of each answer" if self.params.n > 1 else ""
                 refuse("request_id", self.request_id, REQUEST_ID_RULE + with_index)
@@ -362,18 +356,6 @@ class InferenceRequest:
         """Like `dataclasses.replace`, without validating again: prompts are long, and a request may have many
         answers."""
         return _replaced(self, **fields)
-
-
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    try:
-        ids = tuple(value)
-        kinds = set(map(type, ids))
-        if bool in kinds:
-            raise TypeError
-        # The fast path: prompts are long, and nearly always plain integers.
-        return ids if kinds <= {int} else tuple(map(operator.index, ids))
-    except TypeError:
-        refuse(name, value, "a list of token ids (whole numbers)")
 
 
 _Frozen = TypeVar("_Frozen", SamplingParams, InferenceRequest)

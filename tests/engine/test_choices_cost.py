@@ -38,7 +38,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     count(weft.request, "check_integer", "checks")
     count(weft.request, "check_number", "checks")
-    count(weft.request, "_token_ids", "prompts")
+    count(weft.request, "token_ids", "prompts")
     count(blocks.hashlib, "sha256", "digests")
     return counted
 

@@ -257,7 +257,7 @@ def test_the_memory_of_many_frames_is_a_few_of_them() -> None:
 def test_a_replay_keeps_no_output_of_the_scheduler(run: tuple[Path, list[dict[str, Any]]]) -> None:
     with replayed(run[0]) as frames:
         scheduler = frames._log.scheduler
-        assert not scheduler.has_outputs and not scheduler.token_gaps and not scheduler.sequences
+        assert not scheduler.has_outputs and not scheduler.tokens.token_gaps and not scheduler.sequences
 
 
 def test_requests_that_wait_while_no_step_ends_are_shown_each_second(tmp_path: Path) -> None:

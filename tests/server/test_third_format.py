@@ -15,6 +15,7 @@ from in_process import InProcess, Reply, in_process
 import weft
 from weft.request import GenerationResult, SamplingParams
 from weft.server.admission.keys import plain_keys
+from weft.server.answer_requests import AnswerRequests
 from weft.server.api.answer_format import (
     GENERATING,
     AnswerContext,
@@ -26,7 +27,6 @@ from weft.server.api.answer_format import (
 )
 from weft.server.api.field_docs import Field
 from weft.server.api.formats import FORMATS
-from weft.server.app import ServerApp
 from weft.server.errors import ApiError
 from weft.server.stream.choices import Choices, Piece
 from weft.server.stream.events import EventStream
@@ -238,7 +238,7 @@ def test_a_fault_of_the_server_costs_a_key_nothing(
 
         own = {b"x-api-key": b"secret"}
         with monkeypatch.context() as patched:
-            patched.setattr(ServerApp, "_end", failing)
+            patched.setattr(AnswerRequests, "_end", failing)
             failed = await send(server, QUESTION, more_headers=own)
         after_failure = await charged()
         assert (await send(server, QUESTION, more_headers=own)).status == 200

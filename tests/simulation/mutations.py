@@ -33,6 +33,7 @@ STEP_SIZE = "weft.scheduling.prompt_order:StepSize"
 PREFIX = "weft.scheduling.cache.prefix:PrefixSharing"
 IDLE = "weft.scheduling.idle_work:IdlePlanner"
 SCHEDULER = "weft.scheduling.scheduler:ContinuousBatchScheduler"
+TOKENS = "weft.scheduling.token_committer:TokenCommitter"
 KV_CACHE = "weft.scheduling.cache.manager:KvCacheManager"
 POOL = "weft.scheduling.cache.block_pool:BlockPool"
 SWAPS = "weft.scheduling.cache.swap:SwapSlots"
@@ -134,13 +135,13 @@ MUTATIONS = (
     ),
     Mutation(
         "length limit off by one",
-        f"{SCHEDULER}._take_token",
+        f"{TOKENS}._take_token",
         "length >= sequence.limit",
         "length > sequence.limit",
     ),
     Mutation(
         "min_tokens ignored",
-        f"{SCHEDULER}._take_token",
+        f"{TOKENS}._take_token",
         "length >= sequence.min_length or is_forced",
         "True",
         first_seed=380,
@@ -192,7 +193,7 @@ MUTATIONS = (
     ),
     Mutation(
         "token of an ended request delivered",
-        f"{SCHEDULER}._take_token",
+        f"{TOKENS}._take_token",
         "if sequence.finish_reason is not None",
         "if False",
     ),
@@ -411,7 +412,7 @@ MUTATIONS = (
     ),
     Mutation(
         "any stop token ends an answer with a grammar before min_tokens",
-        f"{SCHEDULER}._take_token",
+        f"{TOKENS}._take_token",
         "is_forced = is_eos and",
         "is_forced =",
         first_seed=1450,
@@ -419,63 +420,63 @@ MUTATIONS = (
     # -- logprobs
     Mutation(
         "logprobs of a prompt are off by one position",
-        f"{SCHEDULER}._take_prompt_logprobs",
+        f"{TOKENS}._take_prompt_logprobs",
         "logprobs, first",
         "logprobs, first + 1",
     ),
     Mutation(
         "logprobs of a prompt are dropped",
-        f"{SCHEDULER}._take_prompt_logprobs",
+        f"{TOKENS}._take_prompt_logprobs",
         "prompt_logprobs.update(",
         "__init__() or dict(",
     ),
     Mutation("a prompt with logprobs takes prefix hits", f"{PREFIX}.max_hits", "is not None", "is Ellipsis"),
     Mutation(
         "logprobs of a decode are reported and not kept",
-        f"{SCHEDULER}._commit_decodes",
+        f"{TOKENS}._commit_decodes",
         "sequence.logprobs.append(logprob)",
         "pass",
     ),
     Mutation(
         "logprobs of a first token are those of another request",
-        f"{SCHEDULER}._commit_prefills",
+        f"{TOKENS}._commit_prefills",
         "result.logprobs[sampled]",
         "result.logprobs[0]",
     ),
     # -- draft tokens
     Mutation(
         "one draft token too many is accepted",
-        f"{SCHEDULER}._commit_drafts",
+        f"{TOKENS}._commit_drafts",
         "tokens[: 1 + num_accepted]",
         "tokens[: 2 + num_accepted]",
     ),
     Mutation(
         "rejected draft tokens count as computed",
-        f"{SCHEDULER}._commit_drafts",
+        f"{TOKENS}._commit_drafts",
         "sequence.scheduled, sequence.target = sequence.computed, len(sequence.tokens)",
         "sequence.target = len(sequence.tokens)",
     ),
     Mutation(
         "tokens after rejected draft tokens are still expected",
-        f"{SCHEDULER}._commit_drafts",
+        f"{TOKENS}._commit_drafts",
         "sequence.scheduled, sequence.target = sequence.computed, len(sequence.tokens)",
         "sequence.scheduled = sequence.computed",
     ),
     Mutation(
         "all draft tokens count as computed",
-        f"{SCHEDULER}._commit_drafts",
+        f"{TOKENS}._commit_drafts",
         "start + index + 1)",
         "start + 1 + len(drafts))",
     ),
     Mutation(
         "samples of a sequence with draft tokens are those of another",
-        f"{SCHEDULER}._commit_drafts",
+        f"{TOKENS}._commit_drafts",
         "sampled += 1 + len(drafts)",
         "sampled += len(drafts)",
     ),
     Mutation(
         "logprobs after draft tokens are those of the first",
-        f"{SCHEDULER}._commit_drafts",
+        f"{TOKENS}._commit_drafts",
         "result.logprobs[sampled + index]",
         "result.logprobs[sampled]",
         first_seed=100,

@@ -49,7 +49,7 @@ def test_the_first_step_of_a_kind_is_launched_the_second_captured_and_each_runs_
     launches = Launches(device)
     for step in range(1, 6):
         launches.graphs.run(7, 10, GREEDY)
-        assert launches.graphs.num_captured == (step > 1)
+        assert len(launches.graphs._graphs) == (step > 1)
         assert launches.sizes_done(device) == {8: step}
 
 
@@ -68,7 +68,7 @@ def test_a_size_that_repeats_gets_its_own_graph_after_it_was_launched(device: De
     assert launches.sizes_done(device) == {128: 2 + _STEPS_IN_LARGER_GRAPH}
     for captured in (1, 2, 2):
         launches.graphs.run(96, 10, GREEDY)
-        assert launches.graphs.num_captured == captured
+        assert len(launches.graphs._graphs) == captured
     assert launches.sizes_done(device) == {128: 2 + _STEPS_IN_LARGER_GRAPH, 96: 3}
 
 
@@ -86,7 +86,7 @@ def test_after_a_failed_capture_steps_are_launched_and_it_is_not_tried_again(
     for step in range(1, 6):
         launches.graphs.run(7, 10, GREEDY)
         assert launches.sizes_done(device) == {8: step}
-    assert len(attempts) == 1 and launches.graphs.num_captured == 0
+    assert len(attempts) == 1 and len(launches.graphs._graphs) == 0
 
 
 def test_each_way_of_sampling_has_its_own_graph(device: Device) -> None:
@@ -94,7 +94,7 @@ def test_each_way_of_sampling_has_its_own_graph(device: Device) -> None:
     for sampling in (GREEDY, GREEDY, None, DRAWN):
         launches.graphs.run(8, 10, sampling)
     assert [kind.sampling for kind in launches.kinds[-2:]] == [None, DRAWN]
-    assert launches.graphs.num_captured == 1
+    assert len(launches.graphs._graphs) == 1
 
 
 def test_context_lengths_are_rounded_up_to_powers_of_two_if_launches_depend_on_them(device: Device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -196,13 +197,16 @@ def test_an_error_has_the_format_of_the_request() -> None:
     assert answer["custom_id"] == "a" and answer["error"] is None
     assert answer["response"]["status_code"] == 400 and answer["response"]["body"] == {"error": details}
     assert error_answer(Line(4, "chat", "a"), WeftError("broke"))["response"]["status_code"] == 500
+    assert answer["response"]["request_id"] == "", "no request was made of the line"
+    failed = error_answer(Line(4, "chat", "a"), error, "b-1")
+    assert failed["response"]["request_id"] == "b-1"
     without_id = error_answer(Line(4, "chat"), error)
     assert without_id["response"] is None and without_id["error"]["message"] == "line 5: too hot"
 
 
 def test_the_sampled_token_is_among_the_top_logprobs_of_a_completion() -> None:
     result = GenerationResult(
-        request_id=RequestId("0"),
+        request_id=RequestId("a-request"),
         tokens=(2,),
         text="c",
         state=RequestState.COMPLETED,
@@ -220,6 +224,17 @@ def test_the_sampled_token_is_among_the_top_logprobs_of_a_completion() -> None:
     )
     tokenizer: Any = SimpleNamespace(token_text=lambda token: "abc"[token])
     answered = answer(Line(0, "completion", "x"), result, tokenizer, "model")
+    assert answered["response"]["request_id"] == "a-request"
+    assert answered["response"]["body"]["id"] == "cmpl-a-request"
+    several = answer(
+        Line(0, "chat", "x"),
+        dataclasses.replace(
+            result, request_id=RequestId("b-0"), logprobs=None, siblings=(dataclasses.replace(result),)
+        ),
+        SimpleNamespace(token_bytes=lambda token: b"abc"[token : token + 1]),  # type: ignore[arg-type]
+        "model",
+    )
+    assert several["response"]["request_id"] == "b", "the id of the request, not of its first answer"
     (choice,) = answered["response"]["body"]["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"a": -0.1, "b": -2.5, "c": -3.0}]
 

@@ -59,8 +59,7 @@ def reranker(tmp_path: Path) -> EmbeddingText:
 
 
 def pair_of(text: EmbeddingText, query: str, document: str, *, truncate: bool = False) -> list[int]:
-    [found] = text.pairs_of(query, [document], truncate=truncate)
-    return found
+    return text.pair(text.query_part(query), text.document_part(document), truncate=truncate)
 
 
 def test_a_text_gets_the_special_tokens_and_the_prompt_of_its_kind(text: EmbeddingText) -> None:
@@ -86,8 +85,9 @@ def test_a_default_prompt_is_used_without_a_kind(tmp_path: Path) -> None:
 
 
 def test_a_pair_has_a_separator_between_its_texts(reranker: EmbeddingText) -> None:
-    assert reranker.pairs_of("sea", ["is blue"]) == [[2, 5, 3, 7, 8, 3]]
-    assert reranker.pairs_of("sea", ["blue", "seas"]) == [[2, 5, 3, 8, 3], [2, 5, 3, 5, 6, 3]]
+    assert pair_of(reranker, "sea", "is blue") == [2, 5, 3, 7, 8, 3]
+    assert pair_of(reranker, "sea", "blue") == [2, 5, 3, 8, 3]
+    assert pair_of(reranker, "sea", "seas") == [2, 5, 3, 5, 6, 3]
 
 
 def test_only_so_many_tokens_of_a_document_are_used(reranker: EmbeddingText) -> None:
@@ -195,7 +195,8 @@ def test_the_parts_of_a_question_for_qwen3_have_the_tokens_of_the_whole_question
     checkpoint = Checkpoint(path, "gguf", metadata, {}, frozenset(), vocabulary=vocabulary)
     side = EmbeddingText(checkpoint, dataclasses.replace(RERANK, max_tokens=600, yes_no=(1, 2)))
     documents = ["\nan answer", "", " 's", "\u0301"]
-    for document, found in zip(documents, side.pairs_of(query, documents), strict=True):
+    for document in documents:
+        found = pair_of(side, query, document)
         whole = f"<Instruct>: {TASK}\n<Query>: {query}\n<Document>: {document}"
         expected = side.tokenizer.encode(whole, add_bos=False)
         start = next(i for i in range(len(found)) if found[i : i + len(expected)] == expected)
@@ -239,8 +240,8 @@ def test_a_word_piece_vocabulary_of_a_gguf_file_gives_the_tokens_of_the_folder(t
     found = EmbeddingText(checkpoint, SPEC)
     for text in ("The seas", "café :", "xyz", "", "blue, the sea!", "[SEP] sea"):
         assert found.tokens(text) == correct.tokens(text), text
-    pairs = (EmbeddingText(one, RERANK).pairs_of("sea", ["is blue"]) for one in (checkpoint, files))
-    assert next(pairs) == next(pairs) == [[2, 5, 3, 7, 8, 3]]
+    pairs = (pair_of(EmbeddingText(one, RERANK), "sea", "is blue") for one in (checkpoint, files))
+    assert next(pairs) == next(pairs) == [2, 5, 3, 7, 8, 3]
 
 
 def test_a_unigram_vocabulary_of_a_gguf_file_is_read(tmp_path: Path) -> None:

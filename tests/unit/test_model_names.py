@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 
 from weft.engine.ipc.client import EngineClient
-from weft.server.api.model_names import is_model_name
 from weft.server.errors import ApiError
 from weft.server.models import ModelRegistry
 from weft.server.settings import ServerSettings
+
+
+def is_model_name(name: str, settings: ServerSettings) -> bool:
+    models = ModelRegistry(settings, EngineClient("noop", {}, settings.engine), ())
+    return models.uses_of(name) == ["generate"]
 
 
 @pytest.mark.parametrize("name", ["llama", "llama:latest", "claude-opus-5-5", "gpt-5.5", "o3-mini"])

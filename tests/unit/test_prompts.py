@@ -316,7 +316,7 @@ def test_without_time_the_first_prompt_gets_one_block_and_no_other_gets_any(star
 def test_inter_token_latency_stays_within_the_target_while_prompts_arrive() -> None:
     machine = Machine()
     machine.run([(0.06 * number, (40, 500, 250, 16)[number % 4]) for number in range(64)], max_tokens=60)
-    assert 0.8 * TARGET < max(machine.scheduler.token_gaps) <= SHARE_OF_TARGET * TARGET * 1.001
+    assert 0.8 * TARGET < max(machine.scheduler.tokens.token_gaps) <= SHARE_OF_TARGET * TARGET * 1.001
 
 
 def test_draft_tokens_stay_within_the_time_target() -> None:

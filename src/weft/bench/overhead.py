@@ -37,8 +37,8 @@ _STREAMS = ((128, 200), (500, 200))
 API_STREAMS = (8, 128)
 _API_ROUNDS = 10
 NOOP_STEP_SECONDS = 0.005
-"""Duration of a step of the noop backend while APIs are compared: that of a small model. Without it tokens share events,
-and how many do depends on the load of the machine."""
+"""Duration of a step of the noop backend while APIs are compared: that of a small model. Without it one event has
+several tokens, and how many depends on the load of the machine."""
 SLOWER_THAN_CHAT = 0.05
 
 

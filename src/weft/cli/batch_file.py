@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from weft.cli.lines import MAX_LINE_BYTES, Form, Key, Line, LineDefaults, make_job, read_line
-from weft.cli.result_json import answer, error_answer, error_of
+from weft.cli.result_json import answer, error_answer, error_of, id_of_request
 from weft.errors import InvalidRequestError, WeftError
 from weft.json_lines import read_lines
 from weft.request import GenerationResult
@@ -223,7 +223,8 @@ class BatchRun:
     def _take(self, line: Line, result: GenerationResult | WeftError) -> None:
         error = result if isinstance(result, WeftError) else error_of(result)
         if error is not None:
-            self._output.write(error_answer(line, error))
+            name = id_of_request(result) if isinstance(result, GenerationResult) else ""
+            self._output.write(error_answer(line, error, name))
             self.num_failed += 1
             return
         assert isinstance(result, GenerationResult)

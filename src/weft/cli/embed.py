@@ -97,7 +97,7 @@ def _run(
             if plain and not error:
                 line = " ".join(f"{number:.9g}" for number in rows[index].tolist())
             elif plain:
-                # An empty line keeps the lines of output and input together.
+                # An empty line, so that line N of the output still belongs to line N of the input.
                 print(f"line {num_lines + 1}: {error}", file=sys.stderr)
                 line = ""
             else:

@@ -21,16 +21,21 @@ def error_of(result: GenerationResult) -> WeftError | None:
     return None
 
 
+def id_of_request(result: GenerationResult) -> str:
+    """The id of the request of a result. With several answers, the result has the id of the first one."""
+    return result.request_id.removesuffix("-0") if result.siblings else result.request_id
+
+
 def answer(line: Line, result: GenerationResult, tokenizer: Tokenizer, model: str) -> dict[str, Any]:
     """The output line for a complete result."""
     if line.form == "plain":
         return {**_name(line), **_plain(result, tokenizer)}
     body = _body(line, result, tokenizer, model)
-    return _openai_line(line, {"status_code": 200, "request_id": f"req-{line.index}", "body": body}, None)
+    return _openai_line(line, {"status_code": 200, "request_id": id_of_request(result), "body": body}, None)
 
 
-def error_answer(line: Line, error: WeftError) -> dict[str, Any]:
-    """The output line for an input line that failed."""
+def error_answer(line: Line, error: WeftError, request_id: str = "") -> dict[str, Any]:
+    """The output line for an input line that failed. `request_id` "": no request was made of the line."""
     is_client_error = isinstance(error, InvalidRequestError)
     details: dict[str, Any] = {
         "message": str(error),
@@ -46,7 +51,7 @@ def error_answer(line: Line, error: WeftError) -> dict[str, Any]:
         return _openai_line(line, None, {"code": details["code"], "message": message})
     response = {
         "status_code": 400 if is_client_error else 500,
-        "request_id": f"req-{line.index}",
+        "request_id": request_id,
         "body": {"error": details},
     }
     return _openai_line(line, response, None)
@@ -98,7 +103,7 @@ def _body(line: Line, result: GenerationResult, tokenizer: Tokenizer, model: str
             one["logprobs"] = in_form(choice, tokenizer)
         choices.append(one)
     return {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{line.index}",
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{id_of_request(result)}",
         "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
         "model": model,

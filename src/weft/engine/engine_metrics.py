@@ -28,10 +28,11 @@ class EngineMetrics:
         generated = scheduler.stats.tokens_generated
         self._token_rate.record(now, generated - self._tokens_counted)
         self._tokens_counted = generated
-        gaps, scheduler.token_gaps = scheduler.token_gaps, {}
+        tokens = scheduler.tokens
+        gaps, tokens.token_gaps = tokens.token_gaps, {}
         for gap, times in gaps.items():
             self._between_tokens.record(gap, times)
-        first_token_times, scheduler.first_token_times = scheduler.first_token_times, []
+        first_token_times, tokens.first_token_times = tokens.first_token_times, []
         for seconds in first_token_times:
             self._first_token.record(seconds)
         for result in results:

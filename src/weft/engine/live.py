@@ -18,10 +18,11 @@ _TOTALS = tuple(field.name for field in dataclasses.fields(SchedulerStats))
 
 
 class LiveRecorder:
-    """Owns which blocks and how many steps earlier frames have shown. Callers hold the engine's lock.
+    """Remembers what earlier frames have shown: the number of steps, and the block at which the next frame begins.
+    Callers hold the engine's lock.
 
-    The scheduler records steps and events (`History`) while frames are asked for. The first frame, and the first one
-    after a pause, has none.
+    The scheduler records steps and events (`History`) while frames are asked for. The first frame has no steps and no
+    events, and neither has the first frame after a pause.
     """
 
     def __init__(

@@ -292,8 +292,8 @@ def replay(path: str) -> ReplayReport:
     log = LogReplay(path)
     for _ in log.events():
         log.scheduler.take_outputs()
-        log.scheduler.token_gaps.clear()
-        log.scheduler.first_token_times.clear()
+        log.scheduler.tokens.token_gaps.clear()
+        log.scheduler.tokens.first_token_times.clear()
     return log.report
 
 

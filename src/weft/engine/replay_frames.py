@@ -151,7 +151,7 @@ class ReplayFrames:
         return self._index.next_preemption(after)
 
     def overview(self) -> dict[str, object]:
-        """The course of the whole log, as JSON values."""
+        """Figures of the whole log for the overview of the page, one for each bin of successive frames. JSON values."""
         return self._overview.describe()
 
     def close(self) -> None:

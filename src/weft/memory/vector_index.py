@@ -124,7 +124,8 @@ class VectorIndex:
 
 
 def merged(index: VectorIndex, threads: int, editable: Any = None) -> Any:
-    """A graph with all visible passages. `editable`: a copy of the graph of the base."""
+    """A new graph with all visible passages. `editable`: a copy of the graph of the base, which becomes the new graph.
+    None: there is no base."""
     graph = new_graph(index.dimensions) if editable is None else editable
     if editable is not None and index.base is not None:
         dead = index.base.ids[~np.isin(index.base.ids, index.ids, assume_unique=True)]

@@ -27,7 +27,8 @@ _Prompts = list[tuple[SortKey, Sequence]]
 
 
 class PromptPlanner:
-    """Admits sequences in the SequenceTable. Owns whether the batch is open (`dynamic_batching=False`)."""
+    """Admits sequences from the queue. With `dynamic_batching=False` it also remembers whether the current batch still admits
+    sequences."""
 
     def __init__(
         self,

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from itertools import islice, pairwise, repeat, takewhile
-from operator import eq
+from itertools import pairwise
 
 from weft.clock import Clock
 from weft.config import PriorityPolicy, SchedulerConfig
@@ -19,12 +18,10 @@ from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import (
     Failure,
     FailureKind,
-    FinishReason,
     GenerationResult,
     InferenceRequest,
     RequestId,
     RequestState,
-    TokenLogprobs,
     TokenOutput,
 )
 from weft.scheduling.budget import NO_LIMIT, TokenBudget
@@ -38,8 +35,9 @@ from weft.scheduling.policy import AdmissionPolicy, StepCostModel
 from weft.scheduling.preemption import PreemptionCause
 from weft.scheduling.queue import RequestQueue
 from weft.scheduling.reports import Reports
-from weft.scheduling.sequence import Phase, Sequence
+from weft.scheduling.sequence import Sequence
 from weft.scheduling.sequence_table import SequenceTable
+from weft.scheduling.token_committer import TokenCommitter
 from weft.tiers import longest_sequence
 
 
@@ -53,10 +51,6 @@ class ContinuousBatchScheduler:
         self.step_seconds = StepSeconds()
         self.cost_model = StepCostModel()
         self.max_sequence_length = longest_sequence(info)
-        self.token_gaps: dict[float, int] = {}
-        """Inter-token latency -> how often it occurred. The engine reads and clears it."""
-        self.first_token_times: list[float] = []
-        """Seconds from arrival to the first token, of requests that got it. The engine reads and clears it."""
         self._clock = clock
         policy = AdmissionPolicy(config)
         self._sequence_table = SequenceTable(config, info, policy)
@@ -66,10 +60,11 @@ class ContinuousBatchScheduler:
         self._retries: deque[list[Sequence]] = deque()
         self._deadlines = Deadlines()
         self._reports = Reports(self._sequence_table, self.stats, clock)
+        self.tokens = TokenCommitter(
+            info, self._sequence_table, self._reports, self._planner.speculation, self.stats
+        )
         self._unsent_tables: list[tuple[Sequence, int, int]] = []
         """New block-table entries of a planning round that returned no plan. The next plan sends them."""
-        self.keeps_logprobs = True
-        """Whether results include logprobs. Outputs always do."""
         self._should_wait_for_tokens = False
         """Whether draft tokens, which need the tokens of the step in flight, save more than planning ahead."""
         self._next_order = 0
@@ -297,15 +292,7 @@ class ContinuousBatchScheduler:
         assert len(result.tokens) == plan.num_samples, "the result must hold one token per sample"
         self._sequence_table.applied_step = plan.step
         now = self._clock()
-        outputs = self._reports.outputs
-        num_reported = len(outputs)
-        self._take_prompt_logprobs(pending, result)
-        for sequence in pending.sequences if result.vectors else ():
-            sequence.vector = result.vectors.get(sequence.request_id)
-        self._commit_decodes(pending, result, now)
-        self._commit_drafts(pending, result, now)
-        self._commit_prefills(pending, result, now)
-        self.stats.tokens_generated += len(outputs) - num_reported
+        self.tokens.commit(pending, result, now)
         self._finish_swaps(result)
         self._sequence_table.settle(plan.step)
         self._account(plan, seconds)
@@ -313,153 +300,6 @@ class ContinuousBatchScheduler:
             self.history.add_step(plan, seconds)
         self._planner.speculation.learn(plan, seconds, now, has_next=bool(self._in_flight))
         self._should_wait_for_tokens = self._planner.should_wait_for_tokens()
-
-    def _commit_decodes(self, pending: PendingPlan, result: StepResult, now: float) -> None:
-        """The hottest loop of the scheduler. It handles the common case inline and calls `_take_token` for the rest."""
-        plan, block_size = pending.plan, self.info.block_size
-        decoding, outputs, new = Phase.DECODE, self._reports.outputs, tuple.__new__
-        logprobs = result.logprobs if result.logprobs is not None else repeat(None)
-        last_token_at, num_equal_gaps = now, 0
-        entries = zip(pending.sequences, plan.starts, result.tokens, logprobs, strict=False)
-        for sequence, start, token, logprob in islice(entries, plan.num_decodes):
-            tokens = sequence.tokens
-            length = len(tokens) + 1
-            is_common_case = sequence.phase is decoding and length < sequence.limit
-            if not is_common_case or token in sequence.stop_ids:
-                self._commit(sequence, plan.step, start + 1)
-                self._take_token(sequence, token, logprob, now)
-                sequence.update_proposer()
-                continue
-            tokens.append(token)
-            sequence.computed = computed = start + 1
-            if sequence.last_token_at != last_token_at:
-                self._count_gaps(now - last_token_at, num_equal_gaps)
-                last_token_at, num_equal_gaps = sequence.last_token_at, 0
-            num_equal_gaps += 1
-            sequence.last_token_at = now
-            value: float | None = None
-            top: tuple[tuple[int, float], ...] = ()
-            if logprob is not None:
-                if self.keeps_logprobs:
-                    sequence.logprobs.append(logprob)
-                value, top = logprob
-            if computed % block_size == 0:
-                self._sequence_table.prefixes.register_generated(sequence)
-            if sequence.draft_proposer is not None:
-                sequence.draft_proposer.update()
-            outputs.append(
-                new(TokenOutput, (sequence.request_id, token, "", value, False, None, length, top))
-            )
-        self._count_gaps(now - last_token_at, num_equal_gaps)
-
-    def _commit_drafts(self, pending: PendingPlan, result: StepResult, now: float) -> None:
-        """Commits the accepted draft tokens, and the token sampled after them. The other draft tokens count as not
-        computed."""
-        plan, sampled = pending.plan, pending.plan.num_decodes
-        for entry, drafts in enumerate(plan.drafts, plan.num_decodes):
-            sequence, start = pending.sequences[entry], plan.starts[entry]
-            tokens = result.tokens[sampled : sampled + 1 + len(drafts)]
-            num_accepted = sum(takewhile(bool, map(eq, drafts, tokens)))
-            gap = (now - sequence.last_token_at) / (1 + num_accepted)
-            assert sequence.draft_proposer is not None
-            sequence.draft_proposer.count_checked(len(drafts), num_accepted)
-            is_learned = sequence.draft_proposer.is_learned
-            index = 0
-            for index, token in enumerate(tokens[: 1 + num_accepted]):
-                self._commit(sequence, plan.step, start + index + 1)
-                logprob = None if result.logprobs is None else result.logprobs[sampled + index]
-                self._take_token(sequence, token, logprob, now, gap)
-                if sequence.finish_reason is not None:
-                    break
-            else:
-                sequence.scheduled, sequence.target = sequence.computed, len(sequence.tokens)
-                sequence.update_proposer()
-            self.stats.tokens_drafted += len(drafts)
-            self.stats.drafts_accepted += index
-            if is_learned:
-                self.stats.learned_drafts += len(drafts)
-                self.stats.learned_drafts_accepted += index
-            sampled += 1 + len(drafts)
-
-    def _commit_prefills(self, pending: PendingPlan, result: StepResult, now: float) -> None:
-        plan = pending.plan
-        sampled = plan.first_prefill + sum(map(len, plan.drafts))
-        is_recorded = now < self.history.until
-        for entry in range(plan.first_prefill, len(plan.rows)):
-            sequence = pending.sequences[entry]
-            if is_recorded and sequence.admitted_step <= plan.step and sequence.finish_reason is None:
-                start, count = plan.starts[entry], plan.counts[entry]
-                self.history.events.append((now, plan.step, "chunk", sequence.request_id, start, count))
-            self._commit(sequence, plan.step, plan.starts[entry] + plan.counts[entry])
-            if plan.samples[entry]:
-                logprob = None if result.logprobs is None else result.logprobs[sampled]
-                self._take_token(sequence, result.tokens[sampled], logprob, now)
-                sequence.update_proposer()
-                sampled += 1
-
-    def _commit(self, sequence: Sequence, step: int, end: int) -> None:
-        """Marks positions before `end` as computed, unless the sequence was preempted after the step was planned."""
-        if sequence.admitted_step <= step:
-            sequence.computed = end
-
-    def _take_prompt_logprobs(self, pending: PendingPlan, result: StepResult) -> None:
-        for sequence in pending.sequences if result.prompt_logprobs else ():
-            first, logprobs = result.prompt_logprobs.get(sequence.request_id, (0, ()))
-            sequence.prompt_logprobs.update(enumerate(logprobs, first))
-
-    def _take_token(
-        self,
-        sequence: Sequence,
-        token: int,
-        logprob: TokenLogprobs | None,
-        now: float,
-        gap: float | None = None,
-    ) -> None:
-        """Appends and reports a sampled token, and ends the request if it is the last one.
-
-        `gap`: the time since the previous token. If one step gave several tokens, the time is divided among them.
-        """
-        if sequence.finish_reason is not None:
-            return  # it ended while the step was in flight: discard the token
-        sequence.tokens.append(token)
-        length = len(sequence.tokens)
-        if logprob is not None and self.keeps_logprobs:
-            sequence.logprobs.append(logprob)
-        if sequence.first_token_at is not None:
-            self._count_gaps(now - sequence.last_token_at if gap is None else gap, 1)
-        else:
-            sequence.first_token_at = now
-            self.first_token_times.append(now - sequence.arrival)
-            if now < self.history.until:
-                self.history.events.append((now, self.applied_step, "first_token", sequence.request_id, 0, 0))
-            target = sequence.request.ttft_target
-            self.stats.ttft_targets_missed += target is not None and now - sequence.arrival > target
-        sequence.last_token_at = now
-        if sequence.phase is Phase.PREFILL:
-            sequence.enter(Phase.DECODE, now)
-        computed = sequence.computed
-        if computed and computed % self.info.block_size == 0 and sequence.state is RequestState.RUNNING:
-            self._sequence_table.prefixes.register_generated(sequence)
-        reason = None
-        params = sequence.request.params
-        is_eos = token in self.info.eos_token_ids and not params.ignore_eos
-        # Before min_tokens, a grammar lets EOS be sampled only if it allows nothing else.
-        is_forced = is_eos and params.grammar is not None
-        if token in sequence.stop_ids and (length >= sequence.min_length or is_forced):
-            reason = FinishReason.END_OF_SEQUENCE if is_eos else FinishReason.STOP
-        elif length >= sequence.limit:
-            reason = FinishReason.LENGTH
-        value, top = logprob if logprob is not None else (None, ())
-        self._reports.outputs.append(
-            TokenOutput(sequence.request_id, token, "", value, reason is not None, reason, length, top)
-        )
-        if reason is not None:
-            self._reports.complete(sequence, reason)
-            self._planner.speculation.keep(sequence)
-
-    def _count_gaps(self, gap: float, times: int) -> None:
-        if times:
-            self.token_gaps[gap] = self.token_gaps.get(gap, 0) + times
 
     def _account(self, plan: IterationPlan, seconds: float | None) -> None:
         """Counts a step, and adds its duration to the cost model. A token makes one pair with each position up to its

@@ -1,10 +1,9 @@
-"""The routes, and the handling of one request from its body to its response."""
+"""The server: its state, its routes, and its responses to errors."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,12 @@ from weft import __version__
 from weft.engine.ipc.client import EngineClient, EngineState
 from weft.errors import WeftError
 from weft.loading.cache import home_directory
-from weft.server.admission.active_requests import ActiveRequest, ActiveRequests, Outcome
-from weft.server.admission.keys import ApiKey
+from weft.server.admission.active_requests import ActiveRequests
+from weft.server.answer_requests import AnswerRequests
 from weft.server.api import docs_page
-from weft.server.api.answer_format import AnswerFormat, AnswerWriter, B, ParsedRequest
+from weft.server.api.answer_format import AnswerFormat
 from weft.server.api.formats import FORMATS, OTHER_ROUTES, Formats
-from weft.server.api.preparing import Prepared, Preparer
+from weft.server.api.preparing import Preparer
 from weft.server.api.schema import DetokenizeRequest, TokenizeRequest
 from weft.server.api.services import Caller
 from weft.server.batches.batch_runner import BatchRunner
@@ -37,14 +36,12 @@ from weft.server.errors import (
     as_api_error,
     json_response,
     renamed_fields,
-    warning_header,
 )
 from weft.server.http.access_log import AccessLog
-from weft.server.http.bodies import BodyReader, read_body
-from weft.server.http.byte_budget import RequestBytes
+from weft.server.http.bodies import BodyReader
 from weft.server.http.guard import Guard
-from weft.server.http.scope import ANSWER, BODY, KEY
-from weft.server.internal import INTERNAL, InternalReply, InternalRequest, send_internal
+from weft.server.http.scope import KEY
+from weft.server.internal import InternalReply, InternalRequest, send_internal
 from weft.server.live.feed import LiveFeed
 from weft.server.live.held import requests_of_server
 from weft.server.logs import ServerLog, current_record
@@ -53,21 +50,17 @@ from weft.server.memory.document_memory import DocumentMemory
 from weft.server.metrics import CONTENT_TYPE, ServerMetrics
 from weft.server.models import ModelRegistry
 from weft.server.otlp import OtlpExporter
-from weft.server.plain_requests import ITSELF, PlainRequest, PlainRequests, client_id
+from weft.server.plain_requests import ITSELF, PlainRequest, PlainRequests
 from weft.server.settings import ServerSettings
 from weft.server.state.files import FileStore
 from weft.server.state.store import Store
 from weft.server.stream.choices import Choices
-from weft.server.stream.events import Disconnected, EventStream, unless_disconnected
+from weft.server.stream.events import Disconnected
 from weft.server.stream.loop_turns import LoopTurns
-from weft.server.stream.whole_answer import WholeAnswer, min_response_bytes
 from weft.server.tasks import Tasks
 from weft.server.traces import Traces
 from weft.text.model_text import ModelText
 
-_HEADERS_SECONDS = 0.25
-"""A stream delays its status line and its first event by up to this long. If the engine refuses the request in this
-time, the response has an error status. A later refusal is sent as an event."""
 _BYTES_PER_TOKEN = 4
 """Estimated bytes per token in the body of `/tokenize`. The number of tokens to reserve from the rate limit, before the
 text is tokenised, is calculated from it."""
@@ -120,6 +113,9 @@ class ServerApp:
         self._loop_turns = LoopTurns()
         self.active_requests = ActiveRequests(settings, engine, self._metrics, time.monotonic)
         self.plain_requests = PlainRequests(self, self.active_requests, self._bodies, self._loop_turns)
+        self._answer_requests = AnswerRequests(
+            self, self._check_open, self._bodies, self._preparer, self._metrics, self._loop_turns
+        )
         folder = Path(settings.state_path).expanduser() if settings.state_path else home_directory() / "state"
         self.store = Store(folder, log.event)
         self.tasks = Tasks(settings.max_requests, len(settings.api_keys))
@@ -174,7 +170,10 @@ class ServerApp:
     def asgi(self) -> ASGIApp:
         post, get = ["POST"], ["GET"]
         routes = [
-            *(Route(path, partial(self._generate, one), methods=post) for path, one in self.formats.items()),
+            *(
+                Route(path, partial(self._answer_requests.handle, one), methods=post)
+                for path, one in self.formats.items()
+            ),
             *(
                 Route(one.counting.path, partial(self._count_tokens, one), methods=post)
                 for one in self.formats.values()
@@ -230,194 +229,7 @@ class ServerApp:
     ) -> Coroutine[Any, Any, InternalReply]:
         return send_internal(self._asgi, path, body, request)
 
-    # ------------------------------------------------------------------ generating
-
-    async def _generate(self, answer_format: AnswerFormat[Any], request: Request) -> Response:
-        if self.models.generator is None:
-            self.check_model(None)
-        key: ApiKey | None = request.scope[KEY]
-        internal: InternalRequest | None = request.scope.get(INTERNAL)
-        is_idle_work = internal is not None and internal.is_idle_work
-        self._check_open()
-        if not is_idle_work:
-            self.active_requests.check_capacity(key)
-        body = await read_body(request)
-        size = len(body)
-        answer_bytes: RequestBytes = request.scope[ANSWER]
-        choices = Choices(self.engine, self.text.tokenizer, answer_bytes)
-        record = current_record()
-        active = self.active_requests.begin(
-            key, choices, record.id, record.given_id, is_idle_work=is_idle_work
-        )
-        record.active = active
-        outcome: Outcome = ApiError.internal_error()  # for an unexpected exception; else it is replaced below
-        is_owned_by_response = False
-        try:
-            await self._loop_turns.wait()
-            client = client_id(request)
-            api_request, unknown = await unless_disconnected(
-                request.receive, self._bodies.read(answer_format.request_type, body, client)
-            )
-            record.model = api_request.model
-            unknown = [*unknown, *answer_format.ignored(api_request)]
-            with renamed_fields(answer_format.field_names(api_request)):
-                if (content := answer_format.answer_at_once(api_request, self._name)) is not None:
-                    self.check_model(api_request.model)
-                    outcome = []
-                    return json_response(content, headers=warning_header(unknown))
-                self.active_requests.set_deadline(active, api_request.deadline)
-                caller = Caller(self, key, active.id, request.scope[BODY], INTERNAL in request.scope)
-                beginning = self._begin(
-                    answer_format, api_request, size, active, answer_bytes, caller, client
-                )
-                prepared, at_once = await unless_disconnected(request.receive, beginning)
-                headers = warning_header(unknown) | active.headers
-                if at_once is not None:
-                    outcome = []
-                    return Response(at_once, 200, headers, media_type="application/json")
-                finish = partial(prepared.writer.finish, caller)
-                record.is_streamed = prepared.is_streamed
-                # Frees the body: only its tokens, and what the writer keeps, are needed from here on.
-                del body, api_request
-                if active.requests:  # else a search needs the body
-                    request.scope[BODY].keep(prepared.writer.kept_bytes)
-                if prepared.is_streamed:
-                    stream = EventStream(
-                        choices,
-                        prepared.writer,
-                        self._metrics.token_times(prepared.requests[0].priority),
-                        loop_turns=self._loop_turns,
-                        began=active.began,
-                        silence_seconds=self.settings.silence_seconds,
-                        headers=headers,
-                        finish=finish,
-                        on_end=lambda outcome: self._end(outcome, prepared, active),
-                    )
-                    is_owned_by_response = True
-                    return stream
-                whole_answer = WholeAnswer(prepared.writer, answer_bytes)
-                results = await unless_disconnected(
-                    request.receive, whole_answer.collect(choices, self._loop_turns, finish)
-                )
-            self._end(results, prepared, active)
-            is_owned_by_response = True
-            return whole_answer.response(headers)
-        except Disconnected:
-            outcome = None
-            raise
-        except ApiError as error:
-            outcome = error
-            error.headers |= active.headers
-            raise
-        finally:
-            if not is_owned_by_response:
-                choices.cancel()
-                self.active_requests.end(active, outcome)
-            outcome = None  # an error has a traceback that refers to this frame: a reference cycle
-
-    async def _begin(
-        self,
-        answer_format: AnswerFormat[B],
-        api_request: B,
-        size: int,
-        active: ActiveRequest,
-        answer_bytes: RequestBytes,
-        caller: Caller,
-        client_id: str,
-    ) -> tuple[Prepared, bytes | None]:
-        """Prepares the request and submits it. If `FairGate` holds it back, or it searches files and is streamed, it is
-        submitted later. Raises if the engine refuses it. Also returns the whole answer, if there is nothing to generate."""
-        self.check_model(api_request.model)
-        async with active.until_deadline():
-            api_request = await answer_format.load(api_request, caller)
-            parsed = await self._preparer.parse(answer_format, api_request, size, client_id)
-            prepare = partial(
-                self._prepare, answer_format, api_request, parsed, size, active, caller, client_id
-            )
-            if parsed.is_search_pending and parsed.is_streamed:
-                prepared = self._preparer.before_search(
-                    answer_format, api_request, parsed, active.id, active.key
-                )
-                await prepared.writer.start(caller)
-                names = answer_format.field_names(api_request)
-                active.choices.submit_later(partial(self._search, prepare, prepared, active, caller, names))
-                return prepared, None
-            prepared = await prepare()
-            if not prepared.is_streamed:
-                length = self.engine.max_sequence_length
-                answer_bytes.check(min_response_bytes(prepared.requests, prepared.writer, length))
-            at_once = await prepared.writer.start(caller)
-            if at_once is not None:
-                return prepared, at_once
-            await self.active_requests.submit(
-                active, prepared.requests, prepared.answer_form, is_streamed=prepared.is_streamed
-            )
-        if prepared.is_streamed:
-            try:
-                await asyncio.wait_for(active.choices.wait(), _HEADERS_SECONDS)
-            except TimeoutError:
-                pass
-            active.choices.check()
-        return prepared, None
-
-    async def _prepare(
-        self,
-        answer_format: AnswerFormat[B],
-        api_request: B,
-        parsed: ParsedRequest,
-        size: int,
-        active: ActiveRequest,
-        caller: Caller,
-        client_id: str,
-        writer: AnswerWriter | None = None,
-    ) -> Prepared:
-        if parsed.is_search_pending:
-            api_request = await answer_format.search(api_request, caller)
-            parsed = await self._preparer.parse(answer_format, api_request, size, client_id)
-        return await self._preparer.prepare(
-            answer_format,
-            api_request,
-            parsed,
-            size,
-            active.id,
-            active.key,
-            client_id,
-            is_idle_work=active.is_idle_work,
-            writer=writer,
-        )
-
-    async def _search(
-        self,
-        prepare: Callable[..., Awaitable[Prepared]],
-        begun: Prepared,
-        active: ActiveRequest,
-        caller: Caller,
-        names: Mapping[str, str],
-    ) -> None:
-        """Prepares and submits a request whose stream has begun."""
-        with renamed_fields(names):
-            async with active.until_deadline():
-                prepared = await prepare(writer=begun.writer)
-                caller.body.keep(prepared.writer.kept_bytes)
-                await self.active_requests.submit(
-                    active, prepared.requests, prepared.answer_form, is_streamed=True
-                )
-
-    def _end(self, outcome: Outcome, prepared: Prepared, active: ActiveRequest) -> None:
-        """Ends an active request. Records its outcome in the metrics and in its log record."""
-        self.active_requests.end(active, outcome)
-        record = current_record()
-        record.is_client_gone = outcome is None
-        if isinstance(outcome, ApiError):
-            record.error_code = outcome.code
-            self._metrics.failed(outcome.status)
-        elif outcome:
-            record.results, record.num_choices_per_prompt = outcome, prepared.requests[0].params.n
-            seconds = None if active.is_idle_work else time.monotonic() - active.began
-            self._metrics.answered(outcome, len(prepared.requests), seconds)
-            first = outcome[0].time_to_first_token
-            if not prepared.is_streamed and not active.is_idle_work and first is not None:
-                self._metrics.token_times(prepared.requests[0].priority).first_token(first)
+    # ------------------------------------------------------------------ whether requests may begin
 
     def _check_open(self) -> None:
         """Raises a 503 while the engine is not ready or the server drains."""

@@ -20,8 +20,9 @@ from weft.server.traces import Span, Trace
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PATH = "/v1/traces"
 _MAX_TRACES = 2048
+"""The most traces that wait for the export."""
 _MAX_BATCH = 256
-"""Traces that wait for the export, and traces of one export."""
+"""The most traces in one export."""
 _BATCH_SECONDS = 1.0
 """After the first trace of a batch, others have this long to join it. OTEL_BSP_SCHEDULE_DELAY overrides it, in
 milliseconds."""

@@ -46,6 +46,7 @@ class Conversation(msgspec.Struct, frozen=True):
 
     items: list[Item]
     documents: list[dict[str, Any]] | None = None
+    """For chat templates that read documents. They get each one as the client sent it."""
     template_options: dict[str, Any] = {}
     continues_last: bool = False
     """The answer continues the last message."""

@@ -106,10 +106,6 @@ class EmbeddingText:
         )
         return _not_empty([*start, *query.tokens[: cut[0]], *between, *document.tokens[: cut[1]], *end])
 
-    def pairs_of(self, query: str, documents: Iterable[str], *, truncate: bool = False) -> list[list[int]]:
-        part = self.query_part(query)
-        return [self.pair(part, self.document_part(document), truncate=truncate) for document in documents]
-
     def _part(self, text: str, most: int | None = None) -> PairPart:
         tokens = self.tokenizer.encode_part(text)[:most]
         return PairPart(tokens[: self.spec.max_tokens], len(tokens))

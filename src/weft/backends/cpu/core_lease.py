@@ -99,7 +99,7 @@ class CoreLease:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _CORES)
         except BlockingIOError:
-            return False  # this process keeps NEXT
+            return False  # this process keeps NEXT, so it gets the cores next
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _NEXT)
         return True
 

@@ -147,7 +147,7 @@ class EmbedderBackend:
                 wide = 1.0 / (1.0 + np.exp(-wide))
             if spec.normalise:
                 lengths = np.sqrt(np.square(wide).sum(axis=1, keepdims=True))
-                wide = wide / np.maximum(lengths, 1e-12)  # the limit of torch: a vector of zeros stays
+                wide = wide / np.maximum(lengths, 1e-12)  # as in torch: a vector of zeros stays zero
             return np.ascontiguousarray(wide, "<f4")
 
 

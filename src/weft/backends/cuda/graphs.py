@@ -97,10 +97,6 @@ class DecodeGraphs:
         captured.graph.replay()
         return captured.logits
 
-    @property
-    def num_captured(self) -> int:
-        return len(self._graphs)
-
     def _capture(self, kind: Kind) -> _CapturedGraph | None:
         if self._pool is None:
             self._pool = self.device.graph_pool()

@@ -220,7 +220,7 @@ class CompileOnlyDriver:
 
 
 class CompileOnlyDevice(Device):
-    """A device with the properties of the GPU in the outline, but without memory: tensors have shapes and no data."""
+    """A device with the properties of the GPU that `outline` describes. It has no memory: tensors have shapes and no data."""
 
     interpreter_memory = 1 << 62
 

@@ -92,7 +92,7 @@ class EngineProcess:
             # Each result is reported at once and never read again, so the engine need not keep results.
             config = dataclasses.replace(start.config, max_kept_results=1)
             self._engine = ServingEngine(backend, config, after_delivery=self._flush)
-            self._engine.scheduler.keeps_logprobs = False  # the outputs have the logprobs already
+            self._engine.scheduler.tokens.keeps_logprobs = False  # the outputs have the logprobs already
         except WeftError as error:
             return self._fail(str(error), error.exit_code)
         except (Exception, StopIteration) as error:
@@ -131,7 +131,7 @@ class EngineProcess:
                 self._is_reading = False
         except (OSError, ValueError, msgspec.MsgspecError):
             pass  # the client has closed the connection or sends invalid data; the engine stops in both cases
-        except Exception as error:  # no memory, no thread: the engine cannot receive requests any more
+        except Exception as error:  # such as out of memory: the engine cannot receive requests any more
             self._outbox.send(wire.Failed(f"the engine's reader failed ({type(error).__name__}: {error})", 1))
         self._engine.stop()
 

@@ -1,5 +1,5 @@
-"""The operations of a text encoder on a CUDA device. They launch kernels one by one: a step has whole texts, so its
-products are large, and nothing is recorded."""
+"""The operations of a text encoder on a CUDA device. They launch kernels one by one, without CUDA graphs: a step has
+whole texts, so its matrix products take much longer than a launch."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class TritonTextOps:
     ) -> Tensor:
         shape, kind = prepared.shape, prepared.patterns[pattern]
         if norm is not None or kind.rope.frequencies:
-            # No token has a cell, so this cache of one position is not written.
+            # No token has a position in a KV cache. The kernel takes a cache anyway, and writes nothing to it.
             no_cache = self._empty(1, 1, 2, shape.kv_heads, 1, shape.head_size)
             rope_and_write(prepared, qkv, no_cache, 0, self._tables(kind.rope), shape, norm)
         output = self._empty(len(qkv), shape.heads * shape.head_size)

@@ -205,8 +205,8 @@ class BlockPool:
 
     def retire(self, block: int) -> None:
         """Drops one reference of a block that was copied to the store. Its content stays cached, but is evicted before
-        that of other blocks. Content that was a prefix hit, or that a recent lookup did not find, is not evicted early.
-        """
+        that of other blocks. Content that is probably needed again keeps its place in the order: it was a prefix hit, or a
+        recent lookup missed it."""
         self.release((block,))
         if block in self._reused or self._hashes[block] in self._missed:
             return

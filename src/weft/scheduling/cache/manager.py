@@ -242,9 +242,6 @@ class KvCacheManager:
         """Whether a request with this id holds memory, in blocks or in swap space."""
         return request_id in self._allocations
 
-    def block_table(self, request_id: RequestId) -> tuple[int, ...]:
-        return tuple(self._allocations[request_id].blocks)
-
     def is_swapped(self, request_id: RequestId) -> bool:
         allocation = self._allocations.get(request_id)
         return allocation is not None and allocation.is_swapped

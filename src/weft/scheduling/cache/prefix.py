@@ -109,7 +109,8 @@ class PrefixSharing:
         return owner if owner is not None and owner is not sequence and is_below(sequence, owner) else None
 
     def register(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, BlockHash]]:
-        """Caches the blocks that are complete once start..end is computed, and announces the later ones.
+        """Puts the blocks of tokens start..end that are complete into the prefix cache. If the sequence has announced nothing
+        yet, also announces its blocks after `end`: other sequences may wait for them.
 
         Returns the blocks that are new in the cache, with their hashes.
         """

@@ -253,7 +253,8 @@ class FairGate:
         )
         if ticket is None or not num_answers or not ticket.account.num_open:
             return ticket
-        # The memory need is an estimate. If it exceeds the cache, release only a few; the engine admits what fits.
+        # The memory need is an estimate. If it exceeds the cache, a few requests are released anyway: the engine admits those
+        # that fit.
         has_memory = self._num_tokens + ticket.expected_cost <= self._max_tokens
         return ticket if has_memory or num_not_started < _MAX_NOT_STARTED else None
 

@@ -166,7 +166,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 class MessagesWriter(AnswerWriter):
-    """A stream has blocks one after the other. A block is open until text of another kind, or the end."""
+    """The blocks of a stream come one after the other. A block ends when text of another kind begins, or the stream ends."""
 
     def __init__(self, context: AnswerContext, max_tokens: int | None) -> None:
         super().__init__(context)

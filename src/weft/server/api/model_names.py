@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from weft.server.settings import ServerSettings
-
 MAIN_ROUTES = {"generate": "/v1/chat/completions", "embed": "/v1/embeddings", "rerank": "/v1/rerank"}
 _DEFAULT_TAG = ":latest"
 """Ollama's clients add it to names without a tag."""
-
-
-def is_model_name(name: str, settings: ServerSettings) -> bool:
-    """Whether a name, or the model that it is an alias of, is the model of the server."""
-    return is_own_name(name, settings.names) or is_alias(name, settings.names, settings.aliases)
 
 
 def is_own_name(name: str, names: Sequence[str]) -> bool:

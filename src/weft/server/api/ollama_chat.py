@@ -188,7 +188,6 @@ def _tool(tool: dict[str, Any], where: str) -> FunctionTool:
         fields.get("parameters"),
         None,
         f"{where}.function",
-        given={"type": "function", "function": fields},
     )
 
 

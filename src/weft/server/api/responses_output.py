@@ -47,7 +47,7 @@ class _Item:
     logprobs: list[bytes] = field(default_factory=list)
     """JSON of the entries, without brackets."""
     around_delta: tuple[bytes, bytes] = b"", b""
-    """The bytes before the text and before the sequence number in an event with new text."""
+    """The constant bytes of an event with new text: before the text, and between the text and the sequence number."""
 
     @property
     def text(self) -> str:

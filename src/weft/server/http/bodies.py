@@ -74,7 +74,7 @@ class BodyReader:
             if isinstance(result, _ParsedBody):
                 return msgspec.msgpack.decode(result.fields, type=kind), result.unknown
         except RecursionError:
-            # The worker process could parse the body, but here the call stack is deeper.
+            # The nesting was within the recursion limit of the worker process. Here the call stack is deeper already.
             message = "the body is nested too deeply; use fewer levels"
             raise ApiError(400, message, code="invalid_json") from None
         raise refusal(result.message, result.param, result.code)

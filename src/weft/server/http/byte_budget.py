@@ -17,7 +17,7 @@ class ByteBudget:
     """Counts the bytes of one kind (bodies or answers) that all requests hold in memory."""
 
     def __init__(self, max_each: int, max_bytes: int, refusal: Callable[[int, ByteBudget], ApiError]) -> None:
-        """`refusal` makes the error for a request that would hold this many bytes."""
+        """`refusal(num_bytes, budget)` makes the error for a request that would hold `num_bytes`."""
         self.max_each = max_each
         self.max_bytes = max_bytes
         self.num_bytes = 0

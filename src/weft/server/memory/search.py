@@ -28,7 +28,7 @@ MAX_RESULTS = 50
 _CANDIDATES = 50
 """Minimum passages to read of each of the two rankings (by vector, by words) that are joined."""
 _RERANKED = 32
-"""Candidates that a reranker reads: it reads each of them with the query."""
+"""How many candidates a reranker scores. Each costs one forward pass over the query and the passage."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ const CONVERSATIONS = "conversations";
 const TITLES = "titles";
 
 export class ConversationStore {
-  /** `onChange()` is called when another tab changed a conversation; `onDelete(title)` when one is deleted for room. */
+  /** `onChange()` is called when another tab changed a conversation; `onDelete(title)` when one is deleted to
+   *  make room. */
   constructor({ onChange, onDelete, limits = LIMITS }) {
     this._limits = limits;
     this._onDelete = onDelete;

@@ -185,7 +185,7 @@ function wordsOf(letter) {
   return letter === letter.toLowerCase() ? words : `${words} (quantised)`;
 }
 
-/** [red, green, blue, strength] by code. */
+/** The colour of each state of `STATES`: [red, green, blue, opacity]. */
 function cellColours() {
   const colours = palette();
   return STATES.map((letter) => {

@@ -28,7 +28,7 @@ export class ChartsView {
     for (const chart of this._charts) chart.update(points, target, history.binSeconds);
   }
 
-  /** All charts show the values of the same moment. */
+  /** Shows the values of one moment in all charts. */
   _point(at) {
     for (const chart of this._charts) chart.point(at);
   }

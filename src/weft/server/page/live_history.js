@@ -1,5 +1,5 @@
-// What the frames so far say: the band of the batch, the lives of requests, series for the charts, states of blocks.
-// Nothing here draws. The size of everything is bounded.
+// Collects what the page draws from the frames so far: the rows of the last steps (`Band`), what happened to each
+// request (`lives`), the points of the charts, and the states of KV blocks. The size of everything is bounded.
 
 import { Band, groupSteps, MARKS, stepsWithin } from "./live_band.js";
 import { BlockStates } from "./live_cells.js";

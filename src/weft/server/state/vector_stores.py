@@ -274,7 +274,7 @@ def detach(connection: Connection, file: AttachedFile) -> None:
 
 
 def detach_everywhere(connection: Connection, file_ids: Sequence[str]) -> None:
-    """Removes files that are deleted from all stores."""
+    """Removes deleted files from all stores."""
     for file_id in file_ids:
         query = "SELECT store FROM vector_store_files WHERE id = ?"
         for (store,) in connection.execute(query, (file_id,)).fetchall():
