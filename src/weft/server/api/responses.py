@@ -281,7 +281,8 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
 
     def ignored(self, api_request: ResponsesRequest) -> Sequence[str]:
         found = [*ignored_tools(api_request.tools or ()), *ignored_items(api_request.input)]
-        if known_choice(api_request.tool_choice) != (api_request.tool_choice or "auto"):
+        choice = api_request.tool_choice
+        if known_choice(choice, api_request.tools or ()) != (choice or "auto"):
             found.append("tool_choice")
         return [shown(name) for name in found[:MAX_NAMED]]
 
@@ -290,8 +291,9 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
         limit = api_request.max_output_tokens
         max_tokens = {} if limit is None else {"max_tokens": limit}
         params = sampling_params(api_request, model.generation_defaults, **logprobs, **max_tokens)
-        functions, choice = function_tools(api_request.tools or ()), tool_choice(api_request.tool_choice)
-        if not functions and choice.mode == "required" and any(map(is_file_search, api_request.tools or ())):
+        given = api_request.tools or ()
+        functions, choice = function_tools(given), tool_choice(api_request.tool_choice, given)
+        if not functions and choice.mode == "required" and any(map(is_file_search, given)):
             choice = ToolChoice("auto")  # the search is the required call
         tools = chosen_tools(functions, choice, api_request.parallel_tool_calls)
         items = list[Item]()
