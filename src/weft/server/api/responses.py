@@ -199,7 +199,7 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
         "truncation": Field(
             "auto: the oldest items are left out if the conversation is longer than the context. disabled: an error."
         ),
-        "store": Field("Store the response and its input. Default: true."),
+        "store": Field("Store the response and its input. Default: true; false in a line of a batch."),
         "metadata": Field(
             f"Returned with the response. At most {MAX_ENTRIES['metadata']} entries, texts of at most "
             f"{_MAX_METADATA_LENGTH} characters."
@@ -229,6 +229,9 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
     )
 
     async def load(self, api_request: ResponsesRequest, caller: Caller) -> ResponsesRequest:
+        if caller.is_internal and not api_request.background and api_request.store is None:
+            # A line of a batch. A large batch would evict the conversations of the key.
+            api_request = msgspec.structs.replace(api_request, store=False)
         loaded = await self._load_stored(api_request, caller)
         # A background request is loaded again when it runs.
         if not any(map(is_file_search, api_request.tools or ())) or (
