@@ -261,18 +261,22 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
 
         def read(connection: Any) -> LoadedRequest:
             now = services.store.wall_clock()
-            earlier: list[Item] = []
-            num_bytes = 0
-            if previous is not None:
-                chain = table.chain(connection, previous, caller.owner, now, **limits)
-                earlier = stored_conversation(
-                    chain, previous, is_cut_allowed=api_request.truncation == "auto"
-                )
-                num_bytes = sum(row.num_bytes for row in chain.rows)
             given = {item["id"]: item for item in items if _has_id(item)}
             others = [one for one in references if one not in given]
             found = given | stored_items(connection, others, caller.owner, now, limits)
             resolved, num_resolved_bytes = with_references(items, found, limits["max_bytes"])
+            earlier: list[Item] = []
+            num_bytes = 0
+            if previous is not None:
+                # The conversation, the references and the body together have the limit of one body.
+                room = max(0, limits["max_bytes"] - caller.body.num_bytes - num_resolved_bytes)
+                chain = table.chain(
+                    connection, previous, caller.owner, now, max_items=limits["max_items"], max_bytes=room
+                )
+                earlier = stored_conversation(
+                    chain, previous, room, is_cut_allowed=api_request.truncation == "auto"
+                )
+                num_bytes = sum(row.num_bytes for row in chain.rows)
             values = {name: getattr(api_request, name) for name in api_request.__struct_fields__}
             return LoadedRequest(
                 **{**values, "input": resolved}, earlier=earlier, stored_bytes=num_bytes + num_resolved_bytes
