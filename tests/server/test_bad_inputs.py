@@ -7,12 +7,16 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from api_shapes import family, message_of_error
 from server_process import MESSAGES, SLOW, Server, api_key, running_server
+
+from weft.server.api.formats import FORMATS
 
 
 def error_of(response: httpx.Response, status: int, param: str | None = None) -> dict[str, Any]:
@@ -58,12 +62,21 @@ def test_02_a_body_that_is_too_large_is_refused_before_it_is_read(server: Server
     assert announced.startswith(b"HTTP/1.1 413")
 
 
-def test_02_a_chunked_body_that_is_too_large_is_refused_while_it_is_received(server: Server) -> None:
+PATHS = [*FORMATS, *(one.counting.path for one in FORMATS.values() if one.counting is not None)]
+"""The routes of all APIs that read a prompt."""
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_02_a_chunked_body_that_is_too_large_is_refused_while_it_is_received(
+    server: Server, path: str
+) -> None:
     def chunks() -> Iterator[bytes]:
         for _ in range(200):
             yield b" " * 100_000
 
-    error_of(server.client.post("/v1/completions", content=chunks()), 413)
+    refused = server.client.post(path, content=chunks())
+    assert refused.status_code == 413, refused.text
+    assert "max_body_bytes" in message_of_error(family(path), refused.json())
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +113,16 @@ def test_03_a_request_that_arrives_too_slowly_gets_a_408(impatient_server: Serve
 def test_03_a_body_that_arrives_too_slowly_gets_an_error_in_the_form_of_its_route(
     impatient_server: Server,
 ) -> None:
-    answer = raw(
-        impatient_server, b"POST /api/chat HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
-    )
-    assert answer.startswith(b"HTTP/1.1 408") and b'{"error":"the request did not arrive' in answer
+    start = "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{{"
+    with ThreadPoolExecutor(len(PATHS)) as pool:  # all at once: each takes a second
+        answers = pool.map(lambda path: raw(impatient_server, start.format(path).encode()), PATHS)
+        for path, answer in zip(PATHS, answers, strict=True):
+            assert answer.startswith(b"HTTP/1.1 408"), (path, answer)
+            head, _, body = answer.partition(b"\r\n\r\n")
+            content = json.loads(body)
+            assert "the request did not arrive" in message_of_error(family(path), content), path
+            if family(path) == "anthropic":
+                assert f"x-request-id: {content['request_id']}" in head.decode().splitlines()
 
 
 def test_03_the_second_request_of_a_connection_has_a_timeout_too(

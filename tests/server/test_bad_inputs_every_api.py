@@ -69,6 +69,11 @@ def valid(path: str) -> dict[str, Any]:
 
 
 @EVERY_PATH
+def test_04_a_host_that_is_none_is_refused(served: Served, path: str) -> None:
+    assert served.error(path, valid(path), 400, more_headers={b"host": b"x/v1?y="})
+
+
+@EVERY_PATH
 def test_07_another_host_or_origin_is_refused(served: Served, path: str) -> None:
     for headers in ({b"host": b"evil.example"}, {b"origin": b"https://evil.example"}):
         assert served.error(path, valid(path), 403, more_headers=headers)
@@ -284,6 +289,32 @@ def test_31_media_are_refused_and_nothing_is_fetched(served: Served, api: Api) -
         waiting.settimeout(0.05)
         with pytest.raises(TimeoutError):
             waiting.accept()
+
+
+SALTED = [path for path in VALID if "cache_salt" in FORMATS[path].request_type.__struct_fields__]
+
+
+@pytest.mark.parametrize("path", SALTED)
+def test_37_different_salts_share_nothing_and_the_same_salt_does(served: Served, path: str) -> None:
+    [name] = _IS_CONTENT & valid(path).keys()
+    text = "word " * 100
+    content = [{**HELLO[0], "content": text}] if name == "messages" else text
+
+    def cached(salt: str) -> int:
+        reply = served.post(path, {**valid(path), name: content, "cache_salt": f"{path} {salt}"})
+        assert reply.status == 200, reply.body
+        usage = json.loads(reply.body)["usage"]
+        for details in ("prompt_tokens_details", "input_tokens_details"):
+            if details in usage:
+                return int(usage[details]["cached_tokens"])
+        return int(usage["cache_read_input_tokens"])
+
+    assert cached("one") == cached("two") == 0
+    assert cached("one") >= 80
+
+
+def test_37_every_api_but_that_of_ollama_has_salts() -> None:
+    assert [path for path in VALID if path.startswith("/v1/")] == SALTED
 
 
 @EVERY

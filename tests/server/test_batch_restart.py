@@ -35,8 +35,8 @@ def upload(server: Server, content: bytes, purpose: str = "batch") -> httpx.Resp
     return server.client.post("/v1/files", data={"purpose": purpose}, files={"file": ("a.jsonl", content)})
 
 
-def submit(server: Server, content: bytes) -> str:
-    body = {"input_file_id": upload(server, content).json()["id"], "endpoint": COMPLETIONS}
+def submit(server: Server, content: bytes, endpoint: str = COMPLETIONS) -> str:
+    body = {"input_file_id": upload(server, content).json()["id"], "endpoint": endpoint}
     batch_id: str = server.client.post("/v1/batches", json=body).json()["id"]
     return batch_id
 
@@ -163,30 +163,51 @@ def test_a_client_that_disconnects_while_it_uploads_leaves_nothing(
         assert server.client.get("/v1/files").json()["data"] == []
 
 
+LONG = {"ignore_eos": True}
+
+
+def has_failed(server: Server, status: int) -> bool:
+    """Whether a request ended with this status."""
+    found = server.client.get("/metrics").text.splitlines()
+    return any(one.startswith("weft:request_failure_total{") and f'status="{status}"' in one for one in found)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 300, **LONG}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 300, "store": True, **LONG}),
+    ],
+)
 def test_a_full_disk_refuses_uploads_and_pauses_a_batch_and_nothing_is_lost(
-    default_model_path: Path, tmp_path: Path
+    default_model_path: Path, tmp_path: Path, endpoint: str, body: dict[str, Any]
 ) -> None:
     """A limit for the size of files stands for a full disk."""
     with running_server(default_model_path, state_path=str(tmp_path)) as server:
         pid = server.process.pid
-        batch_id = submit(server, lines(line(index, body=long_answer()) for index in range(300)))
+        content = lines(line(index, url=endpoint, body=body) for index in range(300))
+        batch_id = submit(server, content, endpoint)
         _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (300_000, hard))
         refused = upload(server, b"a" * (2 << 20))
         assert refused.status_code == 507 and "disk is full" in refused.json()["error"]["message"]
         assert not list((tmp_path / "files").glob(".new-*"))
         assert server.complete().status_code == 200
-        time.sleep(0.5)
+        if endpoint == COMPLETIONS:
+            time.sleep(0.5)
+        else:  # the answers themselves cannot be stored
+            wait_for(lambda: has_failed(server, 507))
         assert described(server, batch_id)["status"] in ("validating", "in_progress", "finalizing")
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
         wait_for(lambda: described(server, batch_id)["status"] in ENDED)
         batch = described(server, batch_id)
         assert batch["request_counts"] == {"total": 300, "completed": 300, "failed": 0}
-        assert len(results(server, batch["output_file_id"])) == 300
-
-
-def long_answer() -> dict[str, Any]:
-    return {"prompt": "a", "max_tokens": 300, "ignore_eos": True}
+        found = [
+            json.loads(one)["response"]["body"]["id"] for one in results(server, batch["output_file_id"])
+        ]
+        assert len(set(found)) == 300
+        if endpoint != COMPLETIONS:
+            assert all(server.client.get(f"{endpoint}/{one}").status_code == 200 for one in found[::30])
 
 
 def peak(server: Server) -> int:

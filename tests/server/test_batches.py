@@ -98,7 +98,7 @@ def test_every_route_that_generates_can_be_an_endpoint(default_model_path: Path)
         "/v1/chat/completions": {"messages": MESSAGES},
         "/v1/completions": {"prompt": "a"},
         "/v1/messages": {"model": "test-model", "messages": MESSAGES, "max_tokens": 3},
-        "/v1/responses": {"input": "a", "store": False},
+        "/v1/responses": {"input": "a"},
     }
 
     async def work(server: InProcess) -> None:
@@ -113,6 +113,22 @@ def test_every_route_that_generates_can_be_an_endpoint(default_model_path: Path)
         reply = await upload(server, b"")
         body = {"input_file_id": json.loads(reply.body)["id"], "endpoint": "/api/chat"}
         assert (await server.send("/v1/batches", json.dumps(body).encode())).status == 400
+
+    run(default_model_path, work, max_context=256)
+
+
+def test_a_line_stores_its_response_only_if_it_asks_for_that(default_model_path: Path) -> None:
+    """Otherwise a batch would evict the stored conversations of its key."""
+
+    async def work(server: InProcess) -> None:
+        url, stores = "/v1/responses", (None, False, True)
+        fields = [{} if store is None else {"store": store} for store in stores]
+        content = lines(line(index, url=url, body={"input": "a", **one}) for index, one in enumerate(fields))
+        ended = await wait_for_status(server, await submit(server, content, endpoint=url), "completed")
+        for store, one in zip(stores, await download(server, ended["output_file_id"]), strict=True):
+            body = one["response"]["body"]
+            reply = await server.send(f"{url}/{body['id']}", method="GET")
+            assert (body["store"], reply.status) == ((True, 200) if store else (False, 404))
 
     run(default_model_path, work, max_context=256)
 

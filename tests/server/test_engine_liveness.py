@@ -11,11 +11,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from every_api import APIS, Turn
 from server_process import SLOW, Server, running_server, wait_for
 from vector_models import embedder_path, engines, noop_embedder
 
@@ -120,13 +122,22 @@ def test_41_a_stopped_engine_is_not_ready_then_unhealthy_fails_its_requests_and_
     with watched_server(default_model_path, tmp_path, backend_options=SLOW) as watched:
         server, engine = watched.server, watched.server.engine_pid()
         pending = [BackgroundRequest(server, **LONG), BackgroundRequest(server, **LONG, stream=True)]
-        wait_for(lambda: server.metric("num_requests_running") == 2)
+        others = []
+        for api, stream in product(APIS, (False, True)):
+            body = api.body([Turn("user", f"{api} {stream}")], max_tokens=8000, stream=stream)
+            others.append((api, stream, BackgroundRequest(server, api.path, **body)))
+        wait_for(lambda: server.metric("num_requests_running") == 2 + len(others))
         os.kill(engine, signal.SIGSTOP)
         wait_for(lambda: watched.status("/ready") == 503, 10)
         assert watched.status("/health") == 200, "it may still continue"
         assert watched.raw_metric("engine_up") == 0
         wait_for(lambda: watched.status("/health") == 503)
         assert [one.wait() for one in pending] == [(503, "engine_stalled"), (200, "engine_stalled")]
+        for api, stream, one in others:
+            one.join(120)
+            content = one.answer.content
+            message = api.failed(content)[1] if stream else api.error(content)
+            assert (one.answer.status_code, "stuck" in message) == (200 if stream else 503, True), str(api)
         wait_for(lambda: watched.status("/ready") == 200)
         assert watched.status("/health") == 200 and server.engine_pid() != engine
         assert server.complete().status_code == 200

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from anthropic_types import EventStream, count_of, error_of, message_of, model_of
 from in_process import InProcess, Reply, in_process
+from vector_models import embedder_path, noop_embedder, noop_reranker
 
 from weft.request import InferenceRequest
 from weft.server.admission.keys import plain_keys
@@ -200,6 +201,30 @@ def test_a_system_message_after_the_first_message_becomes_a_reminder_of_the_user
         Message("user", f"Hello\n{reminder}"),
     ]
     assert items([late, *HELLO], system="Be brief.")[0] == Message("system", "Be brief.\nToday is Monday.")
+
+
+@pytest.mark.parametrize("role", ["system", "user"])
+def test_a_message_between_a_call_and_its_result_follows_the_result(role: str) -> None:
+    """Some templates refuse a message between both."""
+    calls = [{"type": "tool_use", "id": one, "name": "f", "input": {}} for one in ("a", "b")]
+    results = [{"type": "tool_result", "tool_use_id": one, "content": one} for one in ("a", "b")]
+    found = items(
+        [
+            *HELLO,
+            {"role": "assistant", "content": calls},
+            {"role": role, "content": "Late"},
+            {"role": "user", "content": results[:1]},
+            {"role": role, "content": "Later"},
+            {"role": "user", "content": [results[1], text("Go on")]},
+        ]
+    )
+    reminders = [f"<system-reminder>\n{one}\n</system-reminder>" for one in ("Late", "Later")]
+    texts = reminders if role == "system" else ["Late", "Later"]
+    assert found[1:] == [
+        *(ToolCall(one, "f", "{}") for one in ("a", "b")),
+        *(ToolResult(one, one) for one in ("a", "b")),
+        Message("user", "\n".join([*texts, "Go on"])),
+    ]
 
 
 def test_documents_are_read_as_text() -> None:
@@ -403,6 +428,27 @@ def test_unknown_fields_hosted_tools_and_beta_headers_are_ignored(shared_app: Se
     assert reply.headers[b"request-id"] == reply.headers[b"x-request-id"]
     deferred = shared_app({"tools": [{**TOOL, "defer_loading": True}, SEARCH]})
     assert deferred.status == 200 and b"read_file" not in deferred.headers[b"warning"]
+
+
+def test_blocks_of_tools_that_the_vendor_runs_are_left_out_with_a_warning(shared_app: Send) -> None:
+    """A conversation that began at Anthropic goes on here."""
+    search = {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "x"}}
+    result = {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": []}
+    question = {"role": "user", "content": "Now?"}
+    talk = [*HELLO, {"role": "assistant", "content": [text("One."), search, result, text("Two.")]}, question]
+    plain = [*HELLO, {"role": "assistant", "content": [text("One."), text("Two.")]}, question]
+    reply = shared_app({"messages": talk})
+    assert reply.status == 200, reply.body
+    warning = reply.headers[b"warning"]
+    assert b"messages.server_tool_use" in warning and b"messages.web_search_tool_result" in warning
+    assert total(message_of(reply.body).usage) == total(
+        message_of(shared_app({"messages": plain}).body).usage
+    )
+    assert shared_app({"messages": talk}, COUNT).status == 200
+    for last in ([search, result], [search]):  # a turn that was paused
+        assert shared_app({"messages": [*HELLO, {"role": "assistant", "content": last}]}).status == 200
+    nested = {"role": "user", "content": [{"type": [], "text": "x"}]}
+    assert shared_app({"messages": [nested]}).status == 400
 
 
 # ---------------------------------------------------------------------- counting and caching
@@ -682,6 +728,37 @@ def test_models_have_the_form_of_the_api_that_asks(default_model_path: Path) -> 
     assert unknown[0] == 404 == other_unknown[0]
     error_of(json.dumps(unknown[1]), "not_found_error")
     assert other_unknown[1]["error"]["code"] == "model_not_found"
+
+
+def test_models_are_listed_in_pages_of_the_anthropic_api(default_model_path: Path) -> None:
+    embedder = noop_embedder(embedder_path())
+    reranker = noop_reranker(embedder_path())
+    embedder["names"] = ["noop-embedder", "embedder-alias"]
+    expected = ["test-model", "noop-embedder", "noop-reranker"]
+
+    async def work(server: InProcess) -> None:
+        async def page(query: str) -> tuple[list[str], bool]:
+            reply = await server.send(f"/v1/models?{query}", method="GET", more_headers=VERSION)
+            found = json.loads(reply.body)
+            names = [model["id"] for model in found["data"]]
+            assert (found["first_id"], found["last_id"]) == ((names[0], names[-1]) if names else (None, None))
+            return names, found["has_more"]
+
+        assert await page("") == (expected, False)
+        names: list[str] = []
+        query = "limit=1"
+        while True:
+            found, has_more = await page(query)
+            names += found
+            if not has_more:
+                break
+            query = f"limit=1&after_id={found[-1]}"
+        assert names == expected
+        assert await page("limit=1&before_id=noop-reranker") == (["noop-embedder"], True)
+        assert await page("limit=1&before_id=noop-embedder") == (["test-model"], False)
+        assert await page("after_id=embedder-alias") == (["noop-reranker"], False)
+
+    served(default_model_path, work=work, vector_models=[embedder, reranker])
 
 
 def test_pages_of_models_are_empty_beyond_the_only_model(default_model_path: Path) -> None:

@@ -365,6 +365,31 @@ def test_hosted_tools_and_unknown_fields_are_ignored_with_a_warning(
     run(default_model_path, tmp_path, work)
 
 
+def test_a_required_call_is_optional_if_every_tool_is_ignored(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    """A 400 ends Codex."""
+    web, group = {"type": "web_search"}, {"type": "namespace", "name": "n", "tools": [{"type": "computer"}]}
+    choices: list[Any] = ["required", {"type": "allowed_tools", "mode": "required", "tools": [web]}]
+
+    async def work(api: Api) -> None:
+        for tools in ([web], [group], [web, group]):
+            for choice in choices:
+                reply = await api.post(input="Hello", tools=tools, tool_choice=choice)
+                assert reply.status == 200, reply.body
+                warning = reply.headers[b"warning"].decode()
+                assert "tools.0" in warning and "tool_choice" in warning
+                assert json.loads(reply.body)["tool_choice"] == "auto"
+        status, param, _, message = await api.error(input="Hello", tools=[], tool_choice="required")
+        assert (status, param) == (400, "tool_choice") and "no tools" in message
+        named = {"type": "function", "name": "add"}
+        assert (await api.error(input="Hello", tools=[web], tool_choice=named))[:2] == (400, "tool_choice")
+        kept = await api.create(input="Hello", tools=[web, TOOL], tool_choice="required", ignore_eos=False)
+        assert kept["tool_choice"] == "required"
+
+    run(default_model_path, tmp_path, work)
+
+
 # ---------------------------------------------------------------------- a conversation longer than the context
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -476,6 +478,39 @@ def test_references_count_as_long_as_what_they_refer_to(default_model_path: Path
             for path in (URL, f"{URL}/input_tokens"):
                 reply = await api.post(path, input=[*references, hello])
                 assert reply.status == 400 and b"max_body_bytes" in reply.body, reply.body
+
+    run(default_model_path, tmp_path, work, max_body_bytes=1_000_000)
+
+
+def test_a_body_and_what_it_refers_to_have_one_limit_together(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    """A later attempt would not help, so the error is not a 503."""
+    hello = {"role": "user", "content": "Hello"}
+
+    def sealed(size: int) -> dict[str, Any]:
+        return {"type": "reasoning", "summary": [], "encrypted_content": "x" * size}
+
+    async def work(api: Api) -> None:
+        stored = await api.create(input=[sealed(700_000), hello])
+        last = {"previous_response_id": stored["id"]}
+        for path in (URL, f"{URL}/input_tokens"):
+            reply = await api.post(path, input=[sealed(400_000), hello], **last)
+            error = json.loads(reply.body)["error"]
+            assert (reply.status, error["code"]) == (400, "context_length_exceeded"), error
+            found, allowed = (int(one) for one in re.findall(r"(\d{6,}) bytes", error["message"]))
+            assert 700_000 < found < 710_000 and 590_000 < allowed < 600_000
+        cut = await api.create(input=[sealed(400_000), hello], **last, truncation="auto")
+        assert cut["usage"]["input_tokens"] == await api.count(input=[hello])
+        whole = await api.create(input=[sealed(200_000), hello], **last, store=False)
+        assert whole["usage"]["input_tokens"] > cut["usage"]["input_tokens"]
+        _, items = await api.get(f"{stored['id']}/input_items", "order=asc")
+        reference = {"type": "item_reference", "id": items["data"][0]["id"]}
+        for fields in ({}, {**last, "truncation": "auto"}):
+            status, _, code, message = await api.error(input=[reference, sealed(400_000), hello], **fields)
+            assert (status, code) == (413, "body_too_large"), message
+            found, allowed = (int(one) for one in re.findall(r"\d{6,}", message))
+            assert 1_100_000 < found < 1_110_000 and allowed == 1_000_000
 
     run(default_model_path, tmp_path, work, max_body_bytes=1_000_000)
 

@@ -22,7 +22,7 @@ from weft.server.api.answer_format import (
     ServedModel,
 )
 from weft.server.api.field_docs import Field
-from weft.server.api.messages_input import items_of_messages, quoted
+from weft.server.api.messages_input import ignored_blocks, items_of_messages, quoted
 from weft.server.api.messages_writer import (
     UNSUPPORTED_THREAD,
     ErrorBody,
@@ -163,7 +163,9 @@ class MessagesFormat(AnswerFormat[MessagesRequest]):
 
     def ignored(self, api_request: MessagesRequest) -> Sequence[str]:
         kinds = [tool.get("type") for tool in api_request.tools or () if not _is_own(tool)]
-        return [shown(f"tools.{kind if isinstance(kind, str) else 'unknown'}") for kind in kinds[:MAX_NAMED]]
+        found = [f"tools.{kind if isinstance(kind, str) else 'unknown'}" for kind in kinds]
+        found += (f"messages.{kind}" for kind in ignored_blocks(api_request.messages))
+        return [shown(name) for name in found[:MAX_NAMED]]
 
     def parse(self, api_request: MessagesRequest, model: ServedModel) -> ParsedRequest:
         if api_request.thread is not None:

@@ -17,6 +17,14 @@ _REFUSED_BLOCKS = {
     "image": "this model reads text only; leave images out",
     "document": "this model reads text only; send a source of the type text or content",
 }
+_HOSTED = frozenset(
+    (
+        *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "tool_search_tool_result"),
+        *("code_execution_tool_result", "bash_code_execution_tool_result", "advisor_tool_result"),
+        *("text_editor_code_execution_tool_result", "mcp_tool_use", "mcp_tool_result", "container_upload"),
+    )
+)
+"""Blocks of tools that the Anthropic API runs itself. weft has none of these tools, and leaves the blocks out."""
 _ROLES = ("user", "assistant", "system")
 
 
@@ -41,6 +49,17 @@ def items_of_messages(
     return reader.finish()
 
 
+def ignored_blocks(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The types of the blocks that are left out. The messages need not be valid."""
+    contents = [one for message in messages if isinstance(one := message.get("content"), list)]
+    return sorted({block["type"] for content in contents for block in content if _is_hosted(block)})
+
+
+def _is_hosted(block: Any) -> bool:
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    return isinstance(kind, str) and kind in _HOSTED
+
+
 class _Reader:
     """Owns the items read so far. Adjacent messages of one role become one message: some templates refuse two in a row."""
 
@@ -51,6 +70,9 @@ class _Reader:
         """The texts of the open message, which has `_role`. It is not in the items yet. Empty: no message is open."""
         self._open_calls: dict[str, None] = {}
         """The ids of the calls whose result has not been read, in order."""
+        self._held: list[str] = []
+        """Texts of the user, and reminders, between a call and its result. They follow the last result: many templates
+        refuse a message between both."""
 
     def system(self, text: str) -> None:
         if not text:
@@ -68,7 +90,7 @@ class _Reader:
             if isinstance(block, Mapping) and block.get("type") == "tool_result":
                 self._result(block, place)
                 has_results = True
-            else:
+            elif not _is_hosted(block):
                 texts += _texts_of(block, place)
         if texts or not has_results:
             self._say("user", _joined(texts))
@@ -82,7 +104,7 @@ class _Reader:
                     self._add(Thought(text))
             elif kind == "tool_use":
                 self._call(block, place)
-            elif kind != "redacted_thinking":  # encrypted: weft cannot read it
+            elif kind != "redacted_thinking" and not _is_hosted(block):  # encrypted: weft cannot read it
                 for text in _texts_of(block, place):
                     self._say("assistant", text)
 
@@ -97,6 +119,9 @@ class _Reader:
 
     def _say(self, role: str, text: str) -> None:
         """Adds a text to the open message, or opens another one."""
+        if role == "user" and self._open_calls:
+            self._held.append(text)
+            return
         if self._role != role:
             self._close_message()
             self._role = role
@@ -137,6 +162,10 @@ class _Reader:
         if block.get("is_error") is True:
             text = f"Error: {text}" if text else "Error"
         self._add(ToolResult(call_id, text))
+        if not self._open_calls:
+            for held in self._held:
+                self._say("user", held)
+            self._held.clear()
 
     def _close_calls(self, where: str) -> None:
         if self._open_calls:

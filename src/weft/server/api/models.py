@@ -122,15 +122,18 @@ async def _list(services: Services, request: Request) -> Response:
     if not _is_anthropic(request):
         return json_response({"object": "list", "data": _all(services, _described, _described_vectors)})
     query = request.query_params
-    checked_number(query.get("limit", "20"), "limit", 1, 1000)
+    limit = checked_number(query.get("limit", "20"), "limit", 1, 1000)
     models = _all(services, _in_anthropic_form, _vectors_in_anthropic_form)
     for border in ("before_id", "after_id"):
         if query.get(border):
-            services.models.vector_model(query[border])  # raises if there is no such model
-            place = next((i for i, each in enumerate(models) if each["id"] == query[border]), 0)
+            found = services.models.vector_model(query[border])  # raises if there is no such model
+            name = services.settings.names[0] if found is None else found.name
+            place = [model["id"] for model in models].index(name)
             models = models[:place] if border == "before_id" else models[place + 1 :]
-    ids = [model["id"] for model in models] or [None]
-    return json_response({"data": models, "has_more": False, "first_id": ids[0], "last_id": ids[-1]})
+    page = models[-limit:] if query.get("before_id") else models[:limit]
+    ids = [model["id"] for model in page] or [None]
+    has_more = len(models) > len(page)
+    return json_response({"data": page, "has_more": has_more, "first_id": ids[0], "last_id": ids[-1]})
 
 
 async def _one(services: Services, request: Request) -> Response:

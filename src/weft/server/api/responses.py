@@ -199,7 +199,7 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
         "truncation": Field(
             "auto: the oldest items are left out if the conversation is longer than the context. disabled: an error."
         ),
-        "store": Field("Store the response and its input. Default: true."),
+        "store": Field("Store the response and its input. Default: true; false in a line of a batch."),
         "metadata": Field(
             f"Returned with the response. At most {MAX_ENTRIES['metadata']} entries, texts of at most "
             f"{_MAX_METADATA_LENGTH} characters."
@@ -229,6 +229,9 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
     )
 
     async def load(self, api_request: ResponsesRequest, caller: Caller) -> ResponsesRequest:
+        if caller.is_internal and not api_request.background and api_request.store is None:
+            # A line of a batch. A large batch would evict the conversations of the key.
+            api_request = msgspec.structs.replace(api_request, store=False)
         loaded = await self._load_stored(api_request, caller)
         # A background request is loaded again when it runs.
         if not any(map(is_file_search, api_request.tools or ())) or (
@@ -258,18 +261,22 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
 
         def read(connection: Any) -> LoadedRequest:
             now = services.store.wall_clock()
-            earlier: list[Item] = []
-            num_bytes = 0
-            if previous is not None:
-                chain = table.chain(connection, previous, caller.owner, now, **limits)
-                earlier = stored_conversation(
-                    chain, previous, is_cut_allowed=api_request.truncation == "auto"
-                )
-                num_bytes = sum(row.num_bytes for row in chain.rows)
             given = {item["id"]: item for item in items if _has_id(item)}
             others = [one for one in references if one not in given]
             found = given | stored_items(connection, others, caller.owner, now, limits)
             resolved, num_resolved_bytes = with_references(items, found, limits["max_bytes"])
+            earlier: list[Item] = []
+            num_bytes = 0
+            if previous is not None:
+                # The conversation, the references and the body together have the limit of one body.
+                room = max(0, limits["max_bytes"] - caller.body.num_bytes - num_resolved_bytes)
+                chain = table.chain(
+                    connection, previous, caller.owner, now, max_items=limits["max_items"], max_bytes=room
+                )
+                earlier = stored_conversation(
+                    chain, previous, room, is_cut_allowed=api_request.truncation == "auto"
+                )
+                num_bytes = sum(row.num_bytes for row in chain.rows)
             values = {name: getattr(api_request, name) for name in api_request.__struct_fields__}
             return LoadedRequest(
                 **{**values, "input": resolved}, earlier=earlier, stored_bytes=num_bytes + num_resolved_bytes
@@ -281,7 +288,8 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
 
     def ignored(self, api_request: ResponsesRequest) -> Sequence[str]:
         found = [*ignored_tools(api_request.tools or ()), *ignored_items(api_request.input)]
-        if known_choice(api_request.tool_choice) != (api_request.tool_choice or "auto"):
+        choice = api_request.tool_choice
+        if known_choice(choice, api_request.tools or ()) != (choice or "auto"):
             found.append("tool_choice")
         return [shown(name) for name in found[:MAX_NAMED]]
 
@@ -290,8 +298,9 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
         limit = api_request.max_output_tokens
         max_tokens = {} if limit is None else {"max_tokens": limit}
         params = sampling_params(api_request, model.generation_defaults, **logprobs, **max_tokens)
-        functions, choice = function_tools(api_request.tools or ()), tool_choice(api_request.tool_choice)
-        if not functions and choice.mode == "required" and any(map(is_file_search, api_request.tools or ())):
+        given = api_request.tools or ()
+        functions, choice = function_tools(given), tool_choice(api_request.tool_choice, given)
+        if not functions and choice.mode == "required" and any(map(is_file_search, given)):
             choice = ToolChoice("auto")  # the search is the required call
         tools = chosen_tools(functions, choice, api_request.parallel_tool_calls)
         items = list[Item]()

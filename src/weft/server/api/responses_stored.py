@@ -27,9 +27,11 @@ _read_input = msgspec.json.Decoder(list[dict[str, Any]]).decode
 _read_output = msgspec.json.Decoder(_Output).decode
 
 
-def stored_conversation(chain: table.Chain, previous: str, *, is_cut_allowed: bool) -> list[Item]:
+def stored_conversation(
+    chain: table.Chain, previous: str, max_bytes: int, *, is_cut_allowed: bool
+) -> list[Item]:
     """The conversation of a chain of stored responses. Raises ApiError if the chain is incomplete, unless
-    `is_cut_allowed`, or if one of the responses cannot be continued."""
+    `is_cut_allowed`, or if one of the responses cannot be continued. `max_bytes` is the limit of the chain."""
     if chain.missing_id == previous:
         raise _not_found(
             f"there is no stored response {previous!r:.80}", "previous_response_id", "previous_response"
@@ -42,8 +44,9 @@ def stored_conversation(chain: table.Chain, previous: str, *, is_cut_allowed: bo
         raise _not_found(message, "previous_response_id", "previous_response")
     if chain.is_cut and not is_cut_allowed:
         raise refusal(
-            f"the stored conversation of {previous!r:.80} has more than {MAX_ENTRIES['input']} items, or more bytes "
-            "than max_body_bytes; begin a new one, or send truncation: auto",
+            f"the stored conversation of {previous!r:.80} has at least {chain.num_items} items and {chain.num_bytes} "
+            f"bytes; allowed: {MAX_ENTRIES['input']} items, and {max_bytes} bytes, which this body leaves of "
+            "max_body_bytes; begin a new one, or send truncation: auto",
             "previous_response_id",
             "context_length_exceeded",
         )

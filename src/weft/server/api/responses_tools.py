@@ -80,16 +80,20 @@ def ignored_tools(tools: Sequence[Any]) -> list[str]:
     return found
 
 
-def known_choice(choice: Any) -> Any:
-    """The choice as the client sent it; auto if it names a tool that is ignored."""
+def known_choice(choice: Any, tools: Sequence[Any]) -> Any:
+    """The choice as the client sent it; auto if it names a tool that is ignored, or requires a call and all tools are
+    ignored."""
     known = ("function", "custom", "allowed_tools", file_search.KIND)
     is_ignored = isinstance(choice, Mapping) and _type(choice) not in known
+    needs_any = choice == "required" or _type(choice) == "allowed_tools"
+    if needs_any and ignored_tools(tools) and not any(map(_may_be_called, tools)):
+        is_ignored = True
     return "auto" if choice is None or is_ignored else choice
 
 
-def tool_choice(choice: Any) -> ToolChoice:
+def tool_choice(choice: Any, tools: Sequence[Any]) -> ToolChoice:
     """Raises ApiError if it is invalid. The choice of a tool that is ignored is auto."""
-    choice = known_choice(choice)
+    choice = known_choice(choice, tools)
     if isinstance(choice, str):
         if choice in ("auto", "none", "required"):
             return ToolChoice(choice)  # type: ignore[arg-type]
@@ -145,6 +149,14 @@ def _is_ignored(tool: Any) -> bool:
         "namespace",
         file_search.KIND,
     )
+
+
+def _may_be_called(tool: Any) -> bool:
+    """Whether the tool, or one in its namespace, is not ignored."""
+    inner = tool.get("tools") if _type(tool) == "namespace" else None
+    if isinstance(inner, list):
+        return any(map(_may_be_in_namespace, inner))
+    return not _is_ignored(tool)
 
 
 def _may_be_in_namespace(tool: Any) -> bool:

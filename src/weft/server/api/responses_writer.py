@@ -238,7 +238,7 @@ def _parameters(api_request: ResponsesRequest, model: str) -> dict[str, Any]:
         "service_tier": "default",
         **sampling,
         "text": {"format": text.format or {"type": "text"}, "verbosity": text.verbosity},
-        "tool_choice": known_choice(api_request.tool_choice),
+        "tool_choice": known_choice(api_request.tool_choice, api_request.tools or ()),
         "tools": known_tools(api_request.tools or ()),
         "top_logprobs": api_request.top_logprobs or 0,
         "truncation": api_request.truncation,

@@ -1,4 +1,5 @@
-"""Sends the lines of batches to the server itself. While the server has no room or no running engine, it tries again."""
+"""Sends the lines of batches to the server itself. While the server has no room, no space for what a line stores, or no
+running engine, it tries again."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ _FIRST_DELAY = 0.25
 _LONGEST_DELAY = 15.0
 _LOOK_SECONDS = 0.1
 _MAX_CRASHES = 3
+_RETRIED = (429, 503, 507)
 
 
 class LineSender:
@@ -26,7 +28,7 @@ class LineSender:
         self._alone = asyncio.Lock()
 
     async def send(self, endpoint: str, body: bytes, key: ApiKey | None) -> InternalReply:
-        """Returns the first response that is neither 429 nor 503.
+        """Returns the first response whose status is not one of `_RETRIED`.
 
         If the engine crashes, any line in flight may be the cause. A line that has seen one crash is sent together with
         others again: the cause is often something else. A line that has seen two is sent alone. After `_MAX_CRASHES`
@@ -38,7 +40,7 @@ class LineSender:
             async with self._alone if crashes > 1 else nullcontext():
                 await self._wait_until_ready(endpoint)
                 reply = await self._services.send_internal(endpoint, body, request)
-            if reply.status not in (429, 503):
+            if reply.status not in _RETRIED:
                 return reply
             is_dead = not self._has_engine(endpoint)
             # While the server drains, it stops the engine itself. That is no crash.

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weft.request import REQUEST_ID_PATTERN, RequestId
 from weft.server.api.formats import Formats
 from weft.server.errors import ApiError
+from weft.server.http.scope import RECORD
 from weft.server.internal import INTERNAL, InternalRequest
 from weft.server.logs import QUIET_PATHS, Record, ServerLog, record_of_task
 from weft.server.traces import Traces
@@ -49,6 +50,7 @@ class AccessLog:
         internal: InternalRequest | None = scope.get(INTERNAL)
         request_id = (internal.request_id if internal is not None else None) or self._new_id()
         record = Record(scope["method"], scope["path"][:_LONGEST_PATH], request_id, _given_id(headers))
+        scope[RECORD] = record
         id_headers = ("x-request-id", *(name for sent, name in self._id_headers if sent in headers))
         token = record_of_task.set(record)
 

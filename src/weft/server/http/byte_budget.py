@@ -90,6 +90,13 @@ class RequestBytes:
 
 
 def body_budget_error(num_bytes: int, budget: ByteBudget) -> ApiError:
+    if num_bytes > budget.max_each:
+        return ApiError(
+            413,
+            f"the body has {num_bytes} bytes with the stored items that it refers to; allowed: {budget.max_each} "
+            "(max_body_bytes); send fewer items",
+            code="body_too_large",
+        )
     return ApiError(
         503,
         f"the bodies of all active requests have {budget.num_bytes} bytes; allowed: {budget.max_bytes} together "

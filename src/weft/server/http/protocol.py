@@ -7,7 +7,7 @@ import fcntl
 import logging
 import sys
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -19,7 +19,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from weft.server.errors import ERROR_WRITER, ApiError
+from weft.server.http.scope import RECORD
 from weft.server.http.uploads import UPLOADS
+from weft.server.logs import Record, record_of_task
 
 # uvicorn logs a warning for each request that is not HTTP; a client must not be able to fill the log.
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
@@ -221,11 +223,16 @@ class TimedProtocol(H11Protocol):
         """Sends an error without the application: there is no complete request. If its headers are complete, the error
         has the form of its route."""
         status, content = error.status, error.body
-        write: Any = self.scope.get(ERROR_WRITER) if has_headers else None
-        if write is not None:
+        scope: Mapping[str, Any] = self.scope if has_headers else {}
+        record: Record | None = scope.get(RECORD)
+        if (write := scope.get(ERROR_WRITER)) is not None:
+            token = record_of_task.set(record)
             status, content = write(error)
+            record_of_task.reset(token)
         body = msgspec.json.encode(content)
-        request_id = "" if self._new_id is None else f"x-request-id: {self._new_id()}\r\n"
+        request_id = ""
+        if self._new_id is not None:
+            request_id = f"x-request-id: {self._new_id() if record is None else record.request_id}\r\n"
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nconnection: close\r\n"
             "content-type: application/json\r\n"

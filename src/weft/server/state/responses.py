@@ -97,6 +97,9 @@ class Chain:
     """The id of the response before these, if there is none with this id: it was deleted, expired or never stored."""
     is_cut: bool = False
     """Older responses exist, but are left out because of the limits."""
+    num_items: int = 0
+    num_bytes: int = 0
+    """If the chain is cut: of these responses, and of the first one that is left out."""
 
 
 def chain(
@@ -112,7 +115,7 @@ def chain(
             return Chain(rows[::-1], missing_id=previous)
         num_items, num_bytes = num_items + row.num_items, num_bytes + row.num_bytes
         if num_items > max_items or num_bytes > max_bytes or len(rows) == MAX_CHAIN:
-            return Chain(rows[::-1], is_cut=True)
+            return Chain(rows[::-1], is_cut=True, num_items=num_items, num_bytes=num_bytes)
         rows.append(row)
         previous = row.previous_id
     return Chain(rows[::-1])
