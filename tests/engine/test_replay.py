@@ -274,12 +274,28 @@ def one_request(path: Path, number: int = 1) -> None:
 
 
 def test_every_start_writes_a_new_log_and_keeps_the_older_ones(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    for number in range(1, 9):
+    assert requests_of_logs(tmp_path, {number: 3600.0 for number in range(1, 9)}) == [8, 7, 6, 5, 4, 3]
+
+
+def test_the_first_log_of_many_crashes_in_a_row_is_kept(tmp_path: Path) -> None:
+    """Starts 7 to 20 are a few seconds apart. The log of 7 says why, that of 19 is of the last crash."""
+    starts = {number: 3600.0 if number < 8 else 5.0 for number in range(1, 21)}
+    kept = requests_of_logs(tmp_path, starts)
+    assert kept[:2] == [20, 19] and 7 in kept and len(kept) == 6
+    assert kept == sorted(kept, reverse=True)
+
+
+def requests_of_logs(folder: Path, starts: dict[int, float]) -> list[int]:
+    """Records runs of so many requests, each so many seconds after the one before. Returns the requests of the logs that
+    are kept, the newest first."""
+    path, names = folder / "run.jsonl", ["run.jsonl", *(f"run.jsonl.{number}" for number in range(1, 6))]
+    for number, seconds in starts.items():
+        for older in folder.iterdir():
+            ended = older.stat().st_mtime - seconds
+            os.utime(older, (ended, ended))
         one_request(path, number)
-    names = ["run.jsonl", *(f"run.jsonl.{number}" for number in range(1, 6))]
-    assert sorted(file.name for file in tmp_path.iterdir()) == names
-    assert [replay(str(tmp_path / name)).requests for name in names] == [8, 7, 6, 5, 4, 3]
+    assert sorted(file.name for file in folder.iterdir()) == names
+    return [replay(str(folder / name)).requests for name in names]
 
 
 def test_only_the_owner_may_read_a_log_even_one_that_existed(tmp_path: Path) -> None:

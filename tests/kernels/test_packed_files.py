@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
@@ -163,6 +164,38 @@ def test_a_folder_that_others_may_write_to_is_closed_to_them(
     packed.path.parent.chmod(0o777)
     assert packed.opened_right() and packed.num_filled == 3 and not caplog.messages
     assert packed.path.parent.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_damaged_file_is_set_aside_after_a_folder_and_a_folder_after_a_file(
+    packed: Packed, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        packed.path.unlink()
+        packed.path.mkdir()
+        (packed.path / "content").touch()
+        assert_made_again(packed, caplog, "cannot be read")
+        packed.flip(5000)
+        assert_made_again(packed, caplog, "checksums")
+
+
+def test_a_damaged_folder_of_another_model_is_deleted(packed: Packed) -> None:
+    other = packed.path.with_name("other-0123456789ab-stored-7.damaged")
+    (other / "content").mkdir(parents=True)
+    packed.flip(5000)
+    assert packed.opened_right() and not other.exists()
+
+
+def test_a_damaged_file_that_cannot_be_renamed_gives_a_warning_that_says_so(
+    packed: Packed, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, target: Path) -> None:
+        raise OSError(errno.EACCES, "not allowed")
+
+    packed.flip(5000)
+    monkeypatch.setattr(Path, "replace", refuse)
+    assert packed.open() is None, "the caller packs in memory"
+    (warning,) = caplog.messages
+    assert "checksums" in warning and "cannot be renamed" in warning and "it is renamed" not in warning
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders away")

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,7 +154,7 @@ def test_a_server_with_other_answers_is_detected(server: Server) -> None:
 
 
 def soaked(**changes: Any) -> Soaked:
-    history = ProcessHistory("HTTP", [0.0, 50.0, 100.0, 150.0], [100.0, 120.0, 120.0, 120.0], [9, 9, 9, 9])
+    history = memory_of("HTTP", lambda minute: 100.0 + 10.0 * min(minute, 3.0))
     figures: dict[str, Any] = {
         "what": "test",
         "clients": 1,
@@ -176,7 +178,50 @@ def test_a_run_without_faults_is_clean() -> None:
     assert soaked().is_clean
 
 
-LEAK = ProcessHistory("engine", [0.0, 50.0, 100.0, 150.0], [100.0, 150.0, 200.0, 250.0], [9, 9, 9, 9])
+def memory_of(
+    name: str, mib: Callable[[float], float], minutes: float = 12.0, noise: float = 2.0
+) -> ProcessHistory:
+    """Memory by the minute, a sample for each second. The noise stays for half a minute, as memory does."""
+    random = Random(name)
+    noises = [random.uniform(-noise, noise) for _ in range(int(2 * minutes) + 1)]
+    times = [float(second) for second in range(int(60 * minutes) + 1)]
+    return ProcessHistory(
+        name, times, [mib(at / 60) + noises[int(at) // 30] for at in times], [9] * len(times)
+    )
+
+
+LEAK = memory_of("engine", lambda minute: 100.0 + minute)
+NOISY = memory_of("engine", lambda minute: 100.0, noise=60.0)
+
+
+def test_the_interval_of_a_memory_slope_contains_the_true_slope_95_times_in_100() -> None:
+    for slope in (0.0, 0.5, -2.0):
+        found = [
+            memory_of(f"{slope} {number}", lambda minute: 100.0 + slope * minute).growth()  # noqa: B023
+            for number in range(400)
+        ]
+        inside = sum(one.low <= slope <= one.high for one in found)
+        assert 0.9 * 400 < inside < 0.995 * 400
+        assert abs(sum(one.slope for one in found) / 400 - slope) < 0.05
+
+
+def test_a_slow_leak_is_found_in_a_long_run_and_a_full_cache_is_none() -> None:
+    leak = memory_of("HTTP", lambda minute: 60.0 + 0.5 * minute, minutes=30.0).growth()
+    assert leak.low > 0.0 and leak.high < 1.0
+    cache = memory_of("HTTP", lambda minute: 60.0 + 20.0 * min(minute, 10.0), minutes=30.0).growth()
+    assert cache.low <= 0.0 <= cache.high < 1.0
+    constant = ProcessHistory("HTTP", [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [50.0] * 6, [9] * 6).growth()
+    assert (constant.slope, constant.low, constant.high) == (0.0, 0.0, 0.0)
+
+
+def test_a_few_samples_say_nothing_about_memory() -> None:
+    growth = ProcessHistory("HTTP", [0.0, 1.0, 2.0], [50.0, 60.0, 70.0], [9] * 3).growth()
+    assert growth.low < -1e9 and growth.high > 1e9
+
+
+def test_a_process_that_ran_for_a_short_time_is_not_checked() -> None:
+    short = memory_of("engine", lambda minute: 100.0 + 10.0 * minute, minutes=9.0)
+    assert not any("memory" in check.criterion for check in checks(soaked(histories=[short])))
 
 
 @pytest.mark.parametrize(
@@ -190,6 +235,7 @@ LEAK = ProcessHistory("engine", [0.0, 50.0, 100.0, 150.0], [100.0, 150.0, 200.0,
         ({"files": (9, 10)}, "open files"),
         ({"loop_lag": {0.01: 900, 0.05: 980, 0.1: 1000, float("inf"): 1000}}, "event-loop lag"),
         ({"histories": [LEAK]}, "memory"),
+        ({"histories": [NOISY]}, "memory"),
         ({"kills": [Kill(10.0, 11.5, 12.0)]}, "kill 1"),
         ({"kills": [Kill(10.0, 10.1, None)]}, "kill 1"),
         ({"polls": [Poll(float(second), 0.2, 200) for second in range(150)]}, "/health p99"),

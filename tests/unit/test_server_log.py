@@ -143,6 +143,44 @@ def test_a_slow_reader_of_the_log_loses_lines_and_does_not_block(monkeypatch: py
     assert lost >= 90 and lost + len(lines) - sum(line["event"] == "log_lost" for line in lines) == 100
 
 
+@pytest.mark.parametrize("error", [TypeError, MemoryError, RecursionError, OSError])
+def test_a_line_that_cannot_be_made_is_reported_and_later_lines_are_written(error: type[Exception]) -> None:
+    def line() -> str:
+        raise error("secret prompt")
+
+    stream = io.StringIO()
+    log = ServerLog("text", stream)
+    log._put(line)
+    log.event("b", "later")
+    lost, later = lines_of(log, stream)
+    assert lost.endswith(f"a log line was lost: {error.__name__}") and later.endswith("later")
+
+
+def test_a_field_that_json_does_not_know_loses_one_line() -> None:
+    stream = io.StringIO()
+    log = ServerLog("json", stream)
+    log.event("a", "first", field=object())
+    log.event("b", "second")
+    lost, later = map(json.loads, lines_of(log, stream))
+    assert (lost["event"], lost["lines"], later["event"]) == ("log_lost", 1, "b")
+
+
+def test_a_stream_that_fails_once_gets_the_later_lines() -> None:
+    class Stream(io.StringIO):
+        failures = [MemoryError(), OSError(), TypeError()]
+
+        def write(self, text: str) -> int:
+            if self.failures:
+                raise self.failures.pop()
+            return super().write(text)
+
+    stream = Stream()
+    log = ServerLog("json", stream)
+    for number in range(4):
+        log.event("a", str(number))
+    assert [json.loads(line)["message"] for line in lines_of(log, stream)] == ["3"]
+
+
 def test_a_message_of_a_library_is_logged_without_its_traceback() -> None:
     stream = io.StringIO()
     log = ServerLog("json", stream)

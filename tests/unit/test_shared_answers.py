@@ -373,6 +373,45 @@ def test_earlier_tokens_do_not_count_against_the_buffer_of_a_late_reader(
     with_scripted_engine(monkeypatch, test, stream_buffer=10)
 
 
+def test_joining_a_long_answer_copies_none_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts memory blocks: each copied token would be one."""
+
+    async def test(engine: ScriptedEngine) -> None:
+        one = request(3_000, prompt=(1, 2))
+        first = await submit(engine, one)
+        for _ in range(2_000):
+            engine.step()
+            first.take()
+        late = [await submit(engine, one)]
+        before = sys.getallocatedblocks()
+        late += [await submit(engine, one) for _ in range(200)]
+        assert sys.getallocatedblocks() - before < 200 * 200
+        for answer in late[:3]:
+            parts = []
+            while answer.arrived.is_set():
+                answer.arrived.clear()
+                parts.append(read(answer, 512))
+            assert [len(part) for part in parts] == [512, 512, 512, 464]
+            assert sum(parts, []) == prefix(one, 2_000)
+        engine.step()
+        assert read(late[0]) == prefix(one, 2_001)[2_000:]
+        assert read(late[3]) == prefix(one, 2_001), "earlier tokens and later ones"
+
+    with_scripted_engine(monkeypatch, test)
+
+
+def test_a_late_reader_that_fails_reads_no_earlier_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(engine: ScriptedEngine) -> None:
+        await submit(engine)
+        engine.step()
+        late = await submit(engine)
+        engine.client._fail_all(EngineDiedError("the engine's process died"))
+        with pytest.raises(EngineDiedError):
+            late.take()
+
+    with_scripted_engine(monkeypatch, test)
+
+
 def test_the_memory_limit_of_one_reader_ends_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(engine: ScriptedEngine) -> None:
         one = request(logprobs=1)

@@ -10,6 +10,11 @@ _T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18
 """Student's t for 95% with 1, 2, ... degrees of freedom; 2.1 after them."""
 
 
+def t_95(degrees: int) -> float:
+    """Student's t for a 95% interval with so many degrees of freedom, at least 1."""
+    return _T_95[degrees - 1] if degrees <= len(_T_95) else 2.1
+
+
 @dataclass
 class Ratios:
     """The measurements of one figure: a value of each variant for every round."""
@@ -23,6 +28,5 @@ class Ratios:
         mean = fmean(logs)
         if len(logs) == 1:
             return math.expm1(mean), -1.0, math.inf
-        t = _T_95[len(logs) - 2] if len(logs) - 2 < len(_T_95) else 2.1
-        margin = t * stdev(logs) / math.sqrt(len(logs))
+        margin = t_95(len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
         return math.expm1(mean), math.expm1(mean - margin), math.expm1(mean + margin)

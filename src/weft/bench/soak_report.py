@@ -16,14 +16,15 @@ from weft.bench.soak_watch import Kill, Poll, ProcessHistory, undisturbed
 HEALTH_P99_SECONDS = 0.1
 LOOP_LAG_P99_SECONDS = 0.05
 NOTICED_SECONDS = 1.0
-GROWTH_MIB = 8.0
-"""Allowed growth of one process per minute, over the second half of its samples. Smaller growth comes from the
-allocator and is no leak."""
+GROWTH_MIB = 1.0
+"""Memory does not grow if 0 MiB a minute is inside the 95% interval of the slope. An interval that reaches above this
+is too wide to say so."""
 MAX_LATE_SHARE = 0.001
 """Allowed fraction of requests that failed because the clients were late. With more, the run says little about the
 server."""
-LONG_ENOUGH_SECONDS = 90.0
-"""Growth is checked only for a process that was observed this long: before, its caches are still filling."""
+LONG_ENOUGH_SECONDS = 600.0
+"""Growth is checked only for a process that was observed this long: before, its caches are still filling in the last
+half."""
 SHOWN_VIOLATIONS = 20
 
 
@@ -142,9 +143,10 @@ def checks(soaked: Soaked) -> list[Check]:
             found.append(
                 Check(
                     f"memory of {history.name}",
-                    f"{history.mib[0]:.0f} to {history.mib[-1]:.0f} MiB, {growth:+.1f} per minute at the end",
-                    f"{GROWTH_MIB:g} MiB per minute",
-                    growth <= GROWTH_MIB,
+                    f"{history.mib[0]:.0f} to {history.mib[-1]:.0f} MiB; in the last half {growth.slope:+.2f} per minute, "
+                    f"95% [{growth.low:+.2f}, {growth.high:+.2f}]",
+                    f"0 in the interval, and at most {GROWTH_MIB:g}",
+                    growth.low <= 0.0 and growth.high <= GROWTH_MIB,
                 )
             )
     return found

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import sys
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, linear_regression
 
+from weft.bench.ratios import t_95
 from weft.bench.serve_machine import find_server, take_snapshot
 
 _PROC = Path("/proc")
 _ENGINE = b"weft.engine.ipc.process"
 _SAMPLE_SECONDS = 1.0
 _MIB = 1 << 20
+_PARTS = 12
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,15 @@ class Poll:
         return self.due + self.seconds
 
 
+@dataclass(frozen=True)
+class Growth:
+    """Slope of a least-squares line in MiB per minute, and the ends of its 95% interval."""
+
+    slope: float
+    low: float
+    high: float
+
+
 @dataclass
 class ProcessHistory:
     """Memory and open files of one server process over time."""
@@ -40,16 +54,22 @@ class ProcessHistory:
     mib: list[float] = field(default_factory=list)
     files: list[int] = field(default_factory=list)
 
-    def growth(self) -> float:
-        """MiB per minute: the slope of a least-squares line through the second half of the samples."""
+    def growth(self) -> Growth:
+        """Over the last half of the samples. Neighbouring samples are nearly equal, and an interval from each of them
+        would be far too small. So the line goes through the means of `_PARTS` parts."""
         half = len(self.times) // 2
-        times, mib = self.times[half:], self.mib[half:]
-        mean_time, mean_mib = sum(times) / len(times), sum(mib) / len(mib)
-        variance = sum((at - mean_time) ** 2 for at in times)
-        if not variance:
-            return 0.0
-        covariance = sum((at - mean_time) * (size - mean_mib) for at, size in zip(times, mib, strict=True))
-        return 60 * covariance / variance
+        count = len(self.times) - half
+        bounds = [half + count * part // _PARTS for part in range(_PARTS + 1)]
+        parts = [slice(begin, end) for begin, end in pairwise(bounds) if end > begin]
+        minutes = [fmean(self.times[part]) / 60 for part in parts]
+        mib = [fmean(self.mib[part]) for part in parts]
+        if len(parts) < 3:
+            return Growth(0.0, -math.inf, math.inf)
+        slope, start = linear_regression(minutes, mib)
+        error = sum((y - start - slope * x) ** 2 for x, y in zip(minutes, mib, strict=True))
+        spread = sum((x - fmean(minutes)) ** 2 for x in minutes)
+        margin = t_95(len(parts) - 2) * math.sqrt(error / (len(parts) - 2) / spread)
+        return Growth(slope, slope - margin, slope + margin)
 
 
 class ServerProcesses:

@@ -17,6 +17,8 @@ from weft.errors import InvalidRequestError
 
 _KEPT = 5
 """Older logs that are kept. NAME.1 is the newest of them."""
+_LOOP_SECONDS = 600.0
+"""Logs that ended this soon after each other are of an engine that crashes again and again. The first one says why."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 _log = logging.getLogger(__name__)
@@ -76,10 +78,21 @@ def _open(path: Path) -> int:
         return os.open(path, os.O_WRONLY)
     if path.exists() and path.stat().st_size:
         names = [path, *(path.with_name(f"{path.name}.{number}") for number in range(1, _KEPT + 1))]
-        for newer, older in reversed([*pairwise(names)]):
+        for newer, older in reversed([*pairwise(names[: _least_useful(names) + 1])]):
             with suppress(FileNotFoundError):
                 newer.chmod(0o600)
                 newer.replace(older)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.fchmod(file, 0o600)  # an existing empty file would keep its old mode
     return file
+
+
+def _least_useful(names: list[Path]) -> int:
+    """The index of the older log to replace; the newest is first. It is the last index, unless all names are in use and
+    two older logs ended soon after each other: then it is the later one of these."""
+    try:
+        ended = [name.stat().st_mtime for name in names[1:]]
+    except FileNotFoundError:
+        return _KEPT
+    gaps = [newer - older for newer, older in pairwise(ended)]
+    return 1 + gaps.index(min(gaps)) if min(gaps) < _LOOP_SECONDS else _KEPT

@@ -207,8 +207,20 @@ def _check_owner(status: os.stat_result) -> None:
 
 def _set_aside(path: Path, reason: _Unusable) -> None:
     aside = path.with_suffix(".damaged")
+    try:
+        _delete(aside)  # a file cannot replace a folder, and a folder cannot replace a file
+        path.replace(aside)
+    except OSError as error:
+        raise _Unusable(f"{path}: {reason}, and it cannot be renamed ({error})") from error
     _log.warning("%s: %s; it is renamed to %s and created again", path, reason, aside.name)
-    path.replace(aside)
+
+
+def _delete(path: Path) -> None:
+    """Deletes a file, or a folder with its content."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _delete_obsolete(path: Path, checksum: Checksum) -> None:
@@ -216,7 +228,7 @@ def _delete_obsolete(path: Path, checksum: Checksum) -> None:
     for other in path.parent.iterdir():
         with suppress(OSError):
             if other != path.with_suffix(".damaged") and _is_obsolete(other, _version(path), checksum):
-                other.unlink()
+                _delete(other)
 
 
 def _is_obsolete(file: Path, newest: int, checksum: Checksum) -> bool:

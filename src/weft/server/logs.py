@@ -165,13 +165,19 @@ class ServerLog:
     def _write(self) -> None:
         """Runs in the writer thread."""
         while (line := self._lines.get()) is not None:
-            try:
-                self._stream.write(line())
+            with suppress(Exception):  # closed stream, full disk, no memory: the server continues without this line
+                self._stream.write(self._text(line))
                 if self._num_lost:
                     self._stream.write(self._lost_line())
                 self._stream.flush()
-            except (OSError, ValueError):
-                pass  # closed stream or full disk: the server continues without this line
+
+    def _text(self, line: Callable[[], str]) -> str:
+        """The line; if making it fails, a line that says so, without the error's text, which may quote a request."""
+        try:
+            return line()
+        except Exception as error:
+            message = f"a log line was lost: {type(error).__name__}"
+            return self._line(time.time(), "error", "log_lost", {"message": message, "lines": 1}, message)
 
     def _lost_line(self) -> str:
         lost, self._num_lost = self._num_lost, 0

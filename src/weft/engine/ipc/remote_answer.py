@@ -205,28 +205,37 @@ class RemoteAnswer:
 
 
 class LateAnswer(RemoteAnswer):
-    """The answer of a request that joined the sequence of an identical one (`SharedAnswer`). It gets all earlier tokens at
-    once. They do not count against its capacity."""
+    """The answer of a request that joined the sequence of an identical one (`SharedAnswer`). It reads all earlier tokens
+    from the array of the sequence, so a join copies none of them, and they do not count against its capacity."""
 
-    def catch_up(self, tokens: Sequence[int]) -> None:
-        self._unread.extend(tokens)
+    _early: array[int] | None = None
+    """The tokens of the sequence. None: no earlier token is left to read."""
+    _num_early = 0
+    """How many of them are earlier than this answer."""
+    _next_early = 0
+
+    def catch_up(self, tokens: array[int]) -> None:
+        """`tokens` may grow later, but must not change otherwise."""
+        self._early = tokens
         self.num_tokens = self._num_early = len(tokens)
-        if self._capacity is not None:
-            self._capacity += self._num_early
         self.first_at = time.monotonic()
         self.arrived.set()
 
-    def take_raw(self, limit: int | None = None) -> list[Unread]:
-        taken = super().take_raw(limit)
-        if self._num_early:
-            num_taken = min(len(taken), self._num_early)
-            self._num_early -= num_taken
-            if self._capacity is not None:
-                self._capacity -= num_taken
-        return taken
+    @property
+    def is_readable(self) -> bool:
+        return self._early is not None or super().is_readable
 
-    _num_early = 0
-    """Earlier tokens that are not read yet."""
+    def take_raw(self, limit: int | None = None) -> list[Unread]:
+        if self._early is None:
+            return super().take_raw(limit)
+        self.check()
+        begin, end = self._next_early, self._num_early
+        if limit is not None and end - begin > limit:
+            self._next_early = begin + limit
+            self.arrived.set()
+            return [*self._early[begin : begin + limit]]
+        early, self._early = self._early[begin:end], None
+        return [*early, *super().take_raw(None if limit is None else limit - len(early))]
 
 
 def _size(unread: Unread) -> int:
