@@ -30,15 +30,13 @@ from benchmarks.peers_environment import (
 from weft.bench.report import machine, print_json, print_line, print_table, quantile
 from weft.errors import InvalidRequestError
 from weft.memory.index_file import open_graph, write_graph
-from weft.memory.vector_index import VectorIndex, base_of, merged
+from weft.memory.vector_index import VectorIndex, base_of, max_delta, merged
 
 Vectors = NDArray[np.float32]
 
 RECALL_AT = 10
 ASKED = 50
 """The server asks for this many passages, to join them with those found by words."""
-DELTA = 8192
-"""Passages that are not in the base: as many as there are before a merge."""
 _CLUSTERS = 1000
 _SPREAD = 0.8
 """The median distance of a vector from its centre, where 1 is the length of the centre."""
@@ -174,10 +172,15 @@ def stored(path: Path, count: int) -> Vectors:
     return np.asarray(vectors[:count], np.float32)
 
 
+def num_in_base(count: int) -> int:
+    """Passages of the base when the delta is as large as the server lets it grow."""
+    return next(one for one in range(count) if count - one <= max_delta(one))
+
+
 def measure(source: str, vectors: Vectors, queries: Vectors, threads: int) -> Measured:
     """Builds the base, maps it from its file, adds a delta, and searches."""
     count, dimensions = vectors.shape
-    in_base = max(0, count - DELTA)
+    in_base = num_in_base(count)
     ids = np.arange(1, count + 1)
     files = ids // 64
     began = time.perf_counter()

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
@@ -14,6 +15,7 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 from weft.embedding import EmbeddingSpec
 from weft.loading.checkpoint import Checkpoint
 from weft.memory.documents import ChunkSize, Passage
+from weft.server.memory import reading_process
 from weft.server.memory.reader import DocumentReader
 from weft.server.vectors.model import VectorModel
 from weft.server.vectors.texts import VectorTexts
@@ -36,7 +38,7 @@ def model(folder: Path, *, has_special_tokens: bool) -> VectorModel:
     backend.save(str(folder / "tokenizer.json"))
     checkpoint = Checkpoint(folder, "huggingface", {"model_type": "bert"}, {}, frozenset())
     texts = VectorTexts(EmbeddingText(checkpoint, SPEC), str(folder))
-    engine: Any = SimpleNamespace(info=SimpleNamespace(vocabulary_size=len(WORDS)))
+    engine: Any = SimpleNamespace(info=SimpleNamespace(vocabulary_size=len(WORDS), room_tokens=0))
     return VectorModel(("m",), str(folder), SPEC, engine, texts)
 
 
@@ -59,3 +61,20 @@ def test_passages_fit_a_model_with_special_tokens_and_one_without(
     passages = asyncio.run(read())
     counts = [sum(word in WORDS for word in one.text.split()) for one in passages]
     assert sum(counts) == 16 and max(counts) == words_in_passage
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(MemoryError(), "needs more than 1024 MiB"), (AssertionError("a mistake"), "cannot be read (AssertionError)")],
+)
+def test_an_error_of_a_parser_is_the_reason_of_the_file(
+    error: Exception, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(content: bytes, name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(reading_process, "read_document", read)
+    (tmp_path / "a.txt").write_text("words")
+    job = msgspec.msgpack.encode(reading_process.ReadJob(str(tmp_path / "a.txt"), "a.txt"))
+    result = msgspec.msgpack.decode(reading_process._run_in_child(job), type=reading_process.Result)
+    assert isinstance(result, reading_process.Failed) and reason in result.message

@@ -91,6 +91,29 @@ def test_html_becomes_paragraphs_without_scripts() -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("<html><head><title>T</title><h1>Hi</h1><p>words", "T\n\nHi\n\nwords"),
+        ("<head><meta charset=utf-8><title>T</title>words<script>x</script>", "T\n\nwords"),
+        ("<head><style>s{}</style><title>T</title></head><svg><title>icon</title></svg>words", "T\n\nwords"),
+        ("<p>one <![x]> two <![if !IE]>three<![endif]>", "one two three"),
+        ("<p>one <![ two", "one <![ two"),
+    ],
+)
+def test_html_may_leave_out_optional_tags_and_have_sections_that_are_no_html(source: str, text: str) -> None:
+    assert read_document(f"<!DOCTYPE html>{source}".encode(), "a.html").text == text
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(["<", "!", "[", "]", ">", "/", "-", "?", "p", " ", "<![", "</", "CDATA["])))
+def test_any_markup_is_read_or_refused_with_a_reason(parts: list[str]) -> None:
+    try:
+        assert read_document("".join(["<!DOCTYPE html>", *parts]).encode(), "a.html").text.strip()
+    except DocumentError as error:
+        assert str(error)
+
+
+@pytest.mark.parametrize(
     ("content", "reason"),
     [
         (b"", "empty"),

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 from weft.memory.documents import Document, Mark
 
-_HIDDEN = frozenset(("script", "style", "template", "noscript", "svg", "head", "iframe", "object"))
+_HIDDEN = frozenset(("script", "style", "template", "noscript", "svg", "iframe", "object"))
 _VOID = frozenset(
     ("br", "hr", "img", "input", "link", "meta", "area", "base", "col", "embed", "source", "wbr")
 )
@@ -49,7 +49,8 @@ _CELLS = frozenset(("td", "th"))
 
 
 def read_html(source: str) -> Document:
-    """The text of the blocks, one paragraph each. Scripts, styles and the head are left out, but for the title."""
+    """The text of the blocks, one paragraph each. Scripts and styles are left out. Text in the head that is not
+    in such an element belongs to the body, as in a browser: the tags between the two are optional."""
     parser = _Text()
     parser.feed(source)
     parser.close()
@@ -71,17 +72,11 @@ class _Text(HTMLParser):
         """Open elements whose text is left out."""
         self._num_pre = 0
         self._wants_block = self._wants_space = False
-        self._in_title = False
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag == "title":
-            self._in_title = True
         if tag in _HIDDEN:
             self._hidden[tag] = self._hidden.get(tag, 0) + 1
-            if tag != "head":
-                return
-        if tag == "body":
-            self._hidden.pop("head", None)  # its end tag is optional
+            return
         if tag == "br":
             self._write("\n")
         elif tag in _BLOCKS:
@@ -101,8 +96,6 @@ class _Text(HTMLParser):
                 self.handle_endtag(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        if tag == "title":
-            self._in_title = False
         if tag in _HIDDEN:
             if self._hidden.get(tag, 0) > 1:
                 self._hidden[tag] -= 1
@@ -116,7 +109,7 @@ class _Text(HTMLParser):
             self._close_heading()
 
     def handle_data(self, data: str) -> None:
-        if self._hidden and not self._in_title:
+        if self._hidden:
             return
         if self._num_pre:
             if data.strip() or self._parts:
@@ -130,6 +123,10 @@ class _Text(HTMLParser):
             self._wants_space = True
         self._write(" ".join(words))
         self._wants_space = data[-1].isspace()
+
+    def parse_marked_section(self, i: int, report: bool = True) -> int:
+        """`<![...]>` is a comment, as in a browser. The parser of the library refuses some with an AssertionError."""
+        return self.parse_bogus_comment(i)
 
     def document(self) -> Document:
         from weft.memory.reading import HeadingPath

@@ -57,9 +57,7 @@ class VectorIndex:
 
     @property
     def must_merge(self) -> bool:
-        return len(self.delta_ids) > max(
-            MAX_EXACT, 0 if self.base is None else len(self.base.ids) // _DELTA_PART
-        )
+        return len(self.delta_ids) > max_delta(0 if self.base is None else len(self.base.ids))
 
     def changed(
         self, removed_files: Iterable[int], ids: Ids, files: Ids, delta_ids: Ids, delta: Vectors
@@ -133,6 +131,11 @@ def merged(index: VectorIndex, threads: int, editable: Any = None) -> Any:
             graph.remove(dead.astype(np.uint64))
     add_vectors(graph, index.delta_ids.astype(np.uint64), index.delta, threads)
     return graph
+
+
+def max_delta(num_in_base: int) -> int:
+    """Passages beside a base. With one more the delta is merged."""
+    return max(MAX_EXACT, num_in_base // _DELTA_PART)
 
 
 def base_of(graph: Any) -> Base:

@@ -122,7 +122,10 @@ class RankingOptions(msgspec.Struct, frozen=True):
     ranker: Annotated[
         str, Meta(description="none: no reranking model. Others: the one of the server, if any.")
     ] = "auto"
-    score_threshold: Annotated[float, Meta(description="Least score of a result, 0 to 1.")] = 0.0
+    score_threshold: Annotated[
+        float,
+        Meta(description="Least score of a result, 0 to 1; of a reranker, if one is used. 0 drops none."),
+    ] = 0.0
     hybrid_search: Annotated[
         HybridWeights | None,
         Meta(description="Weights of the rankings by meaning and by words. Default: 1 and 1."),

@@ -72,6 +72,8 @@ def _result(content: bytes) -> Result:
         return Failed(str(error), error.code)
     except MemoryError:
         return _no_memory()
+    except Exception as error:  # a mistake in a parser ends the file, with its true reason
+        return Failed(f"the file cannot be read ({type(error).__name__}); it may be broken", "invalid_file")
 
 
 def _no_memory() -> Failed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -41,6 +42,7 @@ class SearchRequest:
     max_results: int = 10
     filter: Filter | None = None
     score_threshold: float = 0.0
+    """Drops results with a lower score. 0 drops none: scores of a reranker may be logits, which are often negative."""
     vector_weight: float = 1.0
     words_weight: float = 1.0
     reranks: bool = True
@@ -101,22 +103,25 @@ class Searcher:
         self, store: VectorStore, asked: SearchRequest, text: str, vector: Vectors, count: int
     ) -> list[tuple[int, float]]:
         words = words_query(text) if asked.words_weight else None
-        chosen = asked.filter
+        chosen, now = asked.filter, self._store.wall_clock()
 
-        def read(connection: Connection) -> tuple[list[int] | None, list[int]]:
+        def read(connection: Connection) -> tuple[VectorStore, list[int] | None, list[int]]:
+            present = vector_stores.by_number(connection, store.number, now)
+            if present is None:  # it was deleted while the query was embedded
+                raise store_not_found(store.id)
             files = None
             if chosen is not None:
                 attached = vector_stores.completed_files(connection, store.number)
                 files = [one.number for one in attached if chosen(one.details.attributes)]
             found = passages.by_words(connection, store.number, words, count, files) if words else []
-            return files, found
+            return present, files, found
 
-        files, by_words = await self._store.run(read)
+        present, files, by_words = await self._store.run(read)
         if files is not None and not files:
             return []
         by_vector: list[int] = []
         if asked.vector_weight:
-            index = await self._indexes.current(store)
+            index = await self._indexes.current(present)
             among = None if files is None else np.array(files, np.int64)
             nearest = await asyncio.to_thread(index.search, vector, count, among)
             by_vector = [passage_id for passage_id, _ in nearest]
@@ -137,7 +142,8 @@ class Searcher:
         )
         scored = [one.with_score(score) for one, score in zip(sources, scores, strict=True)]
         scored.sort(key=lambda one: -one.score)
-        return [one for one in scored if one.score >= asked.score_threshold][: asked.max_results]
+        least = asked.score_threshold or -math.inf
+        return [one for one in scored if one.score >= least][: asked.max_results]
 
 
 async def _shortened(query: str, embedder: Embedder) -> str:
