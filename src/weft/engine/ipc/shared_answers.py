@@ -14,8 +14,9 @@ import asyncio
 import dataclasses
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from weft.config import ServingEngineConfig
 from weft.engine.ipc import wire
@@ -50,6 +51,17 @@ class _Key:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Key) and self._content == other._content
+
+
+class SharedReader(NamedTuple):
+    """A request that shares a sequence, in a frame of the live page."""
+
+    request_id: RequestId
+    sequence_id: RequestId
+    """The id of the sequence in the engine: that of its first reader, also when this reader has left."""
+    age: float
+    left: float | None
+    """Seconds until its deadline. None: it has none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -204,6 +216,15 @@ class SharedAnswers:
     def num_idle_followers(self) -> int:
         """Answers of idle work that have no sequence of their own."""
         return sum(max(0, len(one.readers) - 1) for one in self._by_handle.values() if one.is_idle_work)
+
+    def live_readers(self) -> Iterator[SharedReader]:
+        """The readers of all sequences that a second request has joined."""
+        now = time.monotonic()
+        for shared in self._by_handle.values():
+            for one in shared.readers if shared.is_shared else ():
+                age = round(now - one.began, 3)
+                left = None if one.deadline is None else round(one.deadline - age, 3)
+                yield SharedReader(one.answer.request_id, shared.request_id, age, left)
 
     def key_of(self, request: InferenceRequest) -> _Key | None:
         """What identical requests have in common; None if this one shares no sequence."""
