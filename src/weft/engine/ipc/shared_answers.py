@@ -149,18 +149,15 @@ class SharedAnswer:
 
     def _result_of_later(self, reader: _Reader, result: GenerationResult) -> GenerationResult:
         """The result for a request that joined later, without the time before it joined."""
-        late = left = reader.began - self._began
-        times = []
-        for seconds in (result.waiting_time, result.prefill_time, result.decode_time):
-            times.append(max(0.0, seconds - left))
-            left = max(0.0, left - seconds)
+        late = min(reader.began - self._began, result.total_time)
         first = result.time_to_first_token
+        waiting, prefill, decode = _times_after(late, result)
         return dataclasses.replace(
             result,
             request_id=reader.answer.request_id,
-            waiting_time=times[0],
-            prefill_time=times[1],
-            decode_time=times[2],
+            waiting_time=waiting,
+            prefill_time=prefill,
+            decode_time=decode,
             time_to_first_token=None if first is None else max(0.0, first - late),
             cached_token_count=max(result.cached_token_count, self._owner.prefix_hits(reader)),
             metadata=reader.request.metadata,
@@ -179,6 +176,32 @@ class SharedAnswer:
         for reader in self.readers:
             if reader.timer is not None:
                 reader.timer.cancel()
+
+
+def _times_after(late: float, result: GenerationResult) -> tuple[float, float, float]:
+    """Waiting, prefill and decode time after the first `late` seconds.
+
+    queue | prefill | pause | prefill | decode | pause by recompute | prefill, decode
+          admitted                    first                                         end
+    """
+    pauses = result.preempted_times
+    end, first = result.total_time, result.time_to_first_token
+    admitted = result.waiting_time - sum(one.ended - one.began for one in pauses)
+    first = end if first is None else first
+
+    def running(began: float, ended: float) -> float:
+        """Seconds between two times without pauses."""
+        paused = sum(max(0.0, min(one.ended, ended) - max(one.began, began)) for one in pauses)
+        return max(0.0, ended - began - paused)
+
+    before_first, after_first = running(max(late, admitted), first), running(max(late, first), end)
+    # The result does not say when the tokens were computed again: the same time after each recompute.
+    ends = [one.ended for one in pauses if not one.by_swap and one.began >= first]
+    again = max(0.0, result.prefill_time - running(admitted, first))
+    share = sum(ended > late for ended in ends) / len(ends) if ends else 0.0
+    again = min(again * share, after_first)
+    waiting = max(0.0, end - late - before_first - after_first)
+    return waiting, before_first + again, after_first - again
 
 
 class SharedAnswers:
