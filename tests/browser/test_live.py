@@ -108,6 +108,49 @@ def test_the_button_cancels_a_request_with_an_admin_key(open_page: OpenPage, key
         assert answer.has_ended.wait(60)
 
 
+def test_requests_that_share_a_sequence_are_opened_and_cancelled_one_by_one(
+    open_page: OpenPage, default_model_path: Path
+) -> None:
+    with running_server(default_model_path, backend_options=SLOW, show_prompts=True) as server:
+        page = live(open_page(server, "/#live"))
+        panel = page.get_by_role("complementary")
+        cancel = panel.get_by_role("button", name="Cancel this request")
+
+        def open_other(answer: Answer) -> None:
+            panel.get_by_role("button", name=answer.id[:8]).click()
+            expect(panel.locator(".facts")).to_contain_text(answer.id)
+            expect(row(page, first.id)).to_have_class(re.compile("is-chosen"))
+
+        with answers(server, 3, seed=1) as running:
+            first, second, third = running
+            shared = row(page, first.id)
+            expect(shared).to_contain_text("×3")
+            expect(row(page, second.id)).to_have_count(0)
+            shared.click()
+            expect(panel).to_contain_text("2 identical requests read this sequence")
+            open_other(second)
+            panel.get_by_role("button", name="Show its text").click()
+            expect(panel.locator(".texts")).to_contain_text(MESSAGES[0]["content"])
+            cancel.click()
+            assert second.has_ended.wait(60)
+            expect(panel).to_contain_text("identical requests go on with its sequence")
+            expect(cancel).to_be_hidden()
+            expect(shared).to_contain_text("×2")
+            open_other(first)
+            cancel.click()
+            assert first.has_ended.wait(60)
+            expect(panel).to_contain_text("1 identical request reads this sequence")
+            expect(cancel).to_be_hidden()
+            expect(shared).to_have_attribute("data-state", "decoding")
+            assert not third.has_ended.is_set()
+            open_other(third)
+            expect(cancel).to_be_visible()
+            cancel.click()
+            assert third.has_ended.wait(60)
+            expect(panel).to_contain_text("finished: cancelled")
+            expect(shared).to_have_attribute("data-state", "ended")
+
+
 @contextmanager
 def held_answers(server: Server, number: int, **fields: Any) -> Iterator[list[httpx.Response]]:
     """Requests with the key `USER` whose answers do not stream. The list gets the replies."""

@@ -20,6 +20,7 @@ import pytest
 from in_process import in_process
 from server_process import MODEL, SLOW, Server, api_key, running_server, wait_for
 
+from weft.engine.ipc.shared_answers import SharedReader
 from weft.live import LiveEvent, LiveFrame, LiveInfo, LiveRequest
 from weft.request import RequestId
 from weft.server.admission.active_requests import ActiveRequest
@@ -248,6 +249,43 @@ def test_frames_name_the_keys_of_requests_and_what_the_server_holds_back(default
         assert one.left is not None and one.left == pytest.approx(500 - one.age, abs=0.01)
         name = one.request_id
         assert frame["keys"][name] == "boss"
+
+
+def test_each_request_that_shares_a_sequence_is_shown_and_cancelled_by_its_own_id(
+    default_model_path: Path,
+) -> None:
+    with (
+        running_server(default_model_path, backend_options=SLOW, show_prompts=True) as server,
+        viewer(server) as frames,
+        ExitStack() as stack,
+    ):
+
+        def shown(readers: list[str]) -> dict[str, Any]:
+            return frames.until(lambda frame: [one[0] for one in frame["readers"]] == readers)
+
+        bodies = ({"seed": 1}, {"seed": 1}, {"seed": 1, "deadline": 500})
+        names = [stack.enter_context(answer(server, body=body)) for body in bodies]
+        other = stack.enter_context(answer(server, body={"seed": 2}))
+        frame = frames.until(lambda frame: len(frame["requests"]) == 2)
+        assert [one["request_id"] for one in frame["requests"]] == [names[0], other]
+        readers = [SharedReader(*one) for one in shown(names)["readers"]]
+        assert {one.sequence_id for one in readers} == {names[0]}
+        assert [one.left and round(one.left + one.age) for one in readers] == [None, None, 500]
+        for name in names:
+            assert server.client.get(f"/live/requests/{name}").json() == {"id": name, "prompt": "Hello"}
+        left = list(names)
+        for name in (names[0], names[2]):  # the sequence keeps the id of its first reader
+            assert server.client.delete(f"/admin/requests/{name}").status_code == 200
+            left.remove(name)
+            before = shown(left)
+            frames.until(lambda frame, before=before: frame["step"] > before["step"] + 3)
+            assert frames.next()["requests"][0]["request_id"] == names[0]
+            assert server.client.get(f"/live/requests/{name}").status_code == 404
+            assert server.client.delete(f"/admin/requests/{name}").status_code == 404
+        assert server.client.delete(f"/admin/requests/{names[1]}").status_code == 200
+        end = frames.until(lambda frame: any(one["kind"] == "finished" for one in frame["events"]))
+        assert end["events"][-1]["request_id"] == names[0] and end["readers"] == []
+        assert [one["request_id"] for one in end["requests"]] == [other]
 
 
 def test_what_is_not_known_of_a_request_before_it_is_prepared_is_null() -> None:

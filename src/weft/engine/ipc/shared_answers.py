@@ -14,8 +14,9 @@ import asyncio
 import dataclasses
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from weft.config import ServingEngineConfig
 from weft.engine.ipc import wire
@@ -50,6 +51,17 @@ class _Key:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Key) and self._content == other._content
+
+
+class SharedReader(NamedTuple):
+    """A request that shares a sequence, in a frame of the live page."""
+
+    request_id: RequestId
+    sequence_id: RequestId
+    """The id of the sequence in the engine: that of its first reader, also when this reader has left."""
+    age: float
+    left: float | None
+    """Seconds until its deadline. None: it has none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -137,18 +149,15 @@ class SharedAnswer:
 
     def _result_of_later(self, reader: _Reader, result: GenerationResult) -> GenerationResult:
         """The result for a request that joined later, without the time before it joined."""
-        late = left = reader.began - self._began
-        times = []
-        for seconds in (result.waiting_time, result.prefill_time, result.decode_time):
-            times.append(max(0.0, seconds - left))
-            left = max(0.0, left - seconds)
+        late = min(reader.began - self._began, result.total_time)
         first = result.time_to_first_token
+        waiting, prefill, decode = _times_after(late, result)
         return dataclasses.replace(
             result,
             request_id=reader.answer.request_id,
-            waiting_time=times[0],
-            prefill_time=times[1],
-            decode_time=times[2],
+            waiting_time=waiting,
+            prefill_time=prefill,
+            decode_time=decode,
             time_to_first_token=None if first is None else max(0.0, first - late),
             cached_token_count=max(result.cached_token_count, self._owner.prefix_hits(reader)),
             metadata=reader.request.metadata,
@@ -167,6 +176,32 @@ class SharedAnswer:
         for reader in self.readers:
             if reader.timer is not None:
                 reader.timer.cancel()
+
+
+def _times_after(late: float, result: GenerationResult) -> tuple[float, float, float]:
+    """Waiting, prefill and decode time after the first `late` seconds.
+
+    queue | prefill | pause | prefill | decode | pause by recompute | prefill, decode
+          admitted                    first                                         end
+    """
+    pauses = result.preempted_times
+    end, first = result.total_time, result.time_to_first_token
+    admitted = result.waiting_time - sum(one.ended - one.began for one in pauses)
+    first = end if first is None else first
+
+    def running(began: float, ended: float) -> float:
+        """Seconds between two times without pauses."""
+        paused = sum(max(0.0, min(one.ended, ended) - max(one.began, began)) for one in pauses)
+        return max(0.0, ended - began - paused)
+
+    before_first, after_first = running(max(late, admitted), first), running(max(late, first), end)
+    # The result does not say when the tokens were computed again: the same time after each recompute.
+    ends = [one.ended for one in pauses if not one.by_swap and one.began >= first]
+    again = max(0.0, result.prefill_time - running(admitted, first))
+    share = sum(ended > late for ended in ends) / len(ends) if ends else 0.0
+    again = min(again * share, after_first)
+    waiting = max(0.0, end - late - before_first - after_first)
+    return waiting, before_first + again, after_first - again
 
 
 class SharedAnswers:
@@ -204,6 +239,15 @@ class SharedAnswers:
     def num_idle_followers(self) -> int:
         """Answers of idle work that have no sequence of their own."""
         return sum(max(0, len(one.readers) - 1) for one in self._by_handle.values() if one.is_idle_work)
+
+    def live_readers(self) -> Iterator[SharedReader]:
+        """The readers of all sequences that a second request has joined."""
+        now = time.monotonic()
+        for shared in self._by_handle.values():
+            for one in shared.readers if shared.is_shared else ():
+                age = round(now - one.began, 3)
+                left = None if one.deadline is None else round(one.deadline - age, 3)
+                yield SharedReader(one.answer.request_id, shared.request_id, age, left)
 
     def key_of(self, request: InferenceRequest) -> _Key | None:
         """What identical requests have in common; None if this one shares no sequence."""

@@ -6,11 +6,13 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 
 import msgspec
 
 from weft.engine.ipc.client import EngineClient, EngineState
 from weft.errors import WeftError
+from weft.live import MAX_REQUESTS
 from weft.server.errors import ApiError
 from weft.server.live.held import RequestsOfServer
 from weft.server.live.info import REPLICA
@@ -145,6 +147,7 @@ class LiveFeed:
                 "held": requests.held,
                 "num_held": requests.num_held,
                 "open": requests.num_open,
+                "readers": list(islice(self._engine.shared_answers.live_readers(), MAX_REQUESTS)),
             }
         )
         content = fields if frame is None else fields[:-1] + b"," + frame[1:]

@@ -208,7 +208,7 @@ class LiveView {
   _draw() {
     const history = this._history;
     this._showTiles();
-    this._batch.update(history, this._request.id);
+    this._batch.update(history, this._request.sequence);
     this._blocks.update(history);
     this._queue.update(history);
     this._request.update(history);

@@ -200,7 +200,7 @@ export class BatchView {
       setAttribute(element, "aria-setsize", this._rows.length);
       setAttribute(element, "data-state", request ? request.state : life ? "ended" : "idle");
       setAttribute(element, "data-id", life?.id ?? "");
-      setText(name, life ? shortId(life.id) : "–");
+      setText(name, life ? nameOf(life) : "–");
       setText(state, request ? request.state : life ? "ended" : "idle");
       const shown = life?.request;
       setText(tokens, shown ? `${whole(shown.num_tokens)} / ${whole(shown.limit)}` : "");
@@ -297,6 +297,12 @@ function rowsOf(history, columns) {
   return rows;
 }
 
+/** The id, and the number of requests that share the sequence. The column has room for nine letters. */
+function nameOf({ id, readers }) {
+  const number = readers.length > 1 ? "×" + readers.length : "";
+  return shortId(id).slice(0, number ? 9 - number.length : undefined) + number;
+}
+
 /** The request that ended in a row. Null if it continues in another row or waits. */
 function lastOwner(history, row, columns) {
   const { band } = history;
@@ -310,7 +316,8 @@ function lastOwner(history, row, columns) {
 
 function describe({ request, life }) {
   if (!request) return life ? `request ${shortId(life.id)}, ended` : "idle";
-  return `request ${shortId(request.request_id)}, ${request.state}, ${whole(request.num_tokens)} of ${plural(request.limit, "token")}`;
+  const number = life?.readers.length ?? 0;
+  return `request ${shortId(request.request_id)}${number > 1 ? `, shared by ${number} requests` : ""}, ${request.state}, ${whole(request.num_tokens)} of ${plural(request.limit, "token")}`;
 }
 
 function cellText(band, cell, column, life) {

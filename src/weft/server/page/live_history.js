@@ -28,12 +28,22 @@ export class History {
     this._late = [];
   }
 
-  /** The life of a request: what frames said of it in the engine or, before that, what the server says of it. */
-  lifeOf(id) {
-    const life = this.lives.get(id);
-    if (life) return life;
+  /** The life of a request: what frames said of it in the engine or, before that, what the server says of it. A request
+   *  that reads the sequence of another one has the life of the sequence; `sequence`: its id, if it is known. */
+  lifeOf(id, sequence = this._sequenceOf(id)) {
+    const life = this.lives.get(sequence);
+    if (life) {
+      const reader = life.readers.find((one) => one.request_id === id);
+      return { ...life, id, sequence, reader, key: reader?.key ?? (id === sequence ? life.key : null) };
+    }
+    if (this.lives.has(id)) return this.lives.get(id);
     const held = this.frame?.held.find((one) => one.request_id === id);
     return held && { ...newLife(id, 0), held, key: held.key, lastAt: this.frame.at };
+  }
+
+  _sequenceOf(id) {
+    for (const life of this.lives.values()) if (life.readers.some((one) => one.request_id === id)) return life.id;
+    return undefined;
   }
 
   lifeOfNumber(number) {
@@ -49,6 +59,7 @@ export class History {
     const older = isOther ? null : before;
     this.blocks.write(frame.first_block, frame.blocks);
     this._addLives(frame, older);
+    this._addReaders(frame);
     this._addColumns(frame, older);
     this._addBin(frame, older);
     this._closeLives(frame);
@@ -98,6 +109,17 @@ export class History {
       if (request.row >= 0) life.row = request.row;
       sample(life, frame.at, request);
     }
+  }
+
+  /** When a sequence ends, it keeps the readers that it had last. */
+  _addReaders({ readers, keys }) {
+    const found = new Map();
+    for (const reader of readers) {
+      const id = reader.request_id, { sequence_id: sequence } = reader;
+      if (!found.has(sequence)) found.set(sequence, []);
+      found.get(sequence).push({ ...reader, key: keys[id] ?? keys[requestOf(id)] ?? null });
+    }
+    for (const [sequence, list] of found) if (this.lives.has(sequence)) this.lives.get(sequence).readers = list;
   }
 
   /** Adds the events of a request from before the first frame: the answer of /replay/requests/{id}. */
@@ -312,7 +334,7 @@ export class History {
 }
 
 export function newLife(id, number) {
-  return { id, number, request: null, held: null, key: null, row: -1, events: [], leftOut: 0, samples: [], end: null,
+  return { id, number, request: null, held: null, readers: [], key: null, row: -1, events: [], leftOut: 0, samples: [], end: null,
     lastAt: 0, lastStep: 0, tokens: null, drafted: 0, accepted: 0, decodesAfter: null, wasAdmitted: false };
 }
 

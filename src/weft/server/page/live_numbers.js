@@ -8,6 +8,8 @@ const STEP_FIELDS = ["step", "seconds", "num_decodes", "num_drafts", "num_prefil
 const EVENT_FIELDS = ["at", "step", "kind", "request_id", "first", "second"];
 /** Those of `HeldRequest` in `weft/server/live/held.py`. */
 const HELD_FIELDS = ["request_id", "key", "state", "priority", "age", "answers", "prompt_tokens", "left"];
+/** Those of `SharedReader` in `weft/engine/ipc/shared_answers.py`. */
+const READER_FIELDS = ["request_id", "sequence_id", "age", "left"];
 
 function named(fields, values) {
   const found = {};
@@ -30,6 +32,7 @@ export function readFrame(frame) {
     held: (frame.held || []).map((values) => named(HELD_FIELDS, values)),
     num_held: frame.num_held ?? 0,
     keys: frame.keys || {},
+    readers: (frame.readers || []).map((values) => named(READER_FIELDS, values)),
   };
 }
 

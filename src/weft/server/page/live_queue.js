@@ -26,10 +26,14 @@ export function groupQueue(waiting) {
 /** Requests that wait in the engine, then those that the server holds. Ages and remaining times are in seconds. */
 export function waitingOf(history) {
   const { frame, lives } = history;
-  const inEngine = frame.requests.filter((request) => request.row < 0).map((request) => ({
-    place: "engine", id: request.request_id, key: lives.get(request.request_id)?.key ?? null, priority: request.priority,
-    state: request.state, age: Math.max(0, frame.at - request.arrived_at), isIdleWork: request.is_idle_work,
-    left: request.deadline_at === null ? null : request.deadline_at - frame.at, size: request.prompt_length }));
+  const inEngine = frame.requests.filter((request) => request.row < 0).flatMap((request) => {
+    const life = lives.get(request.request_id);
+    const own = { request_id: request.request_id, key: life?.key ?? null, age: Math.max(0, frame.at - request.arrived_at),
+      left: request.deadline_at === null ? null : request.deadline_at - frame.at };
+    return (life?.readers.length ? life.readers : [own]).map(({ request_id: id, key, age, left }) => ({
+      place: "engine", id, key, priority: request.priority, state: request.state, age, isIdleWork: request.is_idle_work, left,
+      size: request.prompt_length }));
+  });
   const held = frame.held.map((request) => ({
     place: "server", id: request.request_id, key: request.key, priority: request.priority, state: request.state, age: request.age,
     isIdleWork: false, left: request.left, size: request.prompt_tokens, answers: request.answers }));

@@ -3,13 +3,13 @@
 import { ApiError } from "./api.js";
 import { announce, button, make, toast } from "./dom.js";
 import { newLife } from "./live_history.js";
-import { onTheme, palette, setAttribute, setText, Surface } from "./live_canvas.js";
+import { onTheme, palette, Pool, setAttribute, setText, Surface } from "./live_canvas.js";
 import { brief, duration, percent, plural, priorityNames, requestOf, shortId, whole } from "./live_numbers.js";
 import { endOf, inTime } from "./live_queue.js";
 
 const PHASES = { waiting: ["queued", "data-quiet"], prefilling: ["prefill", "data-2"], decoding: ["decode", "data-1"],
   preempted: ["preempted", "bad"], paused: ["paused", "data-6"], swapped: ["swapped", "data-5"] };
-const MAX_LINES = 120;
+const MAX_LINES = 120, MAX_OTHERS = 40;
 
 /** The phases of a life: [{state, from, to}], from its events and from the states that frames showed. */
 export function phasesOf(life, now) {
@@ -82,6 +82,11 @@ function eventText(event, life, reasons) {
   }
 }
 
+/** Whether a request ended before the sequence that it shared. */
+function hasLeft({ id, readers }) {
+  return readers.length > 0 && !readers.some((one) => one.request_id === id);
+}
+
 export class RequestView {
   /** `onClose()` is called after the panel was closed. */
   constructor(root, { info, api, onClose }) {
@@ -101,12 +106,15 @@ export class RequestView {
     this._note = make("p", { class: "hint" });
     this._lineNodes = [];
     this._text = make("div", { class: "texts" });
+    this._othersHead = make("h3", {});
+    this._others = make("ul", { class: "ended" });
+    this._otherRows = new Pool(this._others, () => this._makeOther());
     this._cancel = make("button", { type: "button", class: "danger", onclick: () => this._cancelRequest() });
     this._showText = make("button", { type: "button", class: "quiet", onclick: () => this._loadText() }, "Show its text");
     this.element = make("aside", { class: "request panel", "aria-labelledby": "request-title", hidden: true },
       make("header", {}, this._title, make("span", { class: "grow" }), button("close", "Close", () => this.close())),
       this._facts, this._lifeBox, this._legend,
-      make("div", { class: "row" }, this._cancel, this._showText), this._text, this._linesHead, this._note, this._lines);
+      make("div", { class: "row" }, this._cancel, this._showText), this._text, this._othersHead, this._others, this._linesHead, this._note, this._lines);
     this.element.addEventListener("keydown", (event) => {
       if (event.key !== "Escape") return;
       event.stopPropagation();
@@ -124,6 +132,11 @@ export class RequestView {
 
   get id() {
     return this._life?.id ?? null;
+  }
+
+  /** The id of the row of the batch: that of the sequence that the request reads. */
+  get sequence() {
+    return this._life?.sequence ?? this.id;
   }
 
   open(history, id) {
@@ -147,10 +160,11 @@ export class RequestView {
   update(history) {
     if (!this.isOpen || !this._life) return;
     // After a seek in a replay, the history is another one.
-    const known = history.lifeOf(this._life.id);
+    const known = history.lifeOf(this._life.id, this._life.sequence);
     this._life = known || (this._info.mode === "replay" ? newLife(this._life.id, 0) : this._life);
+    this._history = history;
     this._now = history.frame.at;
-    const life = this._life, { request, held } = life;
+    const life = this._life, { request, held, reader } = life;
     const isHeld = Boolean(held && known);
     setText(this._title, `Request ${shortId(life.id)}`);
     setAttribute(this._title, "title", life.id);
@@ -163,29 +177,49 @@ export class RequestView {
         ["Prompt", `${plural(request.prompt_length, "token")}, ${whole(request.cached_tokens)} from the prefix cache`],
         ["Answer", `${plural(Math.max(0, request.num_tokens - request.prompt_length), "token")}, at most ${whole(request.limit - request.prompt_length)}`],
         ["KV memory", plural(request.num_blocks, "block")]);
-      if (request.first_token_at !== null) {
+      if (request.first_token_at !== null && this.sequence === life.id) {
         facts.push(["First token", `after ${duration(request.first_token_at - request.arrived_at)}`]);
         const end = life.end?.at ?? this._now, tokens = request.num_tokens - request.prompt_length - 1;
         if (tokens > 0 && end > request.first_token_at) facts.push(["Speed", `${brief(Math.round(10 * tokens / (end - request.first_token_at)) / 10)} tokens/s`]);
       }
       if (request.num_drafted) facts.push(["Drafts", `${whole(request.num_accepted)} of ${whole(request.num_drafted)} accepted (${percent(request.num_accepted / request.num_drafted)})`]);
       if (request.preemptions) facts.push(["Preemptions", whole(request.preemptions)]);
-      if (request.deadline_at !== null && !life.end) facts.push(["Deadline", inTime(request.deadline_at - this._now)]);
+      const left = reader ? reader.left : request.deadline_at === null ? null : request.deadline_at - this._now;
+      if (left !== null && !life.end && !hasLeft(life)) facts.push(["Deadline", inTime(left)]);
     }
-    if (!held) facts.push([life.end ? "Took" : "Age", duration(Math.round(((life.end?.at ?? this._now) - start) * 1000) / 1000)]);
+    if (reader) facts.push([life.end ? "Took" : "Age", duration(Math.round(reader.age * 10) / 10)]);
+    else if (!held && !hasLeft(life)) facts.push([life.end ? "Took" : "Age", duration(Math.round(((life.end?.at ?? this._now) - start) * 1000) / 1000)]);
     this._showFacts(facts);
-    const isOver = Boolean(life.end || (held && !isHeld));
+    const isOver = Boolean(life.end || hasLeft(life) || (held && !isHeld));
     const hasOthers = requestOf(life.id) !== life.id || held?.answers > 1;
     setText(this._cancel, hasOthers ? "Cancel this request with all its answers" : "Cancel this request");
     this._cancel.hidden = isOver || this._info.mode === "replay";
     this._showText.hidden = isOver || this._info.mode === "replay" || !this._info.show_prompts;
     // What the server holds has no steps and no events yet.
     for (const part of [this._lifeBox, this._legend, this._linesHead]) part.hidden = Boolean(held);
+    const others = life.readers.filter((one) => one.request_id !== life.id);
+    this._othersHead.hidden = this._others.hidden = !others.length || Boolean(life.end);
+    setText(this._othersHead, `${plural(others.length, "identical request")} ${others.length === 1 ? "reads" : "read"} this sequence`);
+    this._otherRows.show(others.slice(0, MAX_OTHERS));
     this._showLines(linesOf(life, this._info.reasons || []), start);
     this._drawLife();
   }
 
+  _makeOther() {
+    const name = make("button", { type: "button", class: "link mono" });
+    const text = make("span", {});
+    let shown = null;
+    name.addEventListener("click", () => this.open(this._history, shown));
+    const update = ({ request_id: id, key, age }) => {
+      shown = id;
+      setText(name, shortId(id));
+      setText(text, `${key === null ? "" : `${key} · `}${duration(Math.round(age * 10) / 10)}`);
+    };
+    return { element: make("li", {}, name, text), update };
+  }
+
   _stateOf(life, isHeld) {
+    if (hasLeft(life)) return "ended: identical requests go on with its sequence";
     if (life.end) return `ended: ${endOf(life, this._info.reasons || [])}`;
     if (!life.held) return life.request?.state ?? "not in the engine at this step";
     if (!isHeld) return "the server holds it no longer";
