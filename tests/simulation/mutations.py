@@ -539,9 +539,27 @@ MUTATIONS = (
     ),
     Mutation(
         "finished answers take more memory than allowed",
-        f"{ANSWERS}.add",
+        f"{ANSWERS}._index",
         "while self",
         "while False and self",
+    ),
+    Mutation(
+        "a full index drops its newest answers",
+        "weft.scheduling.answer_index:AnswerIndex.drop_oldest",
+        "self._generations.pop()",
+        "self._generations.popleft()",
+    ),
+    Mutation(
+        "a waiting answer is counted after it is indexed",
+        f"{ANSWERS}.advance",
+        "self.num_waiting -= len(text.tokens)",
+        "pass",
+    ),
+    Mutation(
+        "pieces of an answer are indexed one position off",
+        "weft.scheduling.answer_index:_Generation.extend_text",
+        "] = index",
+        "] = index - 1",
     ),
     Mutation(
         "draft tokens of an answer go on past its end",
@@ -558,8 +576,8 @@ MUTATIONS = (
     Mutation(
         "a match in the text is read from the prediction",
         f"{PROPOSER}._find",
-        "self._is_predicted, self._learned = False, None",
-        "self._is_predicted, self._learned = bool(self._prediction), None",
+        "self._is_predicted, self._learned, self._learned_rates = False, None, None",
+        "self._is_predicted, self._learned, self._learned_rates = bool(self._prediction), None, None",
     ),
     Mutation(
         "all draft tokens count as predicted",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from array import array
@@ -19,9 +20,11 @@ from weft.scheduling.answer_index import (
     INITIAL_RATE,
     LENGTHS,
     MAX_SALTS,
+    MAX_WAITING_TOKENS,
     PROMPT_TOKENS,
     AnswerIndex,
     AnswerIndexes,
+    AnswerRates,
 )
 from weft.scheduling.draft_tokens import INITIAL_ACCEPTANCE, DraftProposer
 from weft.scheduling.sequence import Sequence
@@ -35,10 +38,17 @@ def as_bytes(tokens: list[int]) -> bytes:
     return array("i", tokens).tobytes()
 
 
+def add(indexes: AnswerIndexes, answer: list[int], salt: str = "") -> None:
+    """Adds an answer, and indexes all of it."""
+    indexes.add(salt, PROMPT + answer, len(PROMPT))
+    indexes.advance(1 << 30)
+    indexes.check_integrity()
+
+
 def indexes_with(*answers: list[int], salt: str = "", room: int = ROOM) -> AnswerIndexes:
     indexes = AnswerIndexes(room)
     for answer in answers:
-        indexes.add(salt, PROMPT + answer, len(PROMPT))
+        add(indexes, answer, salt)
     return indexes
 
 
@@ -131,16 +141,14 @@ def test_wrong_answers_do_not_lower_the_rate_of_the_own_text() -> None:
 
 def test_memory_is_bounded_and_the_salt_with_most_answers_pays() -> None:
     indexes, numbers = AnswerIndexes(40 * BYTES_PER_INDEX), random.Random(1)
-    indexes.add("small", PROMPT + ANSWER, len(PROMPT))
+    add(indexes, ANSWER, "small")
     for _ in range(400):
         answer = [numbers.randrange(1000) for _ in range(numbers.randrange(4, 200))]
-        indexes.add("large", PROMPT + answer, len(PROMPT))
-        indexes.check_integrity()
+        add(indexes, answer, "large")
     assert proposed(indexes, ANSWER[:6], "small"), "a small index stays"
     assert proposed(indexes, answer[:-1] if len(answer) > 5 else answer, "large", 1)
     for salt in range(300):
-        indexes.add(str(salt), PROMPT + ANSWER, len(PROMPT))
-        indexes.check_integrity()
+        add(indexes, ANSWER, str(salt))
 
 
 def test_an_answer_costs_the_same_with_thousands_of_salts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +168,7 @@ def test_an_answer_costs_the_same_with_thousands_of_salts(monkeypatch: pytest.Mo
         for number in range(2 * MAX_SALTS):
             num_reads = 0
             indexes.add(str(number), PROMPT + ANSWER, len(PROMPT))
+            indexes.advance(1 << 30)
             most = max(most, num_reads)
         assert most <= 30, f"{most} reads of the size of an index for one answer"
         indexes.check_integrity()
@@ -169,9 +178,10 @@ def test_the_salts_without_an_answer_for_the_longest_time_are_dropped() -> None:
     indexes = AnswerIndexes(1 << 30)
     for number in range(MAX_SALTS):
         indexes.add(str(number), PROMPT + ANSWER, len(PROMPT))
-    indexes.add("0", PROMPT + ANSWER, len(PROMPT))
+        indexes.advance(100)
+    add(indexes, ANSWER, "0")
     for number in range(MAX_SALTS, MAX_SALTS + 5):
-        indexes.add(str(number), PROMPT + ANSWER, len(PROMPT))
+        add(indexes, ANSWER, str(number))
     assert [number for number in range(MAX_SALTS) if indexes.of(str(number)) is None] == [1, 2, 3, 4, 5]
     indexes.check_integrity()
 
@@ -182,10 +192,11 @@ def test_the_memory_of_a_token_is_what_is_counted() -> None:
     indexes = indexes_with(*(tokens[i : i + 200] for i in range(0, len(tokens), 200)), room=64 << 20)
     index = indexes.of("")
     assert index is not None
-    generation = index._younger
-    entries = sum(sys.getsizeof(key) for key in generation.places) + sys.getsizeof(generation.places)
-    places = {id(place): sys.getsizeof(place) for place in generation.places.values()}
-    used = entries + sum(places.values()) + sys.getsizeof(generation.tokens)
+    used = 0
+    for generation in index._generations:
+        entries = sum(sys.getsizeof(key) for key in generation.places) + sys.getsizeof(generation.places)
+        places = {id(place): sys.getsizeof(place) for place in generation.places.values()}
+        used += entries + sum(places.values()) + sys.getsizeof(generation.tokens)
     assert used <= index.num_tokens * BYTES_PER_TOKEN * 1.1
 
 
@@ -232,3 +243,121 @@ def test_completed_answers_help_requests_with_the_same_salt_only() -> None:
 def test_no_answer_is_kept_with_a_size_of_zero() -> None:
     script = Salted(max_learned_bytes=0)
     assert script.ask("a") == script.ask("a")
+
+
+def texts(count: int, length: int, seed: int = 3) -> list[list[int]]:
+    numbers = random.Random(seed)
+    return [[numbers.randrange(50_000) for _ in range(length)] for _ in range(count)]
+
+
+@pytest.mark.parametrize("salts", [("",), ("a", "b")])
+def test_a_full_index_loses_its_oldest_answers_only(salts: tuple[str, ...]) -> None:
+    room = 2000 * BYTES_PER_TOKEN
+    indexes, most_kept = AnswerIndexes(room + len(salts) * BYTES_PER_INDEX), 0
+    answers = texts(6000 // 52, 40)
+    for number, answer in enumerate(answers):
+        add(indexes, answer, salts[number % len(salts)])
+        most_kept = max(most_kept, indexes.num_tokens)
+        if number == len(salts):
+            rates = [indexes.of(salt).rates for salt in salts]  # type: ignore[union-attr]
+            rates[0].learn(LENGTHS[0], True)
+        if most_kept > 1900:
+            assert indexes.num_tokens > 2000 * 3 // 4, f"{indexes.num_tokens} tokens remain after {number}"
+    for number, answer in list(enumerate(answers))[-10:]:
+        assert proposed(indexes, answer[:30], salts[number % len(salts)]) == tuple(answer[30:35])
+    assert not proposed(indexes, answers[0][:30], salts[0]), "the oldest answer is still there"
+    assert [indexes.of(salt).rates for salt in salts] == rates  # type: ignore[union-attr]
+    assert rates[0][LENGTHS[0]] > INITIAL_RATE
+
+
+def test_an_index_has_few_generations() -> None:
+    """A search looks into each of them."""
+    indexes = indexes_with(*texts(4000, 4), room=1 << 30)
+    assert len(indexes.of("")._generations) <= 8 * 8  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("count", [1, 7, 512])
+def test_an_answer_that_is_indexed_in_pieces_is_found_as_if_it_were_added_at_once(count: int) -> None:
+    at_once, in_pieces = AnswerIndexes(ROOM), AnswerIndexes(ROOM)
+    answers = texts(12, 60)
+    for number, answer in enumerate(answers):
+        salt = str(number % 2)
+        add(at_once, answer, salt)
+        in_pieces.add(salt, PROMPT + answer, len(PROMPT))
+    for _ in range(12 * (60 + PROMPT_TOKENS)):
+        in_pieces.advance(count)
+        in_pieces.check_integrity()
+    for salt in ("0", "1"):
+        one, other = at_once.of(salt), in_pieces.of(salt)
+        assert one is not None and other is not None
+        assert [(g.tokens, g.places) for g in one._generations] == [
+            (g.tokens, g.places) for g in other._generations
+        ]
+
+
+def test_a_piece_never_has_more_tokens_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Indexing happens between two steps."""
+    indexes, sizes = AnswerIndexes(1 << 30), []
+    extend = AnswerIndex.extend_text
+
+    def counted(index: AnswerIndex, piece: array[int], num_prompt_tokens: int) -> None:
+        sizes.append(len(piece))
+        extend(index, piece, num_prompt_tokens)
+
+    monkeypatch.setattr(AnswerIndex, "extend_text", counted)
+    indexes.add("", PROMPT + texts(1, 5000)[0], len(PROMPT))
+    assert not sizes, "the end of an answer does not wait for its index"
+    for _ in range(10):
+        sizes.clear()
+        indexes.advance(512)
+        assert sum(sizes) <= 512
+    assert indexes.num_tokens == PROMPT_TOKENS + 5000 + 1
+
+
+def test_the_first_tokens_of_an_answer_help_while_the_rest_waits() -> None:
+    indexes = AnswerIndexes(ROOM)
+    indexes.add("", PROMPT + ANSWER, len(PROMPT))
+    indexes.advance(PROMPT_TOKENS + 8)
+    assert proposed(indexes, ANSWER[:6]) == tuple(ANSWER[6:8])
+    indexes.advance(100)
+    assert proposed(indexes, ANSWER[:6]) == tuple(ANSWER[6:11])
+
+
+def test_too_many_waiting_answers_are_not_kept() -> None:
+    indexes = AnswerIndexes(1 << 30)
+    for answer in texts(100, 5000):
+        indexes.add("", PROMPT + answer, len(PROMPT))
+        indexes.check_integrity()
+    assert indexes.num_texts == MAX_WAITING_TOKENS // (5000 + PROMPT_TOKENS)
+    indexes.advance(1 << 30)
+    indexes.add("", PROMPT + ANSWER, len(PROMPT))
+    indexes.advance(100)
+    assert proposed(indexes, ANSWER[:6]) == tuple(ANSWER[6:11])
+
+
+def test_an_index_that_is_dropped_while_an_answer_is_added_gets_no_half_answer() -> None:
+    small, large = texts(3, 230), texts(1, 480)[0]
+    indexes = AnswerIndexes(1000 * BYTES_PER_TOKEN + 4 * BYTES_PER_INDEX)
+    for number, answer in enumerate(small):
+        add(indexes, answer, str(number))
+    indexes.add("large", PROMPT + large, len(PROMPT))
+    for _ in range(2):
+        indexes.advance(150)
+        indexes.check_integrity()
+    assert indexes.of("large") is None, "the largest index pays"
+    indexes.advance(1000)
+    assert indexes.of("large") is None and not indexes._waiting
+    add(indexes, ANSWER, "large")
+    assert proposed(indexes, ANSWER[:6], "large")
+
+
+def test_a_sequence_does_not_hold_an_index_that_was_dropped() -> None:
+    indexes, own = indexes_with(ANSWER), [1, 2, *ANSWER[:3]]
+    proposer = DraftProposer(own, (), indexes)
+    own.append(ANSWER[3])
+    proposer.update()
+    assert proposer.is_learned
+    assert indexes.of("") not in gc.get_referents(proposer)
+    own.append(99)
+    proposer.update()
+    assert not any(isinstance(one, (AnswerRates, array)) for one in gc.get_referents(proposer))

@@ -6,8 +6,9 @@ Each cache salt has an index of its own. So the speed of a request shows nothing
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from zlib import crc32
 
 LENGTHS = (12, 4)
@@ -17,7 +18,14 @@ PROMPT_TOKENS = 12
 BYTES_PER_TOKEN = 224
 """Memory of an indexed token: the token, its position, and an entry with a key for each length. Measured."""
 BYTES_PER_INDEX = 4096
-"""Memory of an index without tokens, rounded up."""
+"""Memory of an index without tokens, rounded up.
+
+Not counted: the texts that wait, at most `MAX_WAITING_TOKENS` of 4 bytes, and the tokens of a dropped generation while a
+match in it goes on."""
+GENERATIONS = 8
+"""A new generation begins when the newest one has this fraction of the tokens. A full index loses about as much."""
+MAX_WAITING_TOKENS = 1 << 16
+"""The maximum number of tokens of finished answers that wait until they are indexed."""
 MAX_SALTS = 4096
 """The maximum number of indexes. With more, the one without an answer for the longest time is dropped."""
 INITIAL_RATE = 0.5
@@ -31,73 +39,113 @@ _TOKEN_BYTES = array("i").itemsize
 class _Generation:
     """The tokens of several texts, one after another, and where each n-gram occurred last."""
 
-    __slots__ = ("places", "tokens")
+    __slots__ = ("_first", "places", "tokens")
 
     def __init__(self) -> None:
         self.tokens = array("i")
         self.places: dict[int, int] = {}
         """Hash of an n-gram -> the index in `tokens` after its last occurrence. Two n-grams may have the same hash, so
         `find` compares the tokens."""
+        self._first = 0
+        """Index of the first token of the newest text."""
 
-    def add(self, text: Sequence[int], num_prompt_tokens: int) -> None:
-        tokens, places, first = self.tokens, self.places, len(self.tokens)
-        tokens.extend(text)
-        tokens.append(END)
-        content = tokens[first:].tobytes()
+    def begin_text(self) -> None:
+        self._first = len(self.tokens)
+
+    def extend_text(self, piece: array[int], num_prompt_tokens: int) -> None:
+        """Appends a piece of the newest text, whose first `num_prompt_tokens` tokens end no n-gram."""
+        tokens, places, known, first = self.tokens, self.places, len(self.tokens), self._first
+        tokens.extend(piece)
+        base = max(first, known - LENGTHS[0])
+        content = tokens[base:].tobytes()
         for length in LENGTHS:
             size = length * _TOKEN_BYTES
-            for index in range(max(length, num_prompt_tokens), len(text)):
-                end = index * _TOKEN_BYTES
-                places[crc32(content[end - size : end], length)] = first + index
+            for index in range(max(known, first + max(length, num_prompt_tokens)), len(tokens)):
+                end = (index - base) * _TOKEN_BYTES
+                places[crc32(content[end - size : end], length)] = index
 
-    def find(self, last: bytes, length: int) -> int:
-        """The index after the last occurrence of these tokens, or -1."""
-        index = self.places.get(crc32(last, length), -1)
+    def end_text(self) -> None:
+        self.tokens.append(END)
+
+    def find(self, last: bytes, length: int, key: int) -> int:
+        """The index after the last occurrence of these tokens, whose hash is `key`, or -1."""
+        index = self.places.get(key, -1)
         return index if index >= 0 and self.tokens[index - length : index].tobytes() == last else -1
 
 
-class AnswerIndex:
-    """The answers of one cache salt: those of two generations. A full index drops the older one."""
-
-    __slots__ = ("_older", "_younger", "rates")
+class AnswerRates(dict[int, float]):
+    """How often the next token of a match was right, by the length that was found."""
 
     def __init__(self) -> None:
-        self._younger, self._older = _Generation(), _Generation()
-        self.rates = dict.fromkeys(LENGTHS, INITIAL_RATE)
-        """How often the next token of a match was right, by the length that was found."""
+        super().__init__(dict.fromkeys(LENGTHS, INITIAL_RATE))
+
+    def learn(self, length: int, is_right: bool) -> None:
+        self[length] += LEARNING_RATE * (is_right - self[length])
+
+
+class AnswerIndex:
+    """The answers of one cache salt, in generations. Each has about an eighth of the tokens, so little is lost with the
+    oldest one."""
+
+    __slots__ = ("_generations", "rates")
+
+    def __init__(self) -> None:
+        self._generations: deque[_Generation] = deque()
+        """The newest first."""
+        self.rates = AnswerRates()
 
     @property
     def num_tokens(self) -> int:
-        return len(self._younger.tokens) + len(self._older.tokens)
+        return sum(len(generation.tokens) for generation in self._generations)
 
-    def add(self, text: Sequence[int], num_prompt_tokens: int) -> None:
-        self._younger.add(text, num_prompt_tokens)
+    def begin_text(self) -> None:
+        if not self._generations or len(self._generations[0].tokens) * GENERATIONS >= self.num_tokens:
+            self._generations.appendleft(_Generation())
+        self._generations[0].begin_text()
 
-    def find(self, last: bytes) -> tuple[int, array[int], int]:
+    def extend_text(self, piece: array[int], num_prompt_tokens: int) -> None:
+        self._generations[0].extend_text(piece, num_prompt_tokens)
+
+    def end_text(self) -> None:
+        self._generations[0].end_text()
+
+    def find(self, last: bytes) -> tuple[int, Sequence[int], int]:
         """Looks for the end of `last`, the bytes of tokens. Returns the length of the match, the text that has it, and
         the index after it in that text. Length 0: there is none."""
         for length in LENGTHS:
             size = length * _TOKEN_BYTES
             if len(last) < size:
                 continue
-            for generation in (self._younger, self._older):
-                index = generation.find(last[-size:], length)
+            ngram = last[-size:]
+            key = crc32(ngram, length)
+            for generation in self._generations:
+                index = generation.find(ngram, length, key)
                 if index >= 0 and generation.tokens[index] != END:
                     return length, generation.tokens, index
-        return 0, self._younger.tokens, -1
+        return 0, (), -1
 
-    def learn(self, length: int, is_right: bool) -> None:
-        self.rates[length] += LEARNING_RATE * (is_right - self.rates[length])
+    def drop_oldest(self) -> None:
+        """Drops the oldest generation."""
+        self._generations.pop()
 
-    def age(self) -> None:
-        """Drops the older generation and begins a new one."""
-        self._younger, self._older = _Generation(), self._younger
+
+@dataclass(slots=True)
+class _WaitingText:
+    """An answer that is not indexed completely."""
+
+    cache_salt: str
+    tokens: array[int]
+    num_prompt_tokens: int
+    index: AnswerIndex | None = None
+    """The index that has its first tokens. None: no token is indexed."""
+    num_indexed: int = 0
 
 
 class AnswerIndexes:
     """Owns the indexes of all cache salts, and keeps them within a number of bytes.
 
-    Clients choose the salts. So the cost of an answer does not depend on how many there are.
+    Clients choose the salts. So the cost of an answer does not depend on how many there are. Answers wait in a queue, and
+    `advance` indexes a few of their tokens, so that a long answer does not delay a step.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -106,6 +154,9 @@ class AnswerIndexes:
         """By cache salt; the one with the newest answer last."""
         self._by_size: defaultdict[int, OrderedDict[str, None]] = defaultdict(OrderedDict)
         """The salts, by the bit length of their number of tokens."""
+        self._waiting: deque[_WaitingText] = deque()
+        self.num_waiting = 0
+        """Tokens of the texts that are not indexed completely."""
         self.num_tokens = 0
         """Tokens of all indexes."""
         self.num_texts = 0
@@ -119,18 +170,43 @@ class AnswerIndexes:
         return self._indexes.get(cache_salt)
 
     def add(self, cache_salt: str, tokens: Sequence[int], num_prompt_tokens: int) -> None:
-        """Adds the answer of a sequence that has these tokens."""
+        """Queues the answer of a sequence that has these tokens. While too many wait, it is not kept."""
         first = max(0, num_prompt_tokens - PROMPT_TOKENS)
-        text = tokens[first:]
-        if len(text) - (num_prompt_tokens - first) < LENGTHS[-1] or self._max_bytes < BYTES_PER_INDEX:
+        if len(tokens) - num_prompt_tokens < LENGTHS[-1] or self._max_bytes < BYTES_PER_INDEX:
             return
-        text = text[: (self._max_bytes - BYTES_PER_INDEX) // (2 * BYTES_PER_TOKEN)]
-        index = self._indexes.setdefault(cache_salt, AnswerIndex())
-        self._indexes.move_to_end(cache_salt)
-        self._unlist(cache_salt, index)
-        index.add(text, num_prompt_tokens - first)
-        self._list(cache_salt, index)
-        self.num_texts += 1
+        room = (self._max_bytes - BYTES_PER_INDEX) // (2 * BYTES_PER_TOKEN)
+        text = array("i", tokens[first : first + min(room, MAX_WAITING_TOKENS)])
+        if len(text) <= MAX_WAITING_TOKENS - self.num_waiting:
+            self._waiting.append(_WaitingText(cache_salt, text, num_prompt_tokens - first))
+            self.num_waiting += len(text)
+            self.num_texts += 1
+
+    def advance(self, num_tokens: int) -> None:
+        """Indexes the next `num_tokens` tokens of the answers that wait."""
+        while num_tokens > 0 and self._waiting:
+            text = self._waiting[0]
+            piece = text.tokens[text.num_indexed : text.num_indexed + num_tokens]
+            num_tokens -= max(1, len(piece))
+            self._index(text, piece)
+            if text.num_indexed == len(text.tokens):
+                self.num_waiting -= len(text.tokens)
+                del self._waiting[0]
+
+    def _index(self, text: _WaitingText, piece: array[int]) -> None:
+        salt, is_new = text.cache_salt, text.index is None
+        if is_new:
+            text.index = self._indexes.setdefault(salt, AnswerIndex())
+            self._indexes.move_to_end(salt)
+        text.num_indexed += len(piece)
+        if (index := self._indexes.get(salt)) is None or index is not text.index:
+            return  # the index with its first tokens was dropped
+        self._unlist(salt, index)
+        if is_new:
+            index.begin_text()
+        index.extend_text(piece, text.num_prompt_tokens)
+        if text.num_indexed == len(text.tokens):
+            index.end_text()
+        self._list(salt, index)
         if len(self._indexes) > MAX_SALTS:
             self._unlist(*self._indexes.popitem(last=False))
         while self.num_bytes > self._max_bytes:
@@ -138,11 +214,9 @@ class AnswerIndexes:
             salt = next(iter(self._by_size[max(self._by_size)]))
             largest = self._indexes[salt]
             self._unlist(salt, largest)
-            largest.age()
+            largest.drop_oldest()
             if largest.num_tokens:
                 self._list(salt, largest)
-                # First in its list: if its older generation was empty, it pays again. Else all others could pay nothing.
-                self._by_size[largest.num_tokens.bit_length()].move_to_end(salt, last=False)
             else:
                 del self._indexes[salt]
 
@@ -155,6 +229,8 @@ class AnswerIndexes:
         )
         assert self.num_bytes <= self._max_bytes, "the answers take more memory than allowed"
         assert len(sizes) <= MAX_SALTS, "there are more indexes of answers than allowed"
+        waiting = sum(len(text.tokens) for text in self._waiting)
+        assert self.num_waiting == waiting <= MAX_WAITING_TOKENS, "the waiting answers are counted wrongly"
 
     def _list(self, cache_salt: str, index: AnswerIndex) -> None:
         self._by_size[index.num_tokens.bit_length()][cache_salt] = None

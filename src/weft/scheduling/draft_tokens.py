@@ -17,7 +17,7 @@ from itertools import takewhile
 
 from weft.config import SchedulerConfig
 from weft.plan import BackendInfo, IterationPlan
-from weft.scheduling.answer_index import END, LENGTHS, AnswerIndex, AnswerIndexes
+from weft.scheduling.answer_index import END, LENGTHS, AnswerIndexes, AnswerRates
 from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.decode_costs import DecodeCosts
 from weft.scheduling.plan_builder import PlanBuilder
@@ -34,6 +34,9 @@ INITIAL_ACCEPTANCE = 0.5
 PREDICTED_ACCEPTANCE = 0.8
 """The first estimate for a request with a prediction."""
 LEARNING_RATE = 0.1
+
+INDEXED_TOKENS = 512
+"""How many tokens of finished answers are indexed after a step. It takes about 0.2 ms, in which no step is planned."""
 
 _TOKEN_BYTES = array("i").itemsize
 
@@ -57,9 +60,9 @@ class DraftProposer:
         "_first",
         "_is_predicted",
         "_learned",
-        "_learned_from",
         "_learned_length",
         "_learned_rate",
+        "_learned_rates",
         "_next",
         "_predicted_bytes",
         "_prediction",
@@ -89,7 +92,8 @@ class DraftProposer:
         self._learned_length = LENGTHS[-1]
         """How many tokens the current match had when it was found in a finished answer: one of `LENGTHS`."""
         self._learned_rate = 0.0
-        self._learned_from: AnswerIndex | None = None
+        self._learned_rates: AnswerRates | None = None
+        """The rates of the index that has the match. The index is not held: it may be dropped meanwhile."""
         # The same tokens as bytes: `rfind` is far faster than a loop over the list.
         self._bytes = bytearray(array("i", tokens).tobytes())
         self._prediction = prediction
@@ -181,8 +185,8 @@ class DraftProposer:
             self.own_rate += LEARNING_RATE * (is_right - self.own_rate)
             return
         self._learned_rate += LEARNING_RATE * (is_right - self._learned_rate)
-        assert self._learned_from is not None
-        self._learned_from.learn(self._learned_length, is_right)
+        assert self._learned_rates is not None
+        self._learned_rates.learn(self._learned_length, is_right)
 
     def _end_match(self, end: int) -> None:
         """A short match may be a coincidence. Only a long one moves the index at which the search in the prediction begins."""
@@ -193,7 +197,7 @@ class DraftProposer:
         """The index after a match of the final tokens: after the last match in the text or in finished answers, or after
         the next match in the prediction. -1: there is no match."""
         length, after_match = self._find_in_text()
-        self._is_predicted, self._learned = False, None
+        self._is_predicted, self._learned, self._learned_rates = False, None, None
         if self._prediction:
             predicted_length, index = self._find_in_prediction()
             if predicted_length >= length and 0 <= index < len(self._prediction):
@@ -203,7 +207,7 @@ class DraftProposer:
             learned_length, text, index = answers.find(bytes(self._bytes[-LENGTHS[0] * _TOKEN_BYTES :]))
             if learned_length > length:
                 self._is_predicted, self._learned, after_match = False, text, index
-                self._learned_from, self._learned_length = answers, learned_length
+                self._learned_rates, self._learned_length = answers.rates, learned_length
                 self._learned_rate = answers.rates[learned_length]
         return after_match
 
@@ -274,12 +278,14 @@ class Speculation:
             )
 
     def keep(self, sequence: Sequence) -> None:
-        """Keeps the tokens of a completed answer for later sequences with the same cache salt."""
+        """Keeps the tokens of a completed answer for later sequences with the same cache salt. `learn` indexes them."""
         request = sequence.request
         self.answers.add(request.cache_salt, sequence.tokens, len(request.prompt))
 
     def learn(self, plan: IterationPlan, seconds: float | None, now: float, has_next: bool) -> None:
-        """Learns from a step that ended `now`. `has_next`: the next step was planned before that."""
+        """Learns from a step that ended `now`, and indexes some tokens of finished answers. `has_next`: the next step was
+        planned before that."""
+        self.answers.advance(INDEXED_TOKENS)
         if self._max_draft_tokens and seconds is not None and not plan.num_prefills and plan.num_tokens:
             self.costs.learn(plan.num_tokens, seconds)
             if self._idle_since is not None:

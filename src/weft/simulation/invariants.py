@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Listing
 
 from weft.backends.noop_model import generate_alone, score_alone
@@ -42,6 +43,8 @@ class PlanChecker:
         self._unfinished: dict[RequestId, Sequence] = {}
         self._answers: dict[str, list[Sequence]] = {}
         """Completed sequences, by cache salt. Only where the scheduler keeps answers for draft tokens."""
+        self._newest_answers: dict[str, list[Sequence]] = {}
+        """Those of them that ended last and are long enough for the index."""
         self.preemptions = 0
 
     def reset_rotation(self) -> None:
@@ -52,6 +55,7 @@ class PlanChecker:
         self._check_budgets(plan)
         if self._scheduler.config.max_learned_bytes and self._scheduler.info.fixed_cost_rows:
             self._note_answers()
+            self._check_answers()
         if plan.drafts:
             self._check_drafts(plan)
         if self._scheduler.is_retrying:
@@ -110,12 +114,29 @@ class PlanChecker:
             )
 
     def _note_answers(self) -> None:
+        newest: dict[str, list[Sequence]] = {}
         for sequence in list(self._unfinished.values()):
             if sequence.finish_reason is not None:
                 del self._unfinished[sequence.request_id]
                 if sequence.state is RequestState.COMPLETED:
-                    self._answers.setdefault(sequence.request.cache_salt, []).append(sequence)
+                    salt = sequence.request.cache_salt
+                    self._answers.setdefault(salt, []).append(sequence)
+                    if len(sequence.tokens) - sequence.prompt_length >= LENGTHS[-1]:
+                        newest.setdefault(salt, []).append(sequence)
+        self._newest_answers |= newest
         self._unfinished |= self._scheduler.sequences
+
+    def _check_answers(self) -> None:
+        """An index loses its oldest answers first: one that remains has an answer of those that ended last."""
+        answers = self._scheduler._planner.speculation.answers
+        if answers.num_waiting:
+            return
+        for salt, newest in self._newest_answers.items():
+            index = answers.of(salt)
+            require(
+                index is None or any(index.find(_last_ngram(sequence))[0] for sequence in newest),
+                f"the newest answer with the salt {salt!r} was dropped, and older ones were kept",
+            )
 
     def _continues_an_answer(self, sequence: Sequence, drafts: Listing[int]) -> bool:
         """Whether the shortest match, and then the draft tokens, occur in a completed sequence with the same salt."""
@@ -260,6 +281,11 @@ def _full_table(sequence: Sequence) -> list[int]:
     allocation = sequence.allocation
     assert allocation is not None
     return [allocation.leaving.get(index, block) for index, block in enumerate(allocation.blocks)]
+
+
+def _last_ngram(sequence: Sequence) -> bytes:
+    """The tokens before the last one."""
+    return array("i", sequence.tokens[-LENGTHS[-1] - 1 : -1]).tobytes()
 
 
 def _continues_a_match(sequence: Sequence, drafts: Listing[int]) -> bool:
