@@ -55,7 +55,7 @@ class LiveEvent(NamedTuple):
     """queued, first_token, finished, failed: the newest applied step. admitted, preempted, swapped_in: the step that was
     planned then. chunk: the step that computed it."""
     kind: str
-    """queued; admitted (row, tokens of the prefix hit); chunk (first position, tokens); preempted (0 recompute or
+    """queued (prompt tokens); admitted (row, tokens of the prefix hit); chunk (first position, tokens); preempted (0 recompute or
     1 swap); swapped_in (1: the copy failed, and its tokens are computed again); first_token; finished (index in
     `FINISH_REASONS`); failed."""
     request_id: RequestId

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -17,63 +16,11 @@ import httpx
 import pytest
 from accessibility import checked
 from browser_pages import ADMIN, HEIGHTS, THEMES, USER, WIDTHS, OpenPage
-from playwright.sync_api import Locator, Page, expect
+from live_page import LONG, answers, live, row
+from playwright.sync_api import Page, expect
 from server_process import MESSAGES, SLOW, Server, api_key, running_server, wait_for
 
-LONG = {"max_tokens": 6000, "ignore_eos": True}
 NUM_ROWS = 256
-
-
-class Answer:
-    """A streamed answer of the server."""
-
-    def __init__(self, server: Server, **fields: Any) -> None:
-        self.id = ""
-        self.has_ended = threading.Event()
-        self._client = httpx.Client(base_url=server.url, headers=server.client.headers, timeout=120)
-        self._fields = {"messages": MESSAGES, "stream": True, **LONG, **fields}
-        self._has_begun = threading.Event()
-        self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
-        assert self._has_begun.wait(60)
-
-    def _read(self) -> None:
-        try:
-            with self._client.stream("POST", "/v1/chat/completions", json=self._fields) as response:
-                for line in response.iter_lines():
-                    if line.startswith("data: {"):
-                        self.id = json.loads(line[6:]).get("id", "").removeprefix("chatcmpl-") or self.id
-                        self._has_begun.set()
-                    if self._is_closing.is_set():
-                        return
-        finally:
-            self._has_begun.set()
-            self.has_ended.set()
-
-    def close(self) -> None:
-        self._is_closing.set()
-        self._thread.join(60)
-        self._client.close()
-
-
-@contextmanager
-def answers(server: Server, number: int = 1, **fields: Any) -> Iterator[list[Answer]]:
-    running = [Answer(server, **fields) for _ in range(number)]
-    try:
-        yield running
-    finally:
-        for answer in running:
-            answer.close()
-
-
-def live(page: Page) -> Page:
-    expect(page.locator(".chip")).to_have_text("Live")
-    return page
-
-
-def row(page: Page, name: str) -> Locator:
-    return page.locator(f".batch-row[data-id='{name}']")
 
 
 def test_a_request_appears_runs_and_ends(open_page: OpenPage, noop_server: Server) -> None:
@@ -106,49 +53,6 @@ def test_the_button_cancels_a_request_with_an_admin_key(open_page: OpenPage, key
         panel.get_by_role("button", name="Cancel this request").click()
         expect(panel).to_contain_text("finished: cancelled")
         assert answer.has_ended.wait(60)
-
-
-def test_requests_that_share_a_sequence_are_opened_and_cancelled_one_by_one(
-    open_page: OpenPage, default_model_path: Path
-) -> None:
-    with running_server(default_model_path, backend_options=SLOW, show_prompts=True) as server:
-        page = live(open_page(server, "/#live"))
-        panel = page.get_by_role("complementary")
-        cancel = panel.get_by_role("button", name="Cancel this request")
-
-        def open_other(answer: Answer) -> None:
-            panel.get_by_role("button", name=answer.id[:8]).click()
-            expect(panel.locator(".facts")).to_contain_text(answer.id)
-            expect(row(page, first.id)).to_have_class(re.compile("is-chosen"))
-
-        with answers(server, 3, seed=1) as running:
-            first, second, third = running
-            shared = row(page, first.id)
-            expect(shared).to_contain_text("×3")
-            expect(row(page, second.id)).to_have_count(0)
-            shared.click()
-            expect(panel).to_contain_text("2 identical requests read this sequence")
-            open_other(second)
-            panel.get_by_role("button", name="Show its text").click()
-            expect(panel.locator(".texts")).to_contain_text(MESSAGES[0]["content"])
-            cancel.click()
-            assert second.has_ended.wait(60)
-            expect(panel).to_contain_text("identical requests go on with its sequence")
-            expect(cancel).to_be_hidden()
-            expect(shared).to_contain_text("×2")
-            open_other(first)
-            cancel.click()
-            assert first.has_ended.wait(60)
-            expect(panel).to_contain_text("1 identical request reads this sequence")
-            expect(cancel).to_be_hidden()
-            expect(shared).to_have_attribute("data-state", "decoding")
-            assert not third.has_ended.is_set()
-            open_other(third)
-            expect(cancel).to_be_visible()
-            cancel.click()
-            assert third.has_ended.wait(60)
-            expect(panel).to_contain_text("finished: cancelled")
-            expect(shared).to_have_attribute("data-state", "ended")
 
 
 @contextmanager

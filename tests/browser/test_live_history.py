@@ -7,6 +7,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from weft.request import FinishReason, InferenceRequest, Priority, RequestId, Sa
 from weft.simulation.run import Simulation
 from weft.simulation.scenario import draw
 
-pytestmark = pytest.mark.long
+long = pytest.mark.long
 NUM_BLOCKS, NUM_ROWS = 90, 4
 ENDS = ("finished", "failed")
 COMPLETE = {
@@ -162,6 +163,7 @@ def test_the_band_has_each_prompt_token_that_the_engine_computed(page: Page, run
     assert set(chunks) == set(run.lengths)
 
 
+@long
 def test_the_band_has_each_decoded_token_in_the_row_of_its_request(page: Page) -> None:
     run = Run(1)
     rows = {}
@@ -180,6 +182,7 @@ def test_the_band_has_each_decoded_token_in_the_row_of_its_request(page: Page) -
     assert abs(sum(decoded.values()) - (run.totals.tokens_generated - len(run.lengths))) <= others
 
 
+@long
 def test_the_band_has_each_accepted_and_each_rejected_draft_token(page: Page) -> None:
     """Of requests that end by themselves. Draft tokens of a request that is cancelled while its step is in flight count in
     the totals, and belong to no row."""
@@ -205,6 +208,60 @@ def test_the_band_has_each_accepted_and_each_rejected_draft_token(page: Page) ->
     raise AssertionError("too few scenarios have draft tokens")
 
 
+def test_the_charts_have_the_totals_of_the_scheduler(page: Page, run: Run) -> None:
+    bins, points = run.ask(page, "return [history.bins, history.series(1)];")
+    sums: dict[str, float] = defaultdict(float)
+    for one in bins:
+        for name in ("steps", "stepSeconds", "tokens", "prefilled", "prompt", "cached"):
+            sums[name] += one[name]
+    steps = [step for frame in run.frames for step in frame["steps"]]
+    stats = run.totals
+    assert sums == {
+        "steps": stats.steps,
+        "stepSeconds": pytest.approx(sum(step[1] for step in steps)),
+        "tokens": stats.tokens_generated,
+        "prefilled": sum(step[5] for step in steps),
+        "prompt": stats.prompt_tokens,
+        "cached": stats.prompt_tokens_cached,
+    }
+    assert sums["stepSeconds"] > 0 and sums["prompt"] == sum(run.lengths.values())
+
+    frames: dict[float, list[tuple[dict[str, Any], dict[str, Any]]]] = defaultdict(list)
+    for before, frame in pairwise(run.frames):
+        frames[frame["at"] // 0.5 * 0.5].append((before, frame))
+    assert len(frames) > 2 and [point["at"] for point in points] == sorted(frames)
+    for point in points:
+        (first, _), (_, last) = frames[point["at"]][0], frames[point["at"]][-1]
+        shown = [step[1] for _, frame in frames[point["at"]] for step in frame["steps"]]
+        generated = last["totals"]["tokens_generated"] - first["totals"]["tokens_generated"]
+        assert point["tokens"] == pytest.approx(generated / (last["at"] - first["at"]))
+        assert point["step"] == pytest.approx(sum(shown) / len(shown)) and point["slowest"] == max(shown)
+
+
+def test_prefix_hits_of_requests_that_no_frame_has_are_in_the_charts(page: Page) -> None:
+    clock = VirtualClock()
+    engine = ServingEngine(
+        NoopBackend(), ServingEngineConfig(cache=KvCachePoolConfig(NUM_BLOCKS, 4)), clock=clock, seed=1
+    )
+    frames = [in_json(engine.live_frame())]
+    for number in range(6):  # each begins and ends between two frames
+        prompt = (*range(3, 23 + number),)
+        engine.submit(InferenceRequest(prompt, SamplingParams(max_tokens=1)))
+        engine.run_until_idle()
+        clock.advance(0.3)
+        frames.append(in_json(engine.live_frame()))
+        assert not frames[-1]["requests"]
+    bins, hits = page.evaluate(
+        HISTORY + "return [history.bins, history.series().at(-1).hits]; }",
+        {"info": info_of(engine), "frames": frames},
+    )
+    stats = engine.scheduler.stats
+    assert sum(one["prompt"] for one in bins) == stats.prompt_tokens == sum(range(20, 26))
+    assert sum(one["cached"] for one in bins) == stats.prompt_tokens_cached > 0
+    assert hits == pytest.approx(stats.prompt_tokens_cached / stats.prompt_tokens)
+
+
+@long
 def test_preemptions_and_ends_are_marked(page: Page, run: Run) -> None:
     marks = {"preempted": 8, "swapped_out": 16, "finished": 4, "admitted": 1, "first_token": 2}
     found = {mark for cell in run.ask(page, CELLS) for mark in marks.values() if cell["marks"] & mark}
@@ -217,6 +274,7 @@ def test_preemptions_and_ends_are_marked(page: Page, run: Run) -> None:
     assert wanted <= found
 
 
+@long
 def test_the_map_has_the_states_of_the_last_frames(page: Page, run: Run) -> None:
     counts = run.ask(
         page, "return Object.fromEntries([...'fuschi'].map((one) => [one, history.blocks.count(one)]));"
@@ -226,6 +284,7 @@ def test_the_map_has_the_states_of_the_last_frames(page: Page, run: Run) -> None
     assert counts == {letter: blocks.count(letter) for letter in "fuschi"}
 
 
+@long
 def test_a_life_has_its_events_in_order_and_its_end(page: Page, run: Run) -> None:
     lives = run.ask(
         page,
@@ -246,6 +305,7 @@ def test_a_life_has_its_events_in_order_and_its_end(page: Page, run: Run) -> Non
             assert before["to"] == after["from"] and before["state"] != after["state"]
 
 
+@long
 def test_quantiles_are_those_of_the_metrics(page: Page) -> None:
     histogram, source = Histogram(), random.Random(1)
     for _ in range(500):
@@ -262,6 +322,7 @@ def test_quantiles_are_those_of_the_metrics(page: Page) -> None:
     assert found == pytest.approx([histogram.quantile(share) for share in shares])
 
 
+@long
 def test_an_engine_that_starts_again_begins_a_new_history(page: Page) -> None:
     run = Run(7)
     middle = len(run.frames) // 2
@@ -275,6 +336,7 @@ def test_an_engine_that_starts_again_begins_a_new_history(page: Page) -> None:
     assert waiting == run.frames[-1]["num_waiting"]
 
 
+@long
 @pytest.mark.parametrize("blocks", [1, 90, 4096, 300_001])
 @pytest.mark.parametrize("size", [(300, 200), (1200, 40), (20, 20)])
 def test_every_block_has_a_cell_and_the_cells_fit_their_box(
@@ -298,6 +360,7 @@ def test_every_block_has_a_cell_and_the_cells_fit_their_box(
     assert shares[1] > 0 and (blocks <= shape["perCell"] or shares[0] == 0)
 
 
+@long
 def test_swapped_requests_own_the_used_slots_of_the_swap_space(page: Page) -> None:
     run = Run(1)
     numbers = page.evaluate(
@@ -318,6 +381,7 @@ def test_swapped_requests_own_the_used_slots_of_the_swap_space(page: Page) -> No
         assert [first for _, first, _ in slots] == [0, *(end for _, _, end in slots)][: len(slots)]
 
 
+@long
 def test_the_queue_is_grouped_by_priority_and_key_with_the_longest_wait_first(page: Page) -> None:
     groups = page.evaluate(
         """async () => {
@@ -336,6 +400,7 @@ def test_the_queue_is_grouped_by_priority_and_key_with_the_longest_wait_first(pa
     ]
 
 
+@long
 def test_pages_of_a_replay_are_bounded_and_a_short_one_is_loaded_again(page: Page) -> None:
     most, loads, last = page.evaluate(
         """async () => {
@@ -358,6 +423,7 @@ def test_pages_of_a_replay_are_bounded_and_a_short_one_is_loaded_again(page: Pag
     assert most <= 4 and loads == 1 and last == [93, 94, 95, 96, 97, 98]
 
 
+@long
 def test_pauses_between_attempts_to_connect_grow(page: Page) -> None:
     pauses = page.evaluate(
         """async () => {

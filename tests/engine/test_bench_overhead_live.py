@@ -42,12 +42,14 @@ def test_rounds_with_and_without_a_viewer_are_measured_on_a_real_server(
     assert "4 sequences, engine's thread" in capsys.readouterr().out
 
 
-def test_a_viewer_that_costs_one_percent_or_three_percent_of_speed_misses_the_criteria() -> None:
-    def verdicts(thread: float, speed: float) -> list[bool]:
+def test_the_worse_end_of_the_interval_decides_whether_a_viewer_costs_too_much() -> None:
+    def verdicts(thread: tuple[float, float], speed: tuple[float, float]) -> list[bool]:
         cost = ViewerCost(1, 10)
-        cost.thread_seconds = Ratios([1.0, 1.0], [thread, thread])
-        cost.tokens_per_second = Ratios([100.0, 100.0], [speed, speed])
+        cost.thread_seconds = Ratios([1.0, 1.0], [*thread])
+        cost.tokens_per_second = Ratios([100.0, 100.0], [*speed])
         return [check.is_met for check in viewer_checks([cost])]
 
-    assert verdicts(1.009, 97.5) == [True, True]
-    assert verdicts(1.011, 96.5) == [False, False]
+    assert verdicts((1.009, 1.009), (97.5, 97.5)) == [True, True]
+    assert verdicts((1.011, 1.011), (96.5, 96.5)) == [False, False]
+    assert verdicts((0.999, 1.001), (95.0, 105.0)) == [False, False], "noise is no evidence"
+    assert verdicts((0.9995, 0.9996), (99.9, 100.0)) == [True, True]

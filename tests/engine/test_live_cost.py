@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -14,6 +15,7 @@ from weft.backends.noop import NoopBackend
 from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
 from weft.engine.serving import ServingEngine
 from weft.live import LiveFrame
+from weft.metrics import SchedulerStats
 from weft.request import InferenceRequest, RequestId, SamplingParams
 
 ALLOWED = 0.01
@@ -39,11 +41,33 @@ def instructions(work: Callable[[], object]) -> int:
     return count
 
 
-def counted(max_tokens: int, number: int, *, is_watched: bool, running: int = 64) -> tuple[int, int, int]:
-    """Runs `number` requests to their end. Returns the instructions of the loop, its steps, and the steps and events in
-    frames."""
+@dataclass(frozen=True)
+class Case:
+    max_tokens: int
+    number: int
+    """Requests, all submitted at once."""
+    running: int = 64
+    blocks: int = 2000
+    swap_blocks: int = 0
+
+
+CASES = {
+    "1": Case(400, 1),
+    "8": Case(200, 8),
+    "64": Case(50, 64),
+    "256 rows": Case(12, 256, running=256),
+    "short answers": Case(4, 200),
+    "preemptions": Case(120, 16, running=16, blocks=130),
+    "swaps": Case(120, 16, running=16, blocks=130, swap_blocks=400),
+}
+
+
+def counted(case: Case, *, is_watched: bool) -> tuple[int, SchedulerStats, int]:
+    """Runs the requests of a case to their end. Returns the instructions of the loop, the totals of the scheduler, and the
+    steps and events in frames."""
     config = ServingEngineConfig(
-        SchedulerConfig(max_running=running, max_chunk_tokens=32), KvCachePoolConfig(2000, 16)
+        SchedulerConfig(max_running=case.running, max_chunk_tokens=32),
+        KvCachePoolConfig(case.blocks, 16, swap_blocks=case.swap_blocks),
     )
     engine = ServingEngine(NoopBackend(), config, clock=lambda: 0.0, seed=1)
     frames: list[LiveFrame] = []
@@ -55,10 +79,11 @@ def counted(max_tokens: int, number: int, *, is_watched: bool, running: int = 64
             thread.join()
 
     watch()
-    for one in range(number):
+    for one in range(case.number):
         prompt = tuple(range(one, one + 80))
-        request = InferenceRequest(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+        request = InferenceRequest(prompt, SamplingParams(max_tokens=case.max_tokens, ignore_eos=True))
         engine.submit_with_callback(request.replaced(request_id=RequestId(f"r{one}")), lambda output: None)
+    watch()
     count = 0
     while engine.has_work:
         count += instructions(lambda: [engine.run_iteration() for _ in range(STEPS_PER_FRAME)])
@@ -66,20 +91,21 @@ def counted(max_tokens: int, number: int, *, is_watched: bool, running: int = 64
     engine.stop()
     seen = sum(len(frame.steps) + len(frame.events) for frame in frames)
     assert all(frame.steps_left_out == frame.events_left_out == 0 for frame in frames)
-    return count, engine.scheduler.stats.steps, seen
+    return count, engine.scheduler.stats, seen
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "number"), [(400, 1), (200, 8), (50, 64), (4, 200)], ids=["1", "8", "64", "short answers"]
-)
-def test_a_viewer_adds_under_one_percent_to_the_instructions_of_the_loop(
-    max_tokens: int, number: int
-) -> None:
-    without, steps, seen = counted(max_tokens, number, is_watched=False)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_viewer_adds_under_one_percent_to_the_instructions_of_the_loop(case: Case) -> None:
+    without, stats, seen = counted(case, is_watched=False)
     assert seen == 0
-    watched, same_steps, seen = counted(max_tokens, number, is_watched=True)
-    assert same_steps == steps and seen >= steps + 3 * number, "the frames have every step and event"
+    watched, same_stats, seen = counted(case, is_watched=True)
+    assert same_stats == stats and seen >= stats.steps + 3 * case.number, (
+        "the frames have every step and event"
+    )
+    assert (stats.preemptions_by_recompute > 0) == (case is CASES["preemptions"])
+    assert (stats.preemptions_by_swap > 0) == (case is CASES["swaps"])
     print(
-        f"{number} requests: {without / steps:.0f} instructions a step, {(watched - without) / steps:.1f} more"
+        f"{case.number} requests: {without / stats.steps:.0f} instructions a step, "
+        f"{(watched - without) / stats.steps:.1f} more"
     )
     assert 0 < watched - without < ALLOWED * without

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -84,11 +85,15 @@ def queries() -> Iterator[tuple[str, str]]:
             yield panel["title"], re.sub(r'"\$\w+"', '".*"', expression)
 
 
-def load(server: Server) -> None:
-    """Requests of each kind that a panel shows."""
+def ask(server: Server) -> None:
     assert server.chat(stream=True, max_tokens=50).status_code == 200
     assert server.complete([*range(1, 201)], max_tokens=20).status_code == 200
     assert server.complete(n=3, max_tokens=20).status_code == 200
+
+
+def load(server: Server) -> None:
+    """Requests of each kind that a panel shows."""
+    ask(server)
     assert server.complete(model="no such model").status_code == 404
     body = {"prompt": "Hello", "max_tokens": 4}
     line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}
@@ -105,8 +110,12 @@ def test_every_query_of_the_dashboard_has_data(scraped: Server, prometheus: Prom
     found = dict.fromkeys(queries(), False)
 
     def have_data() -> bool:
+        ask(scraped)  # a rate needs two scrapes that differ
         for title, expression in [query for query, has_data in found.items() if not has_data]:
-            found[title, expression] = bool(prometheus.query(expression))
+            values = [float(one["value"][1]) for one in prometheus.query(expression)]
+            if title != "Draft tokens":  # the noop backend checks none, so their acceptance rate is 0 / 0
+                values = [value for value in values if not math.isnan(value)]
+            found[title, expression] = bool(values)
         return all(found.values())
 
     try:

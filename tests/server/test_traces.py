@@ -17,6 +17,7 @@ import httpx
 import pytest
 from otlp_receiver import ReceivedSpan, Receiver, running_receiver
 from server_process import MESSAGES, MODEL, NOOP, SLOW, SOURCE, Server, api_key, running_server, wait_for
+from vector_models import embedder_path, noop_embedder, noop_reranker
 
 from weft import __version__
 from weft.errors import WeftError
@@ -301,6 +302,49 @@ def test_requests_that_generate_nothing_have_no_spans(server: Server, receiver: 
 
 
 # --- other servers ----------------------------------------------------------------------------------------------------
+
+
+def test_requests_for_vectors_and_scores_have_a_span(default_model_path: Path, receiver: Receiver) -> None:
+    tokenizer = embedder_path()
+    models = [noop_embedder(tokenizer), noop_reranker(tokenizer)]
+    cases: list[tuple[str, dict[str, Any], str, str, int]] = [
+        ("/v1/embeddings", {"input": ["one", "two"]}, "embeddings", "noop-embedder", 2),
+        ("/api/embed", {"input": "one", "model": "noop-embedder"}, "embeddings", "noop-embedder", 1),
+        ("/api/embeddings", {"prompt": "one", "model": "noop-embedder"}, "embeddings", "noop-embedder", 1),
+        ("/v1/rerank", {"query": SECRET, "documents": ["a", "b", "c"]}, "rerank", "noop-reranker", 3),
+        ("/v1/score", {"text_1": "a", "text_2": "b", "model": "noop-reranker"}, "score", "noop-reranker", 1),
+    ]
+    with running_server(default_model_path, vector_models=models, otlp_endpoint=receiver.url) as server:
+        for path, body, operation, model, num_inputs in cases:
+            before = server.metric("prompt_tokens_total")
+            answer = server.client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            used = server.metric("prompt_tokens_total") - before
+            span = receiver.request(answer.headers["x-request-id"])
+            assert span.attributes == {
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": "weft",
+                "gen_ai.request.model": model,
+                "gen_ai.response.model": model,
+                "gen_ai.usage.input_tokens": used,
+                "server.address": "127.0.0.1",
+                "server.port": server.port,
+                "http.request.method": "POST",
+                "http.route": path,
+                "http.response.status_code": 200,
+                "weft.request_id": answer.headers["x-request-id"],
+                "weft.inputs": num_inputs,
+            }
+            assert used > 0 and not span.children and not span.is_error
+            assert (span.name, span.kind) == (f"{operation} {model}", SERVER_KIND)
+        refused = server.client.post("/v1/embeddings", json={"input": [], "model": "noop-embedder"})
+        span = receiver.request(refused.headers["x-request-id"])
+        assert span.is_error and span.attributes["gen_ai.request.model"] == "noop-embedder"
+        assert "gen_ai.response.model" not in span.attributes
+        unread = server.client.post("/v1/rerank", content=b"{")
+        span = receiver.request(unread.headers["x-request-id"])
+        assert span.is_error and span.name == "rerank" and "gen_ai.request.model" not in span.attributes
+    assert all(SECRET.encode() not in body for body in receiver.bodies)
 
 
 def test_a_request_of_an_engine_that_dies_is_an_error(default_model_path: Path, receiver: Receiver) -> None:

@@ -44,19 +44,24 @@ class ViewerCost:
 
 
 def viewer_checks(costs: list[ViewerCost]) -> list[Check]:
+    """A criterion is met if the worse end of the 95% interval meets it."""
     checks = []
     for cost in costs:
         name = f"a live viewer, {cost.sequences} sequences"
         cpu, speed = cost.thread_seconds.change(), cost.tokens_per_second.change()
+        most_cpu, least_speed = cpu[2], speed[1]
         checks += [
             Check(
                 f"{name}: CPU time of the engine's thread",
                 _percents(cpu),
                 f"{MOST_CPU:+.0%}",
-                cpu[0] < MOST_CPU,
+                most_cpu < MOST_CPU,
             ),
             Check(
-                f"{name}: tokens per second", _percents(speed), f"{-LOST_SPEED:+.0%}", speed[0] > -LOST_SPEED
+                f"{name}: tokens per second",
+                _percents(speed),
+                f"{-LOST_SPEED:+.0%}",
+                least_speed > -LOST_SPEED,
             ),
         ]
     return checks

@@ -185,7 +185,8 @@ class ContinuousBatchScheduler:
             queue.push(sequence)
             self.stats.prompt_tokens += sequence.prompt_length
             if is_recorded:
-                self.history.events.append((now, self.applied_step, "queued", sequence.request_id, 0, 0))
+                length = sequence.prompt_length
+                self.history.events.append((now, self.applied_step, "queued", sequence.request_id, length, 0))
 
     def cancel(self, request_id: RequestId, reason: str | None = None) -> bool:
         """Ends a request in any state. False: it has ended already, or is unknown."""

@@ -52,6 +52,8 @@ class Record:
     num_choices_per_prompt: int = 1
     model: str | None = None
     """The model name in the request."""
+    vector_model: str | None = None
+    """The model that makes its vectors or scores."""
     active: ActiveRequest | None = None
     """The active request. `Traces` needs its times."""
     num_inputs: int = 0

@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.request import FinishReason, GenerationResult
 from weft.server.admission.active_requests import ActiveRequest
-from weft.server.api.formats import Formats
+from weft.server.api.formats import VECTOR_OPERATIONS, Formats
 from weft.server.internal import INTERNAL
 from weft.server.logs import Record
 from weft.server.stream.choices import Choice
@@ -77,7 +77,7 @@ class _Ended:
 
 
 class Traces:
-    """Makes the traces of the requests that generate. Belongs to one event loop."""
+    """Makes the traces of the requests that generate, and of those for vectors or scores. Belongs to one event loop."""
 
     def __init__(self, model: str, formats: Formats, export: Callable[[Trace], object]) -> None:
         self._model = model
@@ -88,7 +88,7 @@ class Traces:
 
     def end(self, record: Record, active: ActiveRequest | None, scope: Mapping[str, Any]) -> None:
         """Called when a request ends. `active` is None if it was refused before it became an active request."""
-        if record.path not in self._formats or record.method != "POST":
+        if not (record.path in self._formats or record.path in VECTOR_OPERATIONS) or record.method != "POST":
             return
         ended = _Ended(record, active, scope, time.monotonic())
         if ended.has_results or len(self._waiting) >= _MAX_WAITING:
@@ -123,8 +123,11 @@ class Traces:
             self._look_later()
 
     def _make(self, ended: _Ended) -> None:
-        operation = self._formats[ended.record.path].operation_name
-        self._export(trace_of(ended.record, ended.active, ended.scope, self._model, operation, ended.at))
+        record = ended.record
+        model, operation = record.vector_model or "", VECTOR_OPERATIONS.get(record.path, "")
+        if (answer_format := self._formats.get(record.path)) is not None:
+            model, operation = self._model, answer_format.operation_name
+        self._export(trace_of(record, ended.active, ended.scope, model, operation, ended.at))
 
 
 def trace_of(
@@ -135,7 +138,8 @@ def trace_of(
     operation_name: str,
     ended: float,
 ) -> Trace:
-    """The trace of a request that ended at `ended` on the monotonic clock."""
+    """The trace of a request that ended at `ended` on the monotonic clock. `model` is the one that answers; "": not
+    known."""
     error = ""
     if not record.is_client_gone:
         error = record.error_code or (str(record.status) if record.status >= 400 else "")
@@ -146,9 +150,11 @@ def trace_of(
     if active is not None and active.requests:
         attributes |= _generation_attributes(active, record.is_streamed)
         children = tuple(_phases(active, ended))
-        if not error:
-            attributes["gen_ai.response.model"] = model
-    name = f"{attributes['gen_ai.operation.name']} {attributes['gen_ai.request.model']}"
+    if record.num_inputs:
+        attributes |= {"gen_ai.usage.input_tokens": record.prompt_tokens, "weft.inputs": record.num_inputs}
+    if not error and (children or record.num_inputs):
+        attributes["gen_ai.response.model"] = model
+    name = f"{operation_name} {attributes.get('gen_ai.request.model', '')}".rstrip()
     headers = scope.get("headers", ())
     return Trace(
         Span(name, record.began, max(ended, record.began), attributes, children),
@@ -172,11 +178,12 @@ def _request_attributes(
     attributes: dict[str, Attribute] = {
         "gen_ai.operation.name": operation_name,
         "gen_ai.provider.name": "weft",
-        "gen_ai.request.model": (record.model or model)[:_MAX_NAME],
         "http.request.method": record.method,
         "http.route": record.path,
         "weft.request_id": record.request_id,
     }
+    if requested := (record.model or model)[:_MAX_NAME]:
+        attributes["gen_ai.request.model"] = requested
     if record.status:
         attributes["http.response.status_code"] = record.status
     if record.key_name is not None:

@@ -21,6 +21,7 @@ from weft.server.api.vector_requests import (
     MAX_INPUTS,
     check_count,
     check_text,
+    chosen_model,
     encode,
     list_response,
     run,
@@ -129,7 +130,7 @@ async def _answer(services: Services, request: Request) -> Response:
 
 async def _embeddings(services: Services, plain: PlainRequest[EmbeddingsRequest]) -> Response:
     fields = plain.fields
-    model = services.models.for_vectors(fields.model, "embed")
+    model = chosen_model(services, fields.model, "embed")
     check_dimensions(fields.dimensions, model.spec)
     prompts = await _prompts(model, fields, plain.client_id)
     vectors, num_tokens = await run(services, plain, model, prompts, "input")

@@ -47,6 +47,15 @@ FORMATS: Formats = {
 }
 
 
+VECTOR_OPERATIONS: Mapping[str, str] = {
+    embeddings.PATH: "embeddings",
+    **dict.fromkeys(ollama_embed.PATHS, "embeddings"),
+    **dict.fromkeys(rerank.RERANK_PATHS, "rerank"),
+    **dict.fromkeys(rerank.SCORE_PATHS, "score"),
+}
+"""Path of a route for vectors or scores -> `gen_ai.operation.name` in traces. The conventions have no name for scores."""
+
+
 class OtherRoutes(Protocol):
     """The routes of one API that do not generate. A module implements this protocol. It may also have `ERROR_WRITERS`, by
     path, for routes whose errors have a form of their own."""

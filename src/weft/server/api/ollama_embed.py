@@ -22,6 +22,7 @@ from weft.server.api.vector_requests import (
     MAX_INPUTS,
     check_count,
     check_text,
+    chosen_model,
     encode,
     list_response,
     run,
@@ -30,6 +31,7 @@ from weft.server.errors import json_response
 from weft.server.plain_requests import PlainRequest
 from weft.vectors import check_dimensions, shortened
 
+PATHS = ("/api/embed", "/api/embeddings")
 _MODEL = Meta(description="Name of a model that makes embeddings. Default: that of the server.")
 _WITHOUT_EFFECT = Meta(description="Accepted, without effect.")
 
@@ -105,14 +107,14 @@ def routes(services: Services) -> Sequence[Route]:
         return await services.plain_requests.handle(request, OldEmbedRequest, partial(_embed_one, services))
 
     return [
-        Route("/api/embed", embed, methods=["POST"]),
-        Route("/api/embeddings", embed_one, methods=["POST"]),
+        Route(PATHS[0], embed, methods=["POST"]),
+        Route(PATHS[1], embed_one, methods=["POST"]),
     ]
 
 
 async def _embed(services: Services, plain: PlainRequest[EmbedRequest]) -> Response:
     fields, began = plain.fields, time.monotonic_ns()
-    model = services.models.for_vectors(fields.model, "embed")
+    model = chosen_model(services, fields.model, "embed")
     check_dimensions(fields.dimensions, model.spec)
     texts = [fields.input] if isinstance(fields.input, str) else fields.input
     if texts in ([], [""]):  # clients send this to load a model
@@ -134,7 +136,7 @@ async def _embed(services: Services, plain: PlainRequest[EmbedRequest]) -> Respo
 
 
 async def _embed_one(services: Services, plain: PlainRequest[OldEmbedRequest]) -> Response:
-    model = services.models.for_vectors(plain.fields.model, "embed")
+    model = chosen_model(services, plain.fields.model, "embed")
     if not plain.fields.prompt:
         return json_response({"embedding": []})
     prompts = await model.texts.encode(

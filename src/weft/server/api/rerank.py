@@ -21,6 +21,7 @@ from weft.server.api.vector_requests import (
     MAX_INPUTS,
     check_count,
     check_text,
+    chosen_model,
     encode,
     list_response,
     run,
@@ -193,7 +194,7 @@ ERROR_WRITERS = dict.fromkeys(RERANK_PATHS, _write_error)
 
 async def _rerank(services: Services, path: str, plain: PlainRequest[RerankRequest]) -> Response:
     fields = plain.fields
-    model = services.models.for_vectors(fields.model, "rerank")
+    model = chosen_model(services, fields.model, "rerank")
     check_text(fields.query, "query")
     check_count("documents", len(fields.documents))
     if fields.top_n is not None and fields.top_n < 1:
@@ -242,7 +243,7 @@ def _check_length(text: str, where: str) -> None:
 
 async def _score(services: Services, path: str, plain: PlainRequest[ScoreRequest]) -> Response:
     fields = plain.fields
-    model = services.models.for_vectors(fields.model, "rerank")
+    model = chosen_model(services, fields.model, "rerank")
     queries = [fields.text_1] if isinstance(fields.text_1, str) else fields.text_1
     texts = [fields.text_2] if isinstance(fields.text_2, str) else fields.text_2
     check_count("text_2", len(texts))

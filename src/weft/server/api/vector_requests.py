@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -37,6 +37,15 @@ def check_count(field: str, count: int, what: str = "entries") -> None:
 def check_text(text: str, where: str) -> None:
     if not text:
         raise refusal(f"{where} is empty; send at least 1 character", where)
+
+
+def chosen_model(services: Services, name: str | None, use: Literal["embed", "rerank"]) -> VectorModel:
+    """The model of a request, for its trace too. Raises as `for_vectors` does."""
+    record = current_record()
+    record.model = name
+    model = services.models.for_vectors(name, use)
+    record.vector_model = model.name
+    return model
 
 
 async def run(

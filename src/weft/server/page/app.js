@@ -54,15 +54,21 @@ tabList.addEventListener("keydown", (event) => {
   views.get(open).tab.focus();
 });
 
-/** Mounts the live view once `/live/info` is there. Until then, shows why it is not. */
+/** Mounts the live view once `/live/info` is there. Until then, shows why it is not. Mounts it again if a server that was
+ *  started again has other sizes. */
 function liveView(panel, info) {
   const shell = { view: null, show: () => shell.view?.show?.(), hide: () => shell.view?.hide?.() };
+  function mount(found) {
+    shell.view?.close();
+    panel.replaceChildren();
+    shell.view = mountLive(panel, { info: found, api, onOtherInfo: mount });
+    if (panel.hidden) shell.view.hide();
+  }
   async function load() {
     panel.replaceChildren(make("p", { class: "notice" }, "Loading…"));
     try {
       info ??= await api.json("live/info");
-      panel.replaceChildren();
-      shell.view = mountLive(panel, { info, api }) || {};
+      mount(info);
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       panel.replaceChildren(refusal(error, load));

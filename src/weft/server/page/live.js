@@ -16,14 +16,18 @@ import { ReplayControls } from "./replay.js";
 /** Charts change with each point, not with each frame. Milliseconds. */
 const CHART_PAUSE = 450;
 
-/** Draws into `root`. The page calls `hide()` when another tab is opened, and `show()` when it is opened again. */
-export function mountLive(root, { info, api }) {
-  return new LiveView(root, { info, api });
+/** Draws into `root`. The page calls `hide()` when another tab is opened, and `show()` when it is opened again.
+ *  `onOtherInfo(info)` is called if the server or its engine started again with another `info`. */
+export function mountLive(root, { info, api, onOtherInfo }) {
+  return new LiveView(root, { info, api, onOtherInfo });
 }
 
 class LiveView {
-  constructor(root, { info, api }) {
+  constructor(root, { info, api, onOtherInfo }) {
     this._info = info;
+    this._onOtherInfo = onOtherInfo;
+    /** Whether the server or its engine may have started again since `info` was read. */
+    this._mayDiffer = false;
     this._api = api;
     this._isReplay = info.mode === "replay";
     this._history = new History(info);
@@ -118,6 +122,7 @@ class LiveView {
 
   _onSource(name, { problem, seconds } = {}) {
     if (name === "open") return;
+    this._mayDiffer ||= name === "connecting" && this._history.frame !== null;
     if (name === "stopped") {
       this._showState("paused", this._isPaused ? "Paused" : "Stopped");
       this._showNotice(null);
@@ -139,12 +144,14 @@ class LiveView {
   _take(frame) {
     if (frame.engine && frame.engine !== "ready") {
       const isStarting = frame.engine === "starting";
+      this._mayDiffer = true;
       this._showState(frame.engine, isStarting ? "Engine starts" : "Engine is silent");
       this._showNotice(isStarting ? "The engine starts. It loads the model, and is not ready for requests."
         : "The engine does not answer. The picture below is the last one that it sent.");
       this._view.classList.add("is-stale");
       return;
     }
+    if (this._mayDiffer) this._checkInfo();
     this._showState("live", "Live");
     this._showNotice(null);
     this._view.classList.remove("is-stale");
@@ -152,6 +159,18 @@ class LiveView {
     this._history.add(frame);
     this._count(performance.now() - start, 1);
     this._schedule();
+  }
+
+  /** A new engine may have another number of blocks and rows. */
+  async _checkInfo() {
+    this._mayDiffer = false;
+    try {
+      const info = await this._api.json("live/info");
+      if (this._source && JSON.stringify(info) !== JSON.stringify(this._info)) this._onOtherInfo(info);
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      this._mayDiffer = true;
+    }
   }
 
   // --- replay ---
@@ -245,6 +264,13 @@ class LiveView {
   }
 
   // --- called by the shell ---
+
+  /** Another view takes its place. */
+  close() {
+    this._source?.stop();
+    this._source = null;
+    this._offTheme();
+  }
 
   show() {
     this._isShown = true;

@@ -303,8 +303,10 @@ export class History {
       const life = event.kind === "admitted" && this.lives.get(event.request_id);
       if (!life || life.wasAdmitted) continue;
       life.wasAdmitted = true;
-      if (!life.request) continue;
-      bin.prompt += life.request.prompt_length;
+      // A request that was admitted and ended between two frames is in no frame.
+      const length = life.request?.prompt_length ?? life.events.find(({ kind }) => kind === "queued")?.first;
+      if (length === undefined) continue;
+      bin.prompt += length;
       bin.cached += event.second;
     }
   }
