@@ -83,9 +83,9 @@ class Times:
     """The seconds of one engine for every round."""
 
     batch: list[float] = field(default_factory=list)
-    """Of all passages at once."""
+    """The seconds of one call with all passages."""
     query: list[float] = field(default_factory=list)
-    """Of a single query: the median of the round."""
+    """The seconds of a call with one query: the median of the round."""
     least_cosine: float = 0.0
 
 

@@ -15,7 +15,7 @@ from weft.request import RequestId
 MAX_EVENTS_OF_A_REQUEST = 300
 """In one answer: the first ones and the newest one, as the page keeps them."""
 MIN_BINS = 500
-"""An overview has at least so many bins once it has so many frames, and less than twice as many."""
+"""An overview of this many frames or more has at least this many bins, and less than twice as many."""
 
 
 class EventIndex:

@@ -192,9 +192,9 @@ class SharedAnswers:
         self._config = config
         self._block_size = 1
         self._by_key: dict[_Key, SharedAnswer] = {}
-        """Those that requests may join."""
+        """The shared answers that requests may join."""
         self._by_handle: dict[int, SharedAnswer] = {}
-        """Those whose sequence has not ended."""
+        """The shared answers whose sequence has not ended."""
 
     def on_ready(self, info: BackendInfo) -> None:
         self.is_on = info.answers_are_exact if self._coalesce is None else self._coalesce

@@ -17,7 +17,7 @@ from weft.server.vectors.interface import Embedder
 from weft.vectors import Vectors, np
 
 _PIECE = 128
-"""Passages of one transaction, and of one call of the model."""
+"""Passages that one transaction writes, and that one call of the model gets."""
 _ROW_BYTES = 200
 """Estimated size of a passage in the database, without its text and vector."""
 

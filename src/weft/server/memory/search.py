@@ -46,7 +46,7 @@ class SearchRequest:
     reranks: bool = True
     client_id: str = ""
     request_id: RequestId = field(kw_only=True)
-    """The request that searches. Its texts and candidates are in the engines under this id."""
+    """The id of the request that searches. The engines compute the vector of the query and the scores under this id."""
 
 
 class Searcher:
