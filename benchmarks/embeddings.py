@@ -68,7 +68,7 @@ BARS = (
     ("weft int8", "onnxruntime int8", 1.3),
     ("weft int8", "llama.cpp Q8_0", 1.3),
 )
-"""Each engine of weft, a peer of the same precision, and how many times as fast as it weft must be."""
+"""(engine of weft, peer of the same precision, required speed of weft relative to the peer)"""
 _PASSAGES, _QUERIES = 256, 64
 _PAUSE_SECONDS = 0.2
 """Before an engine is measured: threads of the one before it may still spin."""

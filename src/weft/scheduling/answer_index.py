@@ -141,7 +141,8 @@ class AnswerIndexes:
             largest.age()
             if largest.num_tokens:
                 self._list(salt, largest)
-                # First in its list: if its older generation was empty, it pays again. Else all others could pay nothing.
+                # First in its list: if its older generation was empty, it has lost nothing yet and must be chosen again.
+                # Otherwise the loop could come to all other indexes before any text is dropped.
                 self._by_size[largest.num_tokens.bit_length()].move_to_end(salt, last=False)
             else:
                 del self._indexes[salt]

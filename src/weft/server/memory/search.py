@@ -141,7 +141,7 @@ class Searcher:
 
 
 async def _shortened(query: str, embedder: Embedder) -> str:
-    """The beginning of a query that the model can read. Its words are searched whole."""
+    """The beginning of a query, as much as fits the model. The search by words uses the whole query."""
     limit = embedder.spec.max_tokens
     while True:
         try:
