@@ -16,7 +16,7 @@ from weft.loading.checkpoint import Checkpoint
 from weft.memory.documents import ChunkSize, Passage
 from weft.server.memory.reader import DocumentReader
 from weft.server.vectors.model import VectorModel
-from weft.server.vectors.texts import VectorTexts
+from weft.server.vectors.text_tokens import VectorTexts
 from weft.text.embedding_text import EmbeddingText
 
 SPEC = EmbeddingSpec("embed", "mean", 4, max_tokens=6)
