@@ -76,7 +76,7 @@ def coalescing(
 ) -> None:
     """Compare identical requests that are computed once with the same requests computed each.
 
-    Time and computed tokens, and what different requests pay. Exit code 1: a check is not met.
+    Measures time and computed tokens, and how much slower coalescing makes different requests. Exit code 1: a check is not met.
     """
     from benchmarks.coalescing import main as run
 

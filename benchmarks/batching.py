@@ -112,7 +112,7 @@ class Comparison:
     device: str
     lengths: str
     equal: str
-    """The resource that is equally large for both: rows, or KV blocks."""
+    """The resource of which both kinds of batching have the same amount: rows, or KV blocks."""
     continuous: float
     """Output tokens per second. `static` and `padded` have the same unit."""
     static: float

@@ -39,7 +39,7 @@ class Measured:
     shape: str
     lengths: str
     equal: str
-    """The resource that is equally large for both: rows, or KV blocks."""
+    """The resource of which both kinds of batching have the same amount: rows, or KV blocks."""
     continuous: float
     static: float
     padded: float

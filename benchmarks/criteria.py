@@ -47,7 +47,7 @@ class Comparison:
     """64 requests at once, with continuous and with static batching; tokens/s."""
 
     equal: str
-    """The resource that is equally large for both: rows, or KV blocks."""
+    """The resource of which both kinds of batching have the same amount: rows, or KV blocks."""
     continuous: float
     static: float
 

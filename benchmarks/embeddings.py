@@ -68,7 +68,7 @@ BARS = (
     ("weft int8", "onnxruntime int8", 1.3),
     ("weft int8", "llama.cpp Q8_0", 1.3),
 )
-"""Each engine of weft, a peer of the same precision, and how many times as fast as it weft must be."""
+"""(engine of weft, peer of the same precision, required speed of weft relative to the peer)"""
 _PASSAGES, _QUERIES = 256, 64
 _PAUSE_SECONDS = 0.2
 """Before an engine is measured: threads of the one before it may still spin."""
@@ -83,9 +83,9 @@ class Times:
     """The seconds of one engine for every round."""
 
     batch: list[float] = field(default_factory=list)
-    """Of all passages at once."""
+    """The seconds of one call with all passages."""
     query: list[float] = field(default_factory=list)
-    """Of a single query: the median of the round."""
+    """The seconds of a call with one query: the median of the round."""
     least_cosine: float = 0.0
 
 

@@ -34,7 +34,7 @@ Pairs = list[tuple[Figures, Figures]]
 
 
 def is_idle_round(number: int) -> bool:
-    """Pairs of rounds take turns in their order: without and with, with and without."""
+    """The order alternates from pair to pair: first without idle work, or first with it."""
     return number % 4 in (1, 2)
 
 

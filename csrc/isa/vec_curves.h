@@ -71,7 +71,7 @@ inline Vec exp2_up_to_0(Vec x) {
 #endif
 }
 
-// To about 2 ulp.
+// tanh(x) to about 2 ulp.
 inline Vec tanh(Vec x) {
   const Vec size = magnitude(x), square = x * x;
   Vec p = fma(all(-0.005704984f), square, all(0.020639084f));

@@ -199,9 +199,9 @@ inline __m512i sums_of_groups(const __m512i (&of)[blocks_together]) {
 }
 
 #if defined(WEFT_PAIRS)
-// What is subtracted in `pairs_start`: (a + 128) b for each pair (isa/vec_pairs.h), and 8 times each code that is not in
-// a pair. Lanes are those of `sums_of_fours`. In each 128-bit part of the packed codes, codes 0 to 3 and 8 to 11 are in
-// pairs. Even parts hold a, odd parts hold b.
+// What `pairs_start` subtracts, in the lanes of `sums_of_fours`: (a + 128) b for each pair of codes (isa/vec_pairs.h), and
+// 8 times each code that is in no pair. In each 128-bit part of the packed codes, codes 0 to 3 and 8 to 11 are in pairs:
+// even parts hold a, odd parts hold b.
 inline __m512i excess_of_fours(__m512i packed) {
   constexpr __mmask16 of_pairs = 0x5555, of_a = 0x0505;
   const __m512i eights = _mm512_maskz_set1_epi32(static_cast<__mmask16>(~of_pairs), w4_middle * 0x01010101);

@@ -187,6 +187,8 @@ class Prefetcher {
     tile_lines_left_ = lines_of(before + key_tile * bytes_of_vector(*task_, values_, is_stored));
   }
 
+  // All tiles of keys of a segment come first, then its tiles of values, then the next segment. If a tile is a whole KV
+  // block, it has keys and values together.
   void next_tile() {
     if (position_ + key_tile < end_) {
       place_.step(*task_, key_tile);

@@ -33,7 +33,7 @@ inline void rotate_vector(float* values, int64_t size) {
 }
 
 struct VectorBytes {
-  uint8_t scale, zero;   // zero: stored minus 128
+  uint8_t scale, zero;   // `zero` is the zero point of the codes minus 128
 };
 
 // Quantises one vector to `codes`, one code per byte.

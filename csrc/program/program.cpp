@@ -31,7 +31,7 @@ void each_row(Pool& pool, int64_t rows, Work&& work) {
   });
 }
 
-// The input of an instruction with a prologue, for rows of so many columns (after a gate).
+// The input of an instruction with a prologue, for rows that have `columns` columns after the gate, if there is one.
 RowInput row_input(const Instruction& instruction, const float* row, int64_t columns) {
   return RowInput{row, instruction.prologue, is_gated(instruction.prologue) ? row + columns : instruction.norm.data, instruction.epsilon,
                   instruction.norm_bias.data};

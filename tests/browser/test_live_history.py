@@ -17,7 +17,7 @@ from server_process import Server
 from weft.backends.noop import NoopBackend
 from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig, ServingEngineConfig
-from weft.engine.live import LiveRecorder
+from weft.engine.live_recorder import LiveRecorder
 from weft.engine.serving import ServingEngine
 from weft.live import FINISH_REASONS, LiveFrame
 from weft.metrics import Histogram

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from weft.cli.batch_file import BatchRun, Output
+from weft.cli.batch_file import BatchFileRun, Output
 from weft.cli.lines import LineDefaults
 from weft.cli.main import main
 from weft.llm import LLM
@@ -279,7 +279,7 @@ def test_a_file_is_read_only_as_fast_as_it_is_answered(llm: LLM) -> None:
             return len(content)
 
     source, sink = Counting(b'"a"\n' * 60), Watching()
-    BatchRun(llm, "default", LineDefaults({"max_tokens": 1}), Output(sink)).run(source)
+    BatchFileRun(llm, "default", LineDefaults({"max_tokens": 1}), Output(sink)).run(source)
     assert sink.num_written == 60
     assert 0 < sink.most_ahead <= 4 * llm.engine.config.scheduler.max_running + 1
 

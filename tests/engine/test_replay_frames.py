@@ -22,7 +22,7 @@ from weft import __version__
 from weft.backends.noop import NoopBackend
 from weft.clock import Clock, VirtualClock
 from weft.config import SchedulerConfig, ServingEngineConfig
-from weft.engine.live import LiveRecorder
+from weft.engine.live_recorder import LiveRecorder
 from weft.engine.replay import LOG_VERSION, ReplayDifference, RunRecorder, UnreadableLogError, replay
 from weft.engine.replay_frames import FrameFile, ReplayFrames
 from weft.engine.replay_index import MIN_BINS, EventIndex, Overview

@@ -23,9 +23,9 @@ from weft.server.app import ServerApp
 from weft.server.logs import ServerLog
 from weft.server.models import ModelRegistry
 from weft.server.settings import ServerSettings
-from weft.server.vectors.files import VectorModelFiles
 from weft.server.vectors.model import VectorModel
-from weft.server.vectors.texts import VectorTexts
+from weft.server.vectors.model_files import VectorModelFiles
+from weft.server.vectors.text_tokens import VectorTexts
 from weft.text.embedding_text import EmbeddingText
 from weft.text.model_text import open_model_text
 

@@ -16,7 +16,7 @@ from weft.server.admission.keys import ApiKey
 from weft.server.lifecycle import Started, serve
 from weft.server.logs import ServerLog
 from weft.server.settings import ServerSettings
-from weft.server.vectors.files import VectorModelFiles
+from weft.server.vectors.model_files import VectorModelFiles
 
 
 def announce(started: Started) -> None:

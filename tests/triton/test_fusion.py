@@ -11,9 +11,9 @@ from weft.ops.recording import NO_STEP, Add, Buffer, Embed, Norm, Operation, Pro
 from weft.ops.triton.device import Device
 from weft.ops.triton.fusion import (
     FusedAttention,
+    FusedLinear,
     FusedNorm,
     FusedOperation,
-    FusedProduct,
     assigned_slots,
     buffers_made,
     buffers_read,
@@ -32,14 +32,14 @@ def recorded(config: ModelConfig, device: Device) -> tuple[list[Operation], Buff
 def test_a_plain_layer_is_four_products_around_attention(device: Device) -> None:
     operations, rows = recorded(PLAIN, device)
     fused = fuse(operations, {rows})
-    until_attention: list[type[FusedOperation]] = [FusedProduct, FusedAttention]
-    after_it: list[type[FusedOperation]] = [FusedProduct, FusedProduct, FusedProduct]
+    until_attention: list[type[FusedOperation]] = [FusedLinear, FusedAttention]
+    after_it: list[type[FusedOperation]] = [FusedLinear, FusedLinear, FusedLinear]
     layer, last_layer = until_attention + after_it, [*until_attention, SelectRows, SelectRows, *after_it]
     assert [type(operation) for operation in fused] == [Embed, *layer, *last_layer, FusedNorm]
     taken_in = [
         (bool(operation.norm), bool(operation.gate), operation.added)
         for operation in fused
-        if isinstance(operation, FusedProduct)
+        if isinstance(operation, FusedLinear)
     ]
     qkv, out, gate_up, down = (
         (True, False, False),
@@ -70,8 +70,8 @@ def test_a_norm_with_two_readers_is_computed_once() -> None:
     norm = Norm(hidden, None, 1e-5, normed)
     operations: list[Operation] = [norm, Product(normed, None, left), Product(normed, None, right)]
     fused = fuse(operations, {left, right})
-    assert [type(operation) for operation in fused] == [FusedNorm, FusedProduct, FusedProduct]
-    assert all(operation.input is normed for operation in fused[1:] if isinstance(operation, FusedProduct))
+    assert [type(operation) for operation in fused] == [FusedNorm, FusedLinear, FusedLinear]
+    assert all(operation.input is normed for operation in fused[1:] if isinstance(operation, FusedLinear))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -24,7 +24,7 @@ from weft.ops.base import AttentionPattern, AttentionShape, QkNorm, Rope
 from weft.ops.reference_texts import ReferenceTextOps
 from weft.ops.texts import TextIndices
 from weft.ops.triton.device import Device
-from weft.ops.triton.texts import TritonTextOps
+from weft.ops.triton.text_ops import TritonTextOps
 from weft.request import InferenceRequest, SamplingParams
 
 LENGTHS = (1, 64, 65, 3, 130, 17)

@@ -18,7 +18,7 @@ from weft.memory.documents import ChunkSize, Passage
 from weft.server.memory import reading_process
 from weft.server.memory.reader import DocumentReader
 from weft.server.vectors.model import VectorModel
-from weft.server.vectors.texts import VectorTexts
+from weft.server.vectors.text_tokens import VectorTexts
 from weft.text.embedding_text import EmbeddingText
 
 SPEC = EmbeddingSpec("embed", "mean", 4, max_tokens=6)

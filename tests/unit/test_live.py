@@ -11,7 +11,7 @@ import pytest
 from weft.backends.noop import NoopBackend
 from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig, ServingEngineConfig
-from weft.engine.live import LAPSE_SECONDS, LiveRecorder
+from weft.engine.live_recorder import LAPSE_SECONDS, LiveRecorder
 from weft.engine.replay import describe, replay
 from weft.engine.serving import ServingEngine
 from weft.live import BLOCK_STATES, FINISH_REASONS, MAX_EVENTS, MAX_REQUESTS, MAX_STEPS, LiveFrame

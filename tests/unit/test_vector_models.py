@@ -11,7 +11,7 @@ from weft.cli import vector_models
 from weft.cli.vector_models import EMBEDDER, with_vector_models
 from weft.embedding import EmbeddingSpec
 from weft.server.settings import ServerSettings
-from weft.server.vectors.files import VectorModelFiles
+from weft.server.vectors.model_files import VectorModelFiles
 
 SPEC = EmbeddingSpec("embed", pooling="mean", dimensions=4, max_tokens=8)
 

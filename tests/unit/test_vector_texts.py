@@ -16,7 +16,7 @@ from weft.errors import InvalidRequestError
 from weft.loading.checkpoint import Checkpoint
 from weft.loading.vocabulary import read_vocabulary
 from weft.server.errors import ApiError
-from weft.server.vectors.texts import MAX_TOKENS, VectorTexts
+from weft.server.vectors.text_tokens import MAX_TOKENS, VectorTexts
 from weft.server.vectors.vector_text_process import VectorTextJob, convert
 from weft.text.embedding_text import EmbeddingText
 

@@ -160,7 +160,7 @@ def _key_of_answer(content: dict[str, Any]) -> Key | None:
     return ("index", content["index"]) if isinstance(content["index"], int) else None
 
 
-class BatchRun:
+class BatchFileRun:
     """One run over a batch file. It reads a line only when the engine has room for it, and counts the answers."""
 
     def __init__(self, llm: LLM, model: str, defaults: LineDefaults, output: Output) -> None:

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from weft.cli.batch_file import BatchRun, open_output
+from weft.cli.batch_file import BatchFileRun, open_output
 from weft.cli.lines import Line, LineDefaults, make_job
 from weft.cli.model import shown_name
 from weft.cli.result_json import error_of
@@ -75,7 +75,7 @@ def generate_command(
         start(model, context, threads, quantize, device, cache) as llm,
     ):
         _check_chat(llm, chat)
-        BatchRun(llm, shown_name(model), defaults, output).run(source)
+        BatchFileRun(llm, shown_name(model), defaults, output).run(source)
 
 
 def _grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:

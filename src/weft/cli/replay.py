@@ -23,7 +23,7 @@ def replay_command(path: Path) -> None:
 def show_command(path: Path, port: int) -> None:
     """Serves until a signal arrives."""
     from weft.engine.replay_frames import ReplayFrames
-    from weft.server.replay import serve_replay
+    from weft.server.replay_server import serve_replay
     from weft.terminal import one_line
 
     frames = ReplayFrames(str(path))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from weft.embedding import EmbeddingSpec
     from weft.server.lifecycle import Started
     from weft.server.logs import ServerLog
-    from weft.server.vectors.files import VectorModelFiles
+    from weft.server.vectors.model_files import VectorModelFiles
 
 _MIB = 1 << 20
 

@@ -13,7 +13,7 @@ from weft.engine.ipc.launch import shared_cores
 from weft.errors import InvalidRequestError
 from weft.loading.default_model import DEFAULT_EMBEDDER_NAME, DEFAULT_MODEL
 from weft.server.settings import ServerSettings
-from weft.server.vectors.files import VectorModelFiles
+from weft.server.vectors.model_files import VectorModelFiles
 
 if TYPE_CHECKING:
     from weft.embedding import EmbeddingSpec

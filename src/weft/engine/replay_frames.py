@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from weft.engine.engine_metrics import EngineMetrics
-from weft.engine.live import LiveRecorder
+from weft.engine.live_recorder import LiveRecorder
 from weft.engine.replay import LogReplay, ReplayReport
 from weft.engine.replay_index import EventIndex, Overview
 from weft.errors import WeftError

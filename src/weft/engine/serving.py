@@ -16,7 +16,7 @@ from weft.clock import Clock
 from weft.config import PriorityPolicy, SchedulerConfig, ServingEngineConfig
 from weft.engine.delivery import Callback, Delivery
 from weft.engine.engine_metrics import EngineMetrics
-from weft.engine.live import LiveRecorder
+from weft.engine.live_recorder import LiveRecorder
 from weft.engine.loop import MAX_FAILED_STEPS, EngineCore
 from weft.engine.replay import RunRecorder
 from weft.engine.request_ids import new_request_id

@@ -48,7 +48,7 @@ _ACTIVATIONS: dict[str, Literal["none", "tanh", "gelu"]] = {
     "Tanh": "tanh",
     "GELU": "gelu",
 }
-# Qwen3-Reranker has the files of a chat model. Only its name tells.
+# Qwen3-Reranker has the files of a chat model. Only its name shows what it is.
 _RERANKER_NAME = re.compile(r"qwen3-reranker", re.IGNORECASE)
 
 

@@ -23,7 +23,7 @@ F16 = TensorFormat("F16", 1, 2)
 BF16 = TensorFormat("BF16", 1, 2)
 F64 = TensorFormat("F64", 1, 8)
 I64 = TensorFormat("I64", 1, 8)
-"""Of tensors that no model reads."""
+"""No model reads tensors of this format, but files have them."""
 
 GGUF_FORMATS: dict[int, TensorFormat] = {
     0: F32,

@@ -65,7 +65,7 @@ class _Text(HTMLParser):
         self._headings: list[tuple[int, int, int]] = []
         """The start of each heading, its end, and its level."""
         self._heading_level = 0
-        """Of a heading whose text has not begun yet. 0: none."""
+        """The level of a heading that has begun, but has no text yet. 0: there is none."""
         self._is_in_heading = False
         self._paragraphs: list[int] = []
         self._hidden: dict[str, int] = {}

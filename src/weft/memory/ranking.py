@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 _CONSTANT = 60
-"""Of reciprocal rank fusion. Cormack, Clarke and Buettcher (2009) found 60 good for many collections."""
+"""The constant k of reciprocal rank fusion. Cormack, Clarke and Buettcher (2009) found 60 good for many collections."""
 _MAX_WORDS = 64
 _WORD = re.compile(r"\w+")
 _COMMON = frozenset(

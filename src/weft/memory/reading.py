@@ -179,7 +179,7 @@ def read_code(text: str) -> Document:
 
 
 class HeadingPath:
-    """The headings that a place in a document is below."""
+    """The path of headings above the current place in a document."""
 
     def __init__(self) -> None:
         self._path: list[tuple[int, str]] = []

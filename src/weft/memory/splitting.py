@@ -1,4 +1,4 @@
-"""Splits a document into passages of at most so many tokens, at the best places.
+"""Splits a document into passages of limited length in tokens, at the best places.
 
 words   |w|w|w|w|w|w|w|w|w|w|w|w|w|w|      each with its tokens, and the strength of the place before it
 passage |<--------- max ------->|          ends at the strongest place of its second half

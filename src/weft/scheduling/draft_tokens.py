@@ -111,7 +111,7 @@ class DraftProposer:
         self.num_drafted = self.num_accepted = 0
         """Draft tokens that steps have checked."""
         self.num_predicted_accepted = self.num_predicted_rejected = 0
-        """Of these, the ones from the prediction."""
+        """Accepted and rejected draft tokens from the prediction."""
         self._answers = answers
 
     def sibling(self, tokens: list[int]) -> DraftProposer:

@@ -18,9 +18,10 @@ from weft.scheduling.sequence_table import SequenceTable
 _RECENT_SECONDS = 60.0
 """For this long after an interactive request, another one is expected."""
 _SHORT_DECODES = 3.0
+"""The time limit of a short step, as a multiple of the time of one decode. The prompt of an interactive request takes as
+long as dozens of decodes, so waiting for a short step delays its first token little."""
 _SHORTEST_SECONDS = 0.005
-"""The time limit of a short step: so many times the time of one decode, but at least so many seconds. The prompt of an
-interactive request takes as long as dozens of decodes, so waiting for a short step delays its first token little."""
+"""The time limit of a short step is at least this long."""
 
 
 class IdlePlanner:

@@ -29,9 +29,9 @@ from weft.server.logs import LibraryHandler, ServerLog
 from weft.server.models import ModelRegistry
 from weft.server.otlp import OtlpExporter, open_exporter
 from weft.server.settings import ServerSettings
-from weft.server.vectors.files import VectorModelFiles
 from weft.server.vectors.model import VectorModel
-from weft.server.vectors.texts import VectorTexts
+from weft.server.vectors.model_files import VectorModelFiles
+from weft.server.vectors.text_tokens import VectorTexts
 from weft.text.embedding_text import EmbeddingText
 from weft.text.model_text import ModelText, open_model_text
 

@@ -250,7 +250,7 @@ class ServerMetrics:
         return _EngineMetrics(self._processes, model, series)
 
     def _shown(self, series: EngineSeries, model: str) -> _Shown:
-        """What shows a series of an engine."""
+        """The metric that exports a series of an engine."""
         name, registry, families = f"weft:{series.name}", self._registry, self._series
         labels = {"model_name": model, **dict(series.labels)}
         if series.name not in families:
@@ -424,4 +424,4 @@ class _MirroredBuckets:
 
 
 _Shown = Gauge | _MirroredCounter | _MirroredBuckets
-"""What shows a series of an engine."""
+"""The metric that exports a series of an engine."""

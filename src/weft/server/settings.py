@@ -73,8 +73,8 @@ class ServerSettings:
         }
     )
     """Other names that requests may use, as a table: name = "name of the model". A name may have wildcards, as in
-    "gpt-*" or "*"; "" is the model that serves the route. By default the names that clients of the vendors send are
-    answered."""
+    "gpt-*" or "*"; "" is the model that serves the route. By default requests with the names of the vendors' models
+    are answered."""
     embedder: Annotated[
         str | None,
         Flag("--embedder", "MODEL", "Also serve this embedding model, or 'default'."),

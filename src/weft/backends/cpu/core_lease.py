@@ -27,11 +27,11 @@ _PLACES = 8
 """How many processes the file has room for."""
 _NEXT, _CORES = 16 * _PLACES, 16 * _PLACES + 1
 KEPT_SECONDS = 0.003
-"""A process keeps the cores for so long after a step. The next decode of a sequence follows within this time."""
+"""A process keeps the cores for this long after a step. The next decode of a sequence follows within this time."""
 _RECENT_SECONDS = 0.05
 """A process whose last step ended longer ago is idle."""
 _MAX_WAIT = 1.0
-"""After so many seconds a step computes without the lease: the process that holds it may be stopped or stuck."""
+"""After this many seconds a step computes without the lease: the process that holds it may be stopped or stuck."""
 
 
 class _Waiter:

@@ -18,7 +18,7 @@ from weft.loading.checkpoint import Checkpoint, open_checkpoint
 from weft.models.text_model import HeadLayer, TextModel
 from weft.ops.texts import TextIndices, TextOps
 from weft.ops.triton.device import Device
-from weft.ops.triton.texts import TritonTextOps
+from weft.ops.triton.text_ops import TritonTextOps
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

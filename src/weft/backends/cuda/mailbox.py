@@ -32,7 +32,7 @@ class MailboxStep(Protocol):
         ...
 
 
-class Slot:
+class MailboxSlot:
     """Pinned memory of one step: an inbox and an outbox of fixed size, and a staging buffer that grows on demand."""
 
     def __init__(self, device: Device, inbox: np.ndarray, outbox: np.ndarray, staging_words: int) -> None:
@@ -81,9 +81,9 @@ class Mailbox:
         # The size of a staging buffer, for the prompts that start in a step and the other row changes of the step. It
         # is large, because pinning more memory later takes milliseconds.
         words = max(_LEAST_STAGING_WORDS, 4 * max_tokens)
-        self._slots = [Slot(device, inboxes[index], outboxes[index], words) for index in range(SLOTS)]
+        self._slots = [MailboxSlot(device, inboxes[index], outboxes[index], words) for index in range(SLOTS)]
 
-    def take(self) -> Slot:
+    def take(self) -> MailboxSlot:
         """The slot for the next step, emptied. Waits for the last step of the slot if its result was not read."""
         slot = self._slots[self._num_sent % SLOTS]
         if slot.step is not None:
@@ -101,7 +101,7 @@ class Mailbox:
             lambda: {"SLOTS": SLOTS, "CAPACITY": self.capacity, "WIDTH": self.width, "num_warps": 4},
         )
 
-    def send(self, slot: Slot, step: MailboxStep) -> None:
+    def send(self, slot: MailboxSlot, step: MailboxStep) -> None:
         """Call it when all kernels of the step are launched. The next step uses the next slot."""
         slot.event.record()
         slot.step = step

@@ -15,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from weft.backends.cuda.mailbox import SLOTS, Mailbox, Slot
+from weft.backends.cuda.mailbox import SLOTS, Mailbox, MailboxSlot
 from weft.backends.cuda.prepare import HEADER, apply_changes, prepare_decodes, prepare_tokens
 from weft.ops.triton.device import Device
 from weft.ops.triton.device_batch import DeviceBatch
@@ -80,7 +80,7 @@ class DeviceRows:
 
     # --- changes of a plan --------------------------------------------------------------------------------------------
 
-    def change(self, plan: IterationPlan, slot: Slot) -> None:
+    def change(self, plan: IterationPlan, slot: MailboxSlot) -> None:
         """Launches the kernel that applies the row changes of a plan. For a decode step, table entries are written to
         the inbox instead if they fit: `prepare_decodes` applies them."""
         updates = self._updates(plan)
@@ -93,7 +93,7 @@ class DeviceRows:
         if plan.row_starts or updates:
             self._apply(plan, updates, slot)
 
-    def _apply(self, plan: IterationPlan, updates: dict[tuple[int, int], int], slot: Slot) -> None:
+    def _apply(self, plan: IterationPlan, updates: dict[tuple[int, int], int], slot: MailboxSlot) -> None:
         # (0: tokens or 1: block table, row, first index, words), as `apply_changes` reads them.
         segments: list[tuple[int, int, int, Sequence[int]]] = [
             (0, start.row, 0, start.tokens) for start in plan.row_starts
@@ -146,7 +146,7 @@ class DeviceRows:
                 updates[row, self._context_blocks + index] = block - self._full_blocks
         return updates
 
-    def moves(self, plan: IterationPlan, slot: Slot) -> Moves | None:
+    def moves(self, plan: IterationPlan, slot: MailboxSlot) -> Moves | None:
         """Copies the moves of a plan to the GPU: pairs of full-precision block and store block. None: the plan has no
         moves."""
         pairs = [
@@ -197,7 +197,9 @@ class DeviceRows:
 
     # --- any other step -----------------------------------------------------------------------------------------------
 
-    def prepare_tokens(self, plan: IterationPlan, slot: Slot, scored: np.ndarray | None) -> DeviceBatch:
+    def prepare_tokens(
+        self, plan: IterationPlan, slot: MailboxSlot, scored: np.ndarray | None
+    ) -> DeviceBatch:
         """The batch of any step. `scored` lists the tokens whose logits score prompts."""
         moves = self.moves(plan, slot)
         entries, counts = len(plan.rows), plan.counts

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from weft.backends.cuda.graphs import DecodeGraphs, Kind
-from weft.backends.cuda.mailbox import Mailbox, Slot
+from weft.backends.cuda.mailbox import Mailbox, MailboxSlot
 from weft.backends.cuda.memory import (
     BlockMemory,
     drop_frames,
@@ -212,7 +212,7 @@ class CudaBackend:
         with suppress(RuntimeError):
             self._device.release()
 
-    def _launch(self, plan: IterationPlan, slot: Slot, step: DeviceStep) -> None:
+    def _launch(self, plan: IterationPlan, slot: MailboxSlot, step: DeviceStep) -> None:
         self._rows.change(plan, slot)
         if plan.row_starts:
             self._sampler.start(plan.row_starts)
@@ -243,7 +243,7 @@ class CudaBackend:
         step.scored_chunks = scored_chunks
 
     def _run_decodes(
-        self, plan: IterationPlan, slot: Slot, step: DeviceStep, path: SamplingPath | None
+        self, plan: IterationPlan, slot: MailboxSlot, step: DeviceStep, path: SamplingPath | None
     ) -> None:
         assert path is not None, "every decode samples"
         # With logprobs or grammar masks, sampling is not part of the graph.
@@ -264,12 +264,12 @@ class CudaBackend:
             self._publish(kind.size)
         return logits
 
-    def _sample(self, logits: Tensor, step: DeviceStep, path: SamplingPath, slot: Slot) -> None:
+    def _sample(self, logits: Tensor, step: DeviceStep, path: SamplingPath, slot: MailboxSlot) -> None:
         rows, positions = self._rows.sampled(len(step.sampled_rows))
         self._sampler.sample(logits, rows, positions, path, self._uploaded(step, slot))
         step.logprobs = self._sampler.collect(step.sampled_rows, path)
 
-    def _uploaded(self, step: DeviceStep, slot: Slot) -> tuple[Tensor, Tensor] | None:
+    def _uploaded(self, step: DeviceStep, slot: MailboxSlot) -> tuple[Tensor, Tensor] | None:
         """Copies grammar masks to the GPU: the bits of all masks, and for each entry its mask or -1."""
         masks = step.masks
         if not len(masks.entries):
@@ -279,7 +279,7 @@ class CudaBackend:
         mask_of_entry[masks.entries] = np.arange(len(masks.entries))
         return self._copied(slot, bits.reshape(-1)).view(bits.shape), self._copied(slot, mask_of_entry)
 
-    def _score(self, scored_chunks: Sequence[ScoredChunk], rows: Tensor | None, slot: Slot) -> None:
+    def _score(self, scored_chunks: Sequence[ScoredChunk], rows: Tensor | None, slot: MailboxSlot) -> None:
         """Scores `_SCORED_AT_ONCE` tokens at a time, because the logits of a whole prompt would be large."""
         at_once = min(_SCORED_AT_ONCE, self._mailbox.capacity)
         start = 0
@@ -292,7 +292,7 @@ class CudaBackend:
                 chunk.scores.append(self._sampler.score(logits, copied, chunk.top_count))
             start += len(chunk.tokens)
 
-    def _copied(self, slot: Slot, words: np.ndarray) -> Tensor:
+    def _copied(self, slot: MailboxSlot, words: np.ndarray) -> Tensor:
         copy = self._device.empty(len(words), dtype=torch.int32)
         copy.copy_(slot.pack([words]), non_blocking=True)
         return copy

@@ -7,7 +7,7 @@ from itertools import compress
 
 import numpy as np
 
-from weft.backends.cuda.mailbox import Slot
+from weft.backends.cuda.mailbox import MailboxSlot
 from weft.backends.cuda.prompt_logprobs import ScoredChunk
 from weft.backends.cuda.sampler import DeviceSampler, PendingLogprobs
 from weft.backends.cuda.swap import GpuSwap
@@ -37,7 +37,7 @@ class DeviceStep:
     def __init__(
         self,
         plan: IterationPlan,
-        slot: Slot,
+        slot: MailboxSlot,
         sampler: DeviceSampler,
         swaps: GpuSwap,
         grammars: RowGrammars,

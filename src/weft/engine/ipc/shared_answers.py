@@ -227,9 +227,9 @@ class SharedAnswers:
         self._config = config
         self._block_size = 1
         self._by_key: dict[_Key, SharedAnswer] = {}
-        """Those that requests may join."""
+        """The shared answers that requests may join."""
         self._by_handle: dict[int, SharedAnswer] = {}
-        """Those whose sequence has not ended."""
+        """The shared answers whose sequence has not ended."""
 
     def on_ready(self, info: BackendInfo) -> None:
         self.is_on = info.answers_are_exact if self._coalesce is None else self._coalesce
@@ -357,8 +357,8 @@ class SharedAnswers:
         to_engine: Callable[[RequestId], wire.Message],
         num_tokens: int | None = None,
     ) -> None:
-        """Ends an answer. The engine hears of it only if nothing else reads the sequence; `to_engine` makes the message
-        from the id of the sequence. An answer that was never shared waits for its result from the engine."""
+        """Ends an answer. If no other answer reads the sequence, sends the engine the message that `to_engine` makes from
+        the id of the sequence. An answer that was never shared waits for its result from the engine."""
         shared = self._by_handle.get(answer.handle)
         if shared is None or not shared.is_shared:
             if shared is not None:

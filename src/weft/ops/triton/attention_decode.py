@@ -82,9 +82,9 @@ def decode_attention(
         counts = tl.where(each < requests, _work_of(contexts, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS), 0)
         all_tiles = tl.sum(counts, 0)
         longest = tl.max(counts, 0)
-        # Decides whether each request gets its own program. Of these, `programs` run at the same time, so at most
-        # `most_read` / `programs` tiles are read one after another. With evenly divided work it would be
-        # `all_tiles` / `programs`. A small difference is accepted.
+        # Decides whether each request gets its own program, or all tiles are divided evenly. `programs` run at the same
+        # time. With a program for each request, at most `most_read` / `programs` tiles are read one after another; divided
+        # evenly, `all_tiles` / `programs`. Requests get their own programs if the difference is at most `leeway` tiles.
         most_read = tl.minimum(
             tl.cdiv(requests, programs) * longest * programs, all_tiles + longest * programs
         )

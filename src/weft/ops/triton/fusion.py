@@ -34,7 +34,7 @@ from weft.ops.recording import (
 
 
 @dataclass(frozen=True, eq=False)
-class FusedProduct:
+class FusedLinear:
     """gate(norm(input) @ layer), stored in `output`, or multiplied by `scale` and added to it."""
 
     input: Buffer
@@ -70,7 +70,7 @@ class FusedAttention:
     output: Buffer
 
 
-FusedOperation = Embed | FusedProduct | FusedNorm | FusedAttention | Mixture | Add | SelectRows | ScaleAndCap
+FusedOperation = Embed | FusedLinear | FusedNorm | FusedAttention | Mixture | Add | SelectRows | ScaleAndCap
 
 
 def fuse(operations: Sequence[Operation], kept: set[Buffer]) -> list[FusedOperation]:
@@ -97,17 +97,17 @@ def fuse(operations: Sequence[Operation], kept: set[Buffer]) -> list[FusedOperat
             case Product(input, layer, output):
                 norm = norms.get(input)
                 if norm is not None and only_for_next(input):
-                    fused.append(FusedProduct(norm.input, layer, output, norm))
+                    fused.append(FusedLinear(norm.input, layer, output, norm))
                 else:
-                    fused.append(FusedProduct(input, layer, output))
+                    fused.append(FusedLinear(input, layer, output))
             case Gate():
-                assert isinstance(last, FusedProduct) and last.output is operation.input
+                assert isinstance(last, FusedLinear) and last.output is operation.input
                 fused[-1] = replace(last, output=operation.output, gate=operation)
             case Add(left, right, scale) if (
-                isinstance(last, FusedProduct | FusedNorm)
+                isinstance(last, FusedLinear | FusedNorm)
                 and last.output is right
                 and only_for_next(right)
-                and not (isinstance(last, FusedProduct) and last.gate)
+                and not (isinstance(last, FusedLinear) and last.gate)
             ):
                 fused[-1] = replace(last, output=left, added=True, scale=scale)
             case RopeAndWrite():
@@ -128,7 +128,7 @@ def graph_segments(operations: Sequence[FusedOperation]) -> Iterator[list[FusedO
     number of rows. Every other operation is a group of its own."""
     segment: list[FusedOperation] = []
     for operation in operations:
-        if isinstance(operation, FusedProduct | Add | FusedNorm):
+        if isinstance(operation, FusedLinear | Add | FusedNorm):
             segment.append(operation)
         else:
             if segment:
@@ -141,7 +141,7 @@ def graph_segments(operations: Sequence[FusedOperation]) -> Iterator[list[FusedO
 
 def buffers_read(operation: FusedOperation) -> Iterator[Buffer]:
     """The buffers that an operation reads, including those that it changes in place."""
-    if isinstance(operation, FusedProduct | FusedNorm | FusedAttention):
+    if isinstance(operation, FusedLinear | FusedNorm | FusedAttention):
         yield operation.input
         if not isinstance(operation, FusedAttention) and operation.added:
             yield operation.output
@@ -151,7 +151,7 @@ def buffers_read(operation: FusedOperation) -> Iterator[Buffer]:
 
 def buffers_made(operation: FusedOperation) -> Iterator[Buffer]:
     """The output, and the intermediate buffers that are needed if norm and gate are separate kernels."""
-    if isinstance(operation, FusedProduct):
+    if isinstance(operation, FusedLinear):
         if operation.norm is not None:
             yield operation.norm.output
         if operation.gate is not None:

@@ -25,9 +25,9 @@ from weft.ops.triton.device import Device
 from weft.ops.triton.device_batch import DeviceBatch
 from weft.ops.triton.fusion import (
     FusedAttention,
+    FusedLinear,
     FusedNorm,
     FusedOperation,
-    FusedProduct,
     assigned_slots,
     buffers_made,
     fuse,
@@ -99,7 +99,7 @@ class CudaProgram:
         second_part = fuse(recording.operations[logits_from:], {logits})
         operations = [*first_part, *second_part]
         for operation in operations:
-            if isinstance(operation, FusedProduct) and operation.gate is not None:
+            if isinstance(operation, FusedLinear) and operation.gate is not None:
                 operation.layer.interleave_gate()
         slots = assigned_slots(operations, {rows, logits})
 
@@ -202,7 +202,7 @@ class CudaProgram:
     def _launch(self, operation: FusedOperation) -> Launch:
         device = self._device
         match operation:
-            case FusedProduct():
+            case FusedLinear():
                 return self._launch_product(operation)
             case FusedNorm():
                 return self._launch_norm(operation)
@@ -224,7 +224,7 @@ class CudaProgram:
             case SelectRows(input, output):
                 return self._launch_select(self._places[input], self._places[output])
 
-    def _launch_product(self, operation: FusedProduct) -> Launch:
+    def _launch_product(self, operation: FusedLinear) -> Launch:
         product = Product(
             operation.layer,
             self._device,

@@ -87,7 +87,8 @@ class PrefixSharing:
         allocation = sequence.allocation
         assert allocation is not None
         if index - allocation.stored >= self._pool.num_blocks - 1:
-            return None  # an adopted block is held until it moves to the store: one full block must be left to continue
+            # The sequence would hold the block until it moves to the store, and needs another full block to continue.
+            return None
         return self._pool.lookup(sequence.block_hashes[index])
 
     def max_hits(self, sequence: Sequence) -> int:

@@ -29,7 +29,7 @@ from weft.server.api.vector_requests import (
 from weft.server.errors import refusal
 from weft.server.plain_requests import PlainRequest
 from weft.server.vectors.model import VectorModel
-from weft.server.vectors.texts import MAX_TOKENS
+from weft.server.vectors.text_tokens import MAX_TOKENS
 from weft.server.vectors.vector_text_process import JobKind
 from weft.vectors import Vectors, check_dimensions, shortened
 

@@ -15,7 +15,7 @@ from weft.server.logs import current_record
 from weft.server.plain_requests import PlainRequest
 from weft.server.stream.whole_answer import PartsResponse
 from weft.server.vectors.model import VectorCaller, VectorModel
-from weft.server.vectors.texts import check_num_tokens
+from weft.server.vectors.text_tokens import check_num_tokens
 from weft.vectors import Vectors
 
 MAX_INPUTS = 2048

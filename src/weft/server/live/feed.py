@@ -108,15 +108,15 @@ class LiveFeed:
                 rest = max(_SERVER_REST * server_seconds, _ENGINE_REST * engine_seconds)
                 await asyncio.sleep(max(FRAME_SECONDS - elapsed, rest))
         except BaseException:
-            for viewer in self._viewers:  # else they would wait for frames that never come
+            for viewer in self._viewers:  # otherwise they would wait for frames that never come
                 viewer.end()
             raise
 
     async def _frame(self) -> tuple[bytes, float] | None:
         """The next frame of the engine, and the CPU seconds that it took there. None: the engine's process ended.
 
-        While the engine is silent, publishes that. The question stays open, so that the frame after a pause has the
-        steps and events of the pause.
+        While the engine does not respond, publishes its state. The request for the frame stays open, so that the first
+        frame after a pause has the steps and events of the pause.
         """
         asked = asyncio.ensure_future(self._engine.live_frame())
         try:

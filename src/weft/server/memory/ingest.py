@@ -17,7 +17,7 @@ from weft.server.vectors.interface import Embedder
 from weft.vectors import Vectors, np
 
 _PIECE = 128
-"""Passages of one transaction, and of one call of the model."""
+"""Passages that one transaction writes, and that one call of the model gets."""
 _ROW_BYTES = 200
 """Estimated size of a passage in the database, without its text and vector."""
 
@@ -38,7 +38,7 @@ class Ingest:
             await self._fail(file, FileError(error.code, str(error)))
         except StoreFullError as error:
             await self._fail(file, FileError("server_error", str(error)))
-        except InvalidRequestError as error:  # of the model, for a text
+        except InvalidRequestError as error:  # the model cannot take one of the texts
             await self._fail(file, FileError("invalid_file", str(error)))
         except ApiError as error:
             if error.status != 400:
@@ -52,7 +52,7 @@ class Ingest:
             return
         if (store.model, store.dimensions) != (self._embedder.name, self._embedder.spec.dimensions):
             raise DocumentError(other_model(store, self._embedder), "server_error")
-        self._embedder.check_ready()  # reading a document only to wait then would cost much processor time
+        self._embedder.check_ready()  # raises before the document is read: reading costs much processor time
         while await self._store.run(
             lambda connection: passage_rows.remove_unfinished(connection, file.store, file.number)
         ):

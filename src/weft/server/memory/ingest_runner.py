@@ -16,7 +16,7 @@ from weft.server.vectors.interface import ENGINE_NOT_READY, ENGINE_NOT_RESPONDIN
 
 _RETRY_SECONDS = 2.0
 _MAX_TRIES = 5
-"""A file fails after so many errors that are not its own, such as an engine that died while it read the file. The time
+"""A file fails after this many errors that are not its own, such as an engine that died while it read the file. The time
 until the engine is ready again does not count."""
 
 

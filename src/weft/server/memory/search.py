@@ -48,7 +48,7 @@ class SearchRequest:
     reranks: bool = True
     client_id: str = ""
     request_id: RequestId = field(kw_only=True)
-    """The request that searches. Its texts and candidates are in the engines under this id."""
+    """The id of the request that searches. The engines compute the vector of the query and the scores under this id."""
 
 
 class Searcher:
@@ -147,7 +147,7 @@ class Searcher:
 
 
 async def _shortened(query: str, embedder: Embedder) -> str:
-    """The beginning of a query that the model can read. Its words are searched whole."""
+    """The beginning of a query, as much as fits the model. The search by words uses the whole query."""
     limit = embedder.spec.max_tokens
     while True:
         try:

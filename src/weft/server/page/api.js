@@ -79,7 +79,7 @@ async function errorOf(response) {
   try {
     const content = await response.json();
     found = typeof content.error === "object" ? content.error : { message: content.error };
-  } catch { /* not JSON: the status has to do */ }
+  } catch { /* not JSON: the message below has only the status */ }
   const seconds = Number(response.headers.get("retry-after"));
   return new ApiError(found.message || `The server answered with the status ${response.status}.`, {
     status: response.status,

@@ -170,7 +170,7 @@ function marks(text, char, start, count) {
   };
 }
 
-/** The nodes of entries. Pairs of marks become elements, marks without a partner text. */
+/** The nodes of entries. A pair of marks becomes an element; a mark without a partner becomes text. */
 function emphasised(entries) {
   const out = [];
   const openers = { "*": 0, "_": 0, "~": 0 };

@@ -13,7 +13,7 @@ import { RequestView } from "./live_request.js";
 import { LiveSource } from "./live_source.js";
 import { ReplayControls } from "./replay.js";
 
-/** Charts change with each point, not with each frame. Milliseconds. */
+/** Milliseconds between two drawings of the charts, which change less often than frames arrive. */
 const CHART_PAUSE = 450;
 
 /** Draws into `root`. The page calls `hide()` when another tab is opened, and `show()` when it is opened again.

@@ -5,7 +5,7 @@ import { MARKS } from "./live_band.js";
 import { palette, Pool, setAttribute, setText, Surface } from "./live_canvas.js";
 import { duration, percent, plural, shortId, whole } from "./live_numbers.js";
 
-/** Heights of rows in pixels. Rows are as tall as fits; those of the overview are lower and have no text. */
+/** Heights of rows in pixels. Rows are as tall as the height allows; those of the overview are lower and have no text. */
 const TALLEST = 26, SHORTEST = 14, LOWEST = 3;
 const COLUMN_WIDTH = 4;
 /** At most this many rows are elements at the same time. */

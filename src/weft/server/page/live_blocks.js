@@ -162,7 +162,7 @@ export class BlocksView {
     if (to === undefined) return;
     event.preventDefault();
     event.stopPropagation();
-    // The first key reads the first block.
+    // The first press of an arrow key chooses the first cell.
     const next = this._active === null && event.key !== "End" ? 0 : Math.max(0, Math.min(last, to));
     this._active = next * perCell;
     const text = this._showTip(this._active, shape, (next % columns) * size, Math.floor(next / columns) * size + size);

@@ -228,8 +228,8 @@ export class History {
       life.drafted = request.num_drafted;
       if (!isDecoding) life.decodesAfter = null;
     }
-    // A request that ended within the frame is not in its list: one token for each step until the end, and the draft tokens
-    // that the requests in the list leave of the totals.
+    // A request that ended since the frame before is not in the list of this one. An estimate: it got one token in each
+    // step until its end, and a part of the draft tokens in the totals that the listed requests did not get.
     const ended = [...ends].filter(([life]) => life.end && life.decodesAfter !== null && life.row >= 0);
     for (const [life, step] of ended) {
       this._spread(life, groups, life.decodesAfter, step, { tokens: Infinity,
@@ -290,7 +290,7 @@ export class History {
     const more = (name) => Math.max(0, (frame.totals[name] || 0) - (older.totals[name] || 0));
     bin.seconds += frame.at - older.at;
     bin.tokens += more("tokens_generated");
-    // The estimate for the steps that the frame leaves out: as many prompt tokens as the others.
+    // An estimate: a step that the frame leaves out has as many prompt tokens as one that it has, on average.
     bin.prefilled += prefilled * (1 + frame.steps_left_out / Math.max(1, frame.steps.length));
     this._addHits(frame, bin);
     addCounts(bin.firstTokens, countsSince(frame.first_token_counts, older.first_token_counts));

@@ -49,7 +49,7 @@ class StoreFullError(StoreError):
 
 
 class _DamagedError(Exception):
-    """The check of the file at its start found damage."""
+    """The database was checked when it was opened, and is damaged."""
 
 
 @contextmanager

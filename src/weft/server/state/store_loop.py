@@ -21,9 +21,11 @@ class StoreLoop(ABC):
     """Belongs to one event loop. The primary server of a folder does the work; others only make rows."""
 
     event: ClassVar[str]
+    """The name of the log entry for an error."""
     work: ClassVar[str]
-    """`event` and `work` name in the log what waits after an error, for `retry_seconds`."""
+    """What waits after an error, for the message of that entry."""
     retry_seconds: ClassVar[float] = POLL_SECONDS
+    """How long it waits."""
 
     def __init__(self, store: Store, log: Callable[..., object], is_draining: Callable[[], bool]) -> None:
         self._store = store

@@ -283,7 +283,7 @@ def detach_everywhere(connection: Connection, file_ids: Sequence[str]) -> None:
 
 
 def next_files(connection: Connection, now: float) -> list[tuple[str, AttachedFile]]:
-    """Of each owner the oldest file that is not read yet."""
+    """The oldest file of each owner that is not read yet."""
     query = (
         f"SELECT s.owner, {', '.join(f'f.{name}' for name in _FILE.split(', '))}, MIN(f.number)"
         " FROM vector_store_files f JOIN vector_stores s ON s.number = f.store"

@@ -14,7 +14,7 @@ from weft.request import InferenceRequest, RequestId, RequestState, SamplingPara
 from weft.server.errors import ApiError, failed_result
 from weft.server.vectors.gate import VectorGate
 from weft.server.vectors.interface import ENGINE_NOT_READY, ENGINE_NOT_RESPONDING, TextKind
-from weft.server.vectors.texts import VectorTexts
+from weft.server.vectors.text_tokens import VectorTexts
 from weft.vectors import Vectors, np
 
 _ONE_TOKEN = SamplingParams(max_tokens=1)
