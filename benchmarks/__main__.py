@@ -437,15 +437,18 @@ def learned(
 def drafts(
     model: Annotated[str, typer.Option("--model", "-m", help="The model.")] = "default",
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Rounds over all prompts.")] = 2,
+    predictions: Annotated[
+        bool, typer.Option("--predictions", help="Compare wrong predictions with none instead.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Time one stream with and without drafts.
 
     For several kinds of prompts. Exit code 1: an answer differs with drafts.
     """
-    from benchmarks.drafts import main as run
+    from benchmarks.drafts import main, main_predictions
 
-    if not run(model, rounds, json):
+    if not (main_predictions if predictions else main)(model, rounds, json):
         raise typer.Exit(1)
 
 

@@ -3,16 +3,22 @@
 Two engines run the same model, one of them without draft tokens. They answer every prompt in turn, since the speed of a
 shared machine changes from minute to minute. Only the time after the first token counts: prefill has no draft tokens.
 Both engines must give the same answers, token for token.
+
+`--predictions` measures something else: one engine answers the same prompts without a prediction and with wrong ones,
+in turn. Each round gives one ratio of the whole times; the table shows their geometric mean with its 95% interval.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
 from typing import Any
 
+from weft.bench.ratios import Ratios
 from weft.bench.report import Check, machine, print_checks, print_json, print_line, print_table
 from weft.llm import LLM
-from weft.request import GenerationResult, SamplingParams
+from weft.request import GenerationResult, InferenceRequest, SamplingParams
 
 TEMPERATURES = (0.0, 0.8)
 ROUNDS = 2
@@ -154,3 +160,102 @@ def _row(gain: Gain) -> tuple[Any, ...]:
         f"{gain.drafted / max(1, gain.tokens):.2f}",
         f"{gain.accepted / max(1, gain.drafted):.0%}",
     )
+
+
+# ---------------------------------------------------------------------- wrong predictions
+
+_NO_PREDICTION = "none"
+_WRONG_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class WrongPrediction:
+    """The whole times of answers without a prediction and with a wrong one, in seconds for each round."""
+
+    kind: str
+    without: list[float]
+    with_it: list[float]
+    rejected: int
+    """Draft tokens from the prediction that were rejected."""
+    is_same: bool
+
+    @property
+    def change(self) -> tuple[float, float, float]:
+        return Ratios(self.without, self.with_it).change()
+
+
+def main_predictions(model: str = "default", rounds: int = ROUNDS, json: bool = False) -> bool:
+    """Measures and prints. False if an answer differs with a prediction."""
+    # Without finished answers: otherwise every answer would have drafts from that of the round before.
+    with LLM(model, max_learned_bytes=0) as llm:
+        found = measure_predictions(llm, [prompts[0] for prompts in PROMPTS.values()], rounds)
+    is_same = all(one.is_same for one in found)
+    if json:
+        print_json({"machine": machine(), "predictions": found, "changes": [one.change for one in found]})
+        return is_same
+    print_table(
+        f"Answers of {MAX_TOKENS} tokens with a wrong prediction, seconds ({rounds} rounds)",
+        ("prediction", "without", "with", "change, 95% interval", "rejected drafts", "answers"),
+        [
+            (
+                one.kind,
+                f"{median(one.without):.2f}",
+                f"{median(one.with_it):.2f}",
+                "{:+.1%} [{:+.1%}, {:+.1%}]".format(*one.change),
+                f"{one.rejected:,}",
+                "the same" if one.is_same else "some differ",
+            )
+            for one in found
+        ],
+    )
+    print_line(machine())
+    return is_same
+
+
+def measure_predictions(llm: LLM, prompts: list[str], rounds: int) -> list[WrongPrediction]:
+    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+    messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    requests = [InferenceRequest(tuple(llm.text.encode_chat(one)), params) for one in messages]
+    # Also the warm-up: from here on, every prompt is a prefix hit.
+    answers = [_answer(llm, request)[0].tokens for request in requests]
+    other = tuple(llm.tokenizer.encode("Quite another text about fish and chips. " * 20))
+    predictions: dict[str, list[tuple[int, ...]]] = {
+        _NO_PREDICTION: [()] * len(requests),
+        "another text": [other] * len(requests),
+        "all drafts wrong": [_misleading(one, llm.tokenizer.vocabulary_size) for one in answers],
+    }
+    seconds: dict[str, list[float]] = {kind: [] for kind in predictions}
+    rejected, is_same = dict.fromkeys(predictions, 0), dict.fromkeys(predictions, True)
+    for number in range(rounds):
+        for kind in predictions:
+            seconds[kind].append(0.0)
+        kinds = list(predictions)
+        kinds = kinds[number % len(kinds) :] + kinds[: number % len(kinds)]
+        for index, request in enumerate(requests):
+            for kind in kinds:
+                result, elapsed = _answer(llm, request.replaced(prediction=predictions[kind][index]))
+                seconds[kind][-1] += elapsed
+                rejected[kind] += result.rejected_prediction_count
+                is_same[kind] = is_same[kind] and result.tokens == answers[index]
+    without = seconds.pop(_NO_PREDICTION)
+    return [
+        WrongPrediction(kind, without, times, rejected[kind], is_same[kind])
+        for kind, times in seconds.items()
+    ]
+
+
+def _misleading(answer: tuple[int, ...], vocabulary_size: int) -> tuple[int, ...]:
+    """A prediction that has every pair of tokens of the answer, each followed by wrong ones."""
+    found: list[int] = []
+    for index in range(len(answer) - 1):
+        following = answer[index + 2] if index + 2 < len(answer) else 0
+        found += (*answer[index : index + 2], *[(following + 1) % vocabulary_size] * _WRONG_TOKENS)
+    return tuple(found)
+
+
+def _answer(llm: LLM, request: InferenceRequest) -> tuple[GenerationResult, float]:
+    begin = perf_counter()
+    request_id = llm.engine.submit(request.replaced(request_id=llm.engine.new_id()))
+    result = llm.engine.get_result(request_id, wait=600.0)
+    assert result is not None, "the engine did not answer within ten minutes"
+    return result, perf_counter() - begin

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from test_real_model_drafts import FREE_ROWS, set_step_cost
 
 from benchmarks import drafts
 from weft.llm import LLM
@@ -39,3 +40,17 @@ def test_an_answer_that_differs_with_drafts_is_detected() -> None:
     assert drafts.measure(fixed_llm(1, 2, 3), without_drafts, "kind", ("prompt",), 0.0, 2).is_same
     gain = drafts.measure(fixed_llm(1, 2, 4), without_drafts, "kind", ("prompt",), 0.0, 2)
     assert not gain.is_same and gain.tokens == 4 and gain.ratio == 1.0
+
+
+def test_a_wrong_prediction_is_paired_with_none_and_changes_no_answer(
+    default_model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(drafts, "PROMPTS", {"questions": ("What is the capital of Japan?",)})
+    monkeypatch.setattr(drafts, "MAX_TOKENS", 24)
+    set_step_cost(monkeypatch, FREE_ROWS)
+    assert drafts.main_predictions(str(default_model_path), rounds=2, json=True)
+    found = {one["kind"]: one for one in json.loads(capsys.readouterr().out)["predictions"]}
+    assert list(found) == ["another text", "all drafts wrong"]
+    assert all(len(one["without"]) == len(one["with_it"]) == 2 and one["is_same"] for one in found.values())
+    assert all(min(one["without"] + one["with_it"]) > 0 for one in found.values())
+    assert found["all drafts wrong"]["rejected"] > 0
