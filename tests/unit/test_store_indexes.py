@@ -249,7 +249,9 @@ def test_only_the_newest_damaged_file_is_kept(tmp_path: Path) -> None:
     async def work(memory: Memory) -> None:
         await memory.add("a", 60)
         for number in range(3):
-            memory.indexes = StoreIndexes(memory.store, lambda event, *_, **__: memory.events.append(event), 1)
+            memory.indexes = StoreIndexes(
+                memory.store, lambda event, *_, **__: memory.events.append(event), 1
+            )
             await memory.check(await memory.index())
             await memory.merged()
             path = memory.folder / ((await memory.row()).index_file or "none")

@@ -71,6 +71,4 @@ def _open(checkpoint: Checkpoint, gpu: Device, dtype: torch.dtype) -> EmbedderBa
         model = build_model(checkpoint, ops, spec, dense)
         return model, GpuForward(model, gpu)
 
-    return EmbedderBackend(
-        *open_text_model(checkpoint, build), gpu.release, room_tokens=STEP_TOKENS_OF_GPU
-    )
+    return EmbedderBackend(*open_text_model(checkpoint, build), gpu.release, room_tokens=STEP_TOKENS_OF_GPU)

@@ -136,7 +136,9 @@ class StoreIndexes:
         parts, done = [passages.Loaded(none, none)], 0
         while done < len(files):
             left = files[done:]
-            part, num_files = await self._store.run(partial(passages.load, store=store.number, files=left, count=_PIECE))
+            part, num_files = await self._store.run(
+                partial(passages.load, store=store.number, files=left, count=_PIECE)
+            )
             parts.append(part)
             done += num_files
         return passages.Loaded(*(np.concatenate(each) for each in zip(*parts, strict=True)))

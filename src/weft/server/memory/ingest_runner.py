@@ -77,7 +77,9 @@ class IngestRunner(StoreLoop):
             return
         del self._tries[file.number]
         # The message of an unexpected exception may quote the file or this server's paths.
-        reason = str(error) if isinstance(error, WeftError | ApiError) else f"a mistake ({type(error).__name__})"
+        reason = (
+            str(error) if isinstance(error, WeftError | ApiError) else f"a mistake ({type(error).__name__})"
+        )
         failed = vector_stores.FileError("server_error", f"{tries} tries failed: {reason}")
         await self._store.run(
             lambda connection: vector_stores.finish(connection, file.number, "failed", error=failed)
