@@ -11,7 +11,7 @@ from weft.config import KvCachePoolConfig, SchedulerConfig, ServingEngineConfig
 _MAX_RUNNING = 256
 _STEP_TOKENS = 1024
 """Tokens of a step, if the longest input is shorter. With more tokens, a CPU does not get faster per token."""
-_STEP_TOKENS_OF_GPU = 16_384
+STEP_TOKENS_OF_GPU = 16_384
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class EmbeddingSpec:
 
     def engine_config(self, *, is_on_gpu: bool = False) -> ServingEngineConfig:
         """The configuration of an engine for this model. Each input is computed whole, in one step."""
-        step_tokens = max(_STEP_TOKENS_OF_GPU if is_on_gpu else _STEP_TOKENS, self.max_tokens)
+        step_tokens = max(STEP_TOKENS_OF_GPU if is_on_gpu else _STEP_TOKENS, self.max_tokens)
         return ServingEngineConfig(
             scheduler=SchedulerConfig(
                 max_running=_MAX_RUNNING,

@@ -54,6 +54,9 @@ class BackendInfo:
     vector_size: int = 0
     """Above 0: the model makes a vector of each prompt, with this many numbers, and its tokens mean nothing. The engine
     gives it whole prompts, and one block for each (`EmbeddingSpec.engine_config`)."""
+    room_tokens: int = 0
+    """For such a model: how many tokens may be in the engine, so that steps have full speed and a text that arrives
+    waits for few others. 0: as many as suit a CPU."""
     answers_are_exact: bool = False
     """Whether an answer has the same tokens alone and in any batch (contract 7). Then identical requests may share one
     sequence."""

@@ -5,13 +5,11 @@ The model has 512 positions, and its files allow 256. Here both sides get files 
 
 from __future__ import annotations
 
-import builtins
-import inspect
 import json
 import os
 import shutil
 from pathlib import Path
-from pydoc_data.topics import topics
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -22,13 +20,11 @@ from weft.backends.cpu.embedder import EmbedderBackend, open_embedder
 from weft.engine.serving import ServingEngine
 from weft.loading.checkpoint import open_checkpoint
 from weft.loading.embedding_files import embedding_spec
-from weft.memory.documents import ChunkSize
-from weft.memory.reading import read_markdown
-from weft.memory.splitting import split
 from weft.request import InferenceRequest, SamplingParams
 from weft.text.embedding_text import EmbeddingText
 
 CORPUS = Path(__file__).parent / "corpus" / "texts.jsonl"
+COLLECTION = Path(__file__).parents[1] / "data" / "ranking.json"
 COUNT = 500
 LONGEST = 512
 WAIT = 600.0
@@ -158,27 +154,13 @@ def test_a_vector_has_the_same_bits_alone_and_in_any_batch(
 
 
 def collection() -> tuple[list[str], list[str]]:
-    """Passages of the language reference of this Python, and as queries the first sentences of its built-in functions and
-    methods. Part of both in a usual run; all with WEFT_TEST_WHOLE_RANKING: about 1,200 passages and 250 queries."""
-    found = {
-        passage.searched_text
-        for text in topics.values()
-        for passage in split(read_markdown(text), ChunkSize(400, 0), {})
-        if len(passage.text.split()) >= 8
-    }
-    owners = (builtins, str, list, dict, set, int, bytes, float)
-    documented = (
-        inspect.getdoc(getattr(owner, name)) or ""
-        for owner in owners
-        for name in dir(owner)
-        if callable(getattr(owner, name))
-    )
-    asked = {" ".join(text.split("\n\n")[0].split()) for text in documented}
-    passages, queries = sorted(found), sorted(text for text in asked if len(text.split()) >= 4)
+    """1,181 passages of Python's language reference, and 253 queries from its built-in functions (tests/data/ranking.json).
+    Part of both in a usual run; all with WEFT_TEST_WHOLE_RANKING."""
+    found = json.loads(COLLECTION.read_text("utf-8"))
+    passages, queries = found["passages"], found["queries"]
     if os.environ.get("WEFT_TEST_WHOLE_RANKING"):
-        assert len(passages) >= 1000 and len(queries) >= 200
         return passages, queries
-    return passages[::5], queries[::4]
+    return passages[::5], queries[::2]
 
 
 @pytest.fixture(scope="module")
@@ -187,19 +169,42 @@ def correct_collection(folder: Path) -> np.ndarray:
     return of_sentence_transformers(folder, [*passages, *queries])
 
 
-@pytest.mark.parametrize(("quantize", "tie"), [(None, 1e-5), ("int8", 0.01)])
-def test_the_ten_nearest_passages_are_those_of_sentence_transformers(
-    quantize: str | None, tie: float, folder: Path, text_side: EmbeddingText, correct_collection: np.ndarray
-) -> None:
-    """At each of the ten places, the reference gives weft's passage the score of its own one. Scores that differ by less
-    than `tie` are equal."""
-    pytest.importorskip("weft._kernels")
+@pytest.fixture(scope="module")
+def scores(correct_collection: np.ndarray) -> np.ndarray:
+    """The score of each passage for each query, of sentence-transformers."""
+    count = len(collection()[0])
+    return np.asarray(correct_collection[count:] @ correct_collection[:count].T)
+
+
+def ten_nearest(folder: Path, text_side: EmbeddingText, quantize: Literal["int8"] | None) -> np.ndarray:
+    """The indices of the ten passages with the best scores for each query, best first."""
     passages, queries = collection()
     tokens = text_side.tokens_of([*passages, *queries], truncate=True)
-    found = vectors(open_embedder(folder, threads=2, quantize=quantize), tokens)  # type: ignore[arg-type]
-    num_equal = 0
-    scores = correct_collection[len(passages) :] @ correct_collection[: len(passages)].T
-    for own, reference in zip(found[len(passages) :] @ found[: len(passages)].T, scores, strict=True):
-        of_weft, best = reference[np.argsort(-own)[:10]], np.sort(reference)[::-1][:10]
-        num_equal += bool(np.abs(of_weft - best).max() < tie)
-    assert num_equal >= 0.99 * len(queries), f"{num_equal} of {len(queries)}"
+    found = vectors(open_embedder(folder, threads=2, quantize=quantize), tokens)
+    return best(found[len(passages) :] @ found[: len(passages)].T)
+
+
+def best(scores: np.ndarray) -> np.ndarray:
+    return np.argsort(-scores, axis=1, kind="stable")[:, :10]
+
+
+def test_the_ten_nearest_passages_are_those_of_sentence_transformers(
+    folder: Path, text_side: EmbeddingText, scores: np.ndarray
+) -> None:
+    """In f32: the same ten passages for 99% of the queries."""
+    pytest.importorskip("weft._kernels")
+    assert len(scores) > 100
+    same = (np.sort(ten_nearest(folder, text_side, None)) == np.sort(best(scores))).all(axis=1)
+    assert same.mean() >= 0.99, np.flatnonzero(~same)
+
+
+def test_with_int8_the_ten_nearest_passages_are_as_good_within_a_score_of_0_01(
+    folder: Path, text_side: EmbeddingText, scores: np.ndarray
+) -> None:
+    """At each of the ten places, for 99% of the queries, the score of sentence-transformers for weft's passage differs by
+    less than 0.01 from that for its own. The ten passages themselves are equal for about a third of the queries."""
+    pytest.importorskip("weft._kernels")
+    of_weft = np.take_along_axis(scores, ten_nearest(folder, text_side, "int8"), axis=1)
+    of_reference = np.take_along_axis(scores, best(scores), axis=1)
+    good = np.abs(of_weft - of_reference).max(axis=1) < 0.01
+    assert good.mean() >= 0.99, np.flatnonzero(~good)

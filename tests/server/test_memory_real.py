@@ -52,6 +52,9 @@ def test_questions_find_their_page(real_memory: tuple[Server, str]) -> None:
 
 
 def test_an_answer_cites_the_page_that_it_was_made_from(real_memory: tuple[Server, str]) -> None:
+    """Retrieval reaches the answer: it has a number that only the right page has. The default model is small and writes no
+    `[1]`, so the citation is the one for such answers, of the best passage. Citations by number are tested in
+    tests/unit/test_memory_search.py."""
     server, store = real_memory
     question = "Which port do programs written for Ollama expect?"
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:

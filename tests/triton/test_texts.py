@@ -163,6 +163,14 @@ def test_a_closed_backend_holds_no_model(device: Device, tmp_path: Path) -> None
     assert forward() is None
 
 
+def test_the_engine_reports_room_for_a_full_step(device: Device, tmp_path: Path) -> None:
+    case = CASES["bert, mean"]
+    backend = open_cuda_embedder(write_folder(case, build(case), tmp_path / "model"), device, "float32")
+    config = backend.spec.engine_config(is_on_gpu=True)
+    with ServingEngine(backend, config) as engine:
+        assert engine.scheduler.info.room_tokens == config.scheduler.max_prefill_tokens == 16_384
+
+
 def test_an_unknown_type_is_refused_with_the_known_ones(device: Device, tmp_path: Path) -> None:
     case = CASES["bert, mean"]
     folder = write_folder(case, build(case), tmp_path / "model")

@@ -65,7 +65,10 @@ def test_passages_fit_a_model_with_special_tokens_and_one_without(
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(MemoryError(), "needs more than 1024 MiB"), (AssertionError("a mistake"), "cannot be read (AssertionError)")],
+    [
+        (MemoryError(), "needs more than 1024 MiB"),
+        (AssertionError("a mistake"), "cannot be read (AssertionError)"),
+    ],
 )
 def test_an_error_of_a_parser_is_the_reason_of_the_file(
     error: Exception, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -28,10 +28,11 @@ class Ingest:
         self._store = store
         self._errors = errors
 
-    async def run(self, owner: str, file: AttachedFile) -> None:
+    async def run(self, owner: str, file: AttachedFile) -> int:
         if self._errors:
             raise self._errors.pop(0)
         await self._store.run(lambda connection: vector_stores.finish(connection, file.number, "completed"))
+        return 1
 
 
 def read_with(folder: Path, errors: list[Exception]) -> AttachedFile:
@@ -80,3 +81,12 @@ def test_a_file_that_ends_the_engine_each_time_fails(tmp_path: Path) -> None:
     file = read_with(tmp_path, [DIED, NOT_READY] * 50)
     assert file.status == "failed" and file.details.error is not None
     assert "5 tries" in file.details.error.message
+
+
+def test_a_file_with_which_a_mistake_comes_each_time_fails_without_the_words_of_the_exception(
+    tmp_path: Path,
+) -> None:
+    assert read_with(tmp_path / "a", [KeyError("words of the file")] * 4).status == "completed"
+    file = read_with(tmp_path / "b", [KeyError("words of the file")] * 50)
+    assert file.status == "failed" and file.details.error is not None
+    assert file.details.error.message == "5 tries failed: a mistake (KeyError)"

@@ -16,6 +16,8 @@ MAX_EXACT = 8192
 _DELTA_PART = 64
 """The delta is merged into the base when it has more than 1/64 of the passages of the base."""
 _FACTOR = 4
+_PIECE = 8192
+"""Vectors that are copied at a time from a base to a new one."""
 
 Ids = NDArray[np.int64]
 Vectors = NDArray[np.float32]
@@ -57,7 +59,14 @@ class VectorIndex:
 
     @property
     def must_merge(self) -> bool:
-        return len(self.delta_ids) > max_delta(0 if self.base is None else len(self.base.ids))
+        num_in_base = 0 if self.base is None else len(self.base.ids)
+        return len(self.delta_ids) > max_delta(num_in_base) or self.is_mostly_removed
+
+    @property
+    def is_mostly_removed(self) -> bool:
+        """Whether more than half of the passages of the base are no longer visible. Each search passes over them."""
+        num_visible = len(self.ids) - len(self.delta_ids)
+        return self.base is not None and num_visible < len(self.base.ids) // 2
 
     def changed(
         self, removed_files: Iterable[int], ids: Ids, files: Ids, delta_ids: Ids, delta: Vectors
@@ -122,12 +131,16 @@ class VectorIndex:
 
 
 def merged(index: VectorIndex, threads: int, editable: Any = None) -> Any:
-    """A new graph with all visible passages. `editable`: a copy of the graph of the base, which becomes the new graph.
-    None: there is no base."""
+    """A graph with all visible passages. `editable`: a copy of the graph of the base. None: a new graph is built."""
     graph = new_graph(index.dimensions) if editable is None else editable
-    if editable is not None and index.base is not None:
-        dead = index.base.ids[~np.isin(index.base.ids, index.ids, assume_unique=True)]
-        if len(dead):
+    if index.base is not None:
+        is_visible = np.isin(index.base.ids, index.ids, assume_unique=True)
+        dead, kept = index.base.ids[~is_visible], index.base.ids[is_visible]
+        if editable is None:
+            for start in range(0, len(kept), _PIECE):
+                keys = kept[start : start + _PIECE].astype(np.uint64)
+                add_vectors(graph, keys, np.stack(index.base.graph.get(keys)).astype(np.float32), threads)
+        elif len(dead):
             graph.remove(dead.astype(np.uint64))
     add_vectors(graph, index.delta_ids.astype(np.uint64), index.delta, threads)
     return graph

@@ -55,13 +55,16 @@ class EmbedderBackend:
         forward: Forward | None = None,
         release: Callable[[], object] = lambda: None,
         lease: CoreLease | None = None,
+        room_tokens: int = 0,
     ) -> None:
-        """Without `forward`, the model computes in numpy. `release` gives memory back after the model was dropped."""
+        """Without `forward`, the model computes in numpy. `release` gives memory back after the model was dropped.
+        `room_tokens` is reported (`BackendInfo`)."""
         self.spec: EmbeddingSpec = model.spec
         self._vocabulary_size = model.vocabulary_size
         self._weight_bytes = model.weight_bytes
         self._forward: Forward = model if forward is None else forward
         self._release = release
+        self._room_tokens = room_tokens
         self._separator = separator if model.types > 1 else None
         self._thread = StepThread("weft-embedder", lease)
         self._rows: dict[int, np.ndarray] = {}  # the tokens of the prompt of each row
@@ -83,6 +86,7 @@ class EmbedderBackend:
             bytes_per_block=0,
             weight_bytes=self._weight_bytes,
             vector_size=self.spec.dimensions,
+            room_tokens=self._room_tokens,
         )
 
     def check_grammar(self, grammar: Grammar) -> None:

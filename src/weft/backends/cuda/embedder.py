@@ -12,7 +12,7 @@ import torch
 
 from weft.backends.cpu.embedder import EmbedderBackend, Forward, build_model, open_text_model
 from weft.backends.cuda.memory import drop_frames, is_out_of_memory, mib, shortage
-from weft.embedding import EmbeddingSpec
+from weft.embedding import STEP_TOKENS_OF_GPU, EmbeddingSpec
 from weft.errors import InvalidRequestError
 from weft.loading.checkpoint import Checkpoint, open_checkpoint
 from weft.models.text_model import HeadLayer, TextModel
@@ -71,4 +71,4 @@ def _open(checkpoint: Checkpoint, gpu: Device, dtype: torch.dtype) -> EmbedderBa
         model = build_model(checkpoint, ops, spec, dense)
         return model, GpuForward(model, gpu)
 
-    return EmbedderBackend(*open_text_model(checkpoint, build), gpu.release)
+    return EmbedderBackend(*open_text_model(checkpoint, build), gpu.release, room_tokens=STEP_TOKENS_OF_GPU)

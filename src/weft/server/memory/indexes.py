@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import OrderedDict
+import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from weft.server.state import passages, vector_stores
-from weft.server.state.store import Store, StoreError
+from weft.server.state.store import Store
 from weft.server.state.vector_stores import VectorStore
-from weft.vectors import np
+from weft.vectors import Ids, Vectors, np
 
 # `weft.memory.index_file` and `vector_index` need numpy, so they are imported where they are used.
 if TYPE_CHECKING:
@@ -27,7 +29,12 @@ if TYPE_CHECKING:
 _FOLDER = "indexes"
 _MAX_BYTES = 512 << 20
 """Memory for indexes. Beyond it, those that were not used for the longest time are dropped."""
-_DAMAGED = ".damaged"
+_DAMAGED = "last.damaged"
+"""The newest damaged file. It replaces the one before."""
+_PIECE = 2048
+"""Passages that one transaction loads. It takes about 20 ms."""
+_RETRY_SECONDS = 300.0
+"""The pause after a merge that failed. A merge of a large store writes gigabytes."""
 
 
 @dataclass
@@ -42,6 +49,8 @@ class _Open:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """A task holds this lock while it changes the index."""
     merging: asyncio.Task[None] | None = None
+    merges_from: float = 0.0
+    """Monotonic time before which no merge begins: the last one failed."""
 
 
 class StoreIndexes:
@@ -53,6 +62,8 @@ class StoreIndexes:
         self._log = log
         self._threads = threads or max(1, len(os.sched_getaffinity(0)) // 2)
         self._open: OrderedDict[str, _Open] = OrderedDict()
+        self._num_added: Counter[int] = Counter()
+        """Number of a store -> passages that were added since its index was last brought up to date for that."""
         self._has_usearch = True
 
     async def close(self) -> None:
@@ -73,9 +84,21 @@ class StoreIndexes:
             async with one.lock:
                 await self._update(one, store)
         self._drop_unused()
-        if one.index.must_merge and one.merging is None and self._store.is_primary and self._has_usearch:
-            one.merging = asyncio.create_task(self._merge(one, store))
+        self._merge_if_due(one, store)
         return one.index
+
+    async def passages_added(self, number: int, count: int) -> None:
+        """Call after a file with `count` passages was added to the store with this number, so that merges do not wait
+        for a search: the first one would have to load all vectors."""
+        from weft.memory.vector_index import MAX_EXACT
+
+        self._num_added[number] += count
+        if self._num_added[number] > MAX_EXACT and self._has_usearch:
+            del self._num_added[number]
+            now = self._store.wall_clock()
+            store = await self._store.run(lambda connection: vector_stores.by_number(connection, number, now))
+            if store is not None:
+                await self.current(store)
 
     async def _update(self, one: _Open, store: VectorStore) -> None:
         if one.revision < 0 and store.index_file is not None:
@@ -84,23 +107,53 @@ class StoreIndexes:
                 one.index, one.base_name = one.index.with_base(base), store.index_file
         known, index = one.files, one.index
 
-        def read(connection: Connection) -> tuple[int, set[int], VectorIndex] | None:
+        def read(connection: Connection) -> tuple[int, set[int]] | None:
             found = vector_stores.by_number(connection, store.number, 0.0)
             if found is None:
                 return None
-            files = vector_stores.completed_numbers(connection, store.number)
-            added = sorted(files - known)
-            ids, numbers = passages.load(connection, store.number, added if known else None)
-            in_base = np.zeros(len(ids), bool)
-            if index.base is not None:
-                in_base = np.isin(ids, index.base.ids, assume_unique=True)
-            delta_ids = ids[~in_base]
-            delta = passages.load_vectors(connection, store.number, delta_ids, store.dimensions)
-            return found.revision, files, index.changed(known - files, ids, numbers, delta_ids, delta)
+            return found.revision, vector_stores.completed_numbers(connection, store.number)
 
-        updated = await self._store.run(read)
-        if updated is not None:
-            one.revision, one.files, one.index = updated
+        found = await self._store.run(read)
+        if found is None:
+            return
+        revision, files = found
+        ids, numbers = await self._loaded(store, sorted(files - known))
+        in_base = np.zeros(len(ids), bool)
+        if index.base is not None:
+            in_base = np.isin(ids, index.base.ids, assume_unique=True)
+        is_there, delta = await self._loaded_vectors(store, ids[~in_base])
+        delta_ids = ids[~in_base][is_there]
+        stays = in_base.copy()
+        stays[~in_base] = is_there
+        one.index = await asyncio.to_thread(
+            index.changed, known - files, ids[stays], numbers[stays], delta_ids, delta
+        )
+        one.revision, one.files = revision, files
+
+    async def _loaded(self, store: VectorStore, files: list[int]) -> passages.Loaded:
+        """The passages of files. Reads a piece for each transaction, so that others need not wait for all of them."""
+        none = np.zeros(0, np.int64)
+        parts, done = [passages.Loaded(none, none)], 0
+        while done < len(files):
+            left = files[done:]
+            part, num_files = await self._store.run(
+                partial(passages.load, store=store.number, files=left, count=_PIECE)
+            )
+            parts.append(part)
+            done += num_files
+        return passages.Loaded(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+
+    async def _loaded_vectors(self, store: VectorStore, ids: Ids) -> tuple[Ids, Vectors]:
+        """Which of the passages still exist, as flags, and their vectors. Reads in pieces too, so a file may be removed
+        meanwhile; the next update then removes the rest of it."""
+        vectors = np.empty((len(ids), store.dimensions), np.float32)
+        is_there = np.ones(len(ids), bool)
+        for start in range(0, len(ids), _PIECE):
+            piece = slice(start, start + _PIECE)
+            work = partial(passages.load_vectors, store=store.number, ids=ids[piece], out=vectors[piece])
+            removed = await self._store.run(work)
+            is_there[[start + index for index in removed]] = False
+        return is_there, vectors if is_there.all() else vectors[is_there]
 
     async def _opened(self, name: str) -> Base | None:
         from weft.memory.index_file import DamagedIndexError, NoIndexError, open_graph
@@ -117,21 +170,26 @@ class StoreIndexes:
             # Not an error for the client: the vectors are in the database.
             path = self._folder / name
             with suppress(OSError):
-                os.replace(path, path.with_name(name + _DAMAGED))
-            message = f"The index {path} was damaged. It is set aside and made again."
+                os.replace(path, self._folder / _DAMAGED)
+            message = f"The index {path} was damaged. It is made again, and the file is now {_DAMAGED}."
             self._log("damaged_index", message, "warning")
             return None
 
+    def _merge_if_due(self, one: _Open, store: VectorStore) -> None:
+        may_merge = self._store.is_primary and self._has_usearch and time.monotonic() >= one.merges_from
+        if may_merge and one.merging is None and one.index.must_merge:
+            one.merging = asyncio.create_task(self._merge(one, store))
+
     async def _merge(self, one: _Open, store: VectorStore) -> None:
         """Makes a new base of all passages, in a thread, while searches use the old one."""
-        from weft.memory.index_file import DamagedIndexError, NoIndexError, open_graph, write_graph
+        from weft.memory.index_file import NoIndexError, open_graph, write_graph
         from weft.memory.vector_index import base_of, merged
 
         index, old = one.index, one.base_name
 
         def build() -> tuple[str, Base]:
             editable = None
-            if index.base is not None and old is not None:
+            if index.base is not None and old is not None and not index.is_mostly_removed:
                 editable = open_graph(self._folder, old, is_mapped=False)
             graph = merged(index, self._threads, editable)
             name = write_graph(graph, self._folder, store.id)
@@ -148,18 +206,16 @@ class StoreIndexes:
                 await asyncio.to_thread((self._folder / old).unlink, missing_ok=True)
         except NoIndexError:
             self._report_no_usearch()
-        except (
-            OSError,
-            StoreError,
-            DamagedIndexError,
-            FileNotFoundError,
-            MemoryError,
-            RuntimeError,
-        ) as error:
-            message = f"The index of {store.id} could not be merged ({type(error).__name__}: {error}); search is slower."
+        except Exception as error:  # such as a full disk, or no memory: searches go on with the old base
+            one.merges_from = time.monotonic() + _RETRY_SECONDS
+            message = (
+                f"The index of {store.id} could not be merged ({type(error).__name__}: {error}); search is slower. "
+                f"The next try is in {_RETRY_SECONDS:.0f} s at the earliest."
+            )
             self._log("index_not_merged", message, "warning")
         finally:
             one.merging = None
+        self._merge_if_due(one, store)  # passages may have been added or removed meanwhile
 
     def _report_no_usearch(self) -> None:
         if self._has_usearch:
@@ -182,7 +238,7 @@ class StoreIndexes:
         def remove(connection: Connection) -> None:
             named = vector_stores.index_files(connection)
             for entry in os.scandir(self._folder):
-                if entry.name not in named and not entry.name.endswith(_DAMAGED):
+                if entry.name not in named and entry.name != _DAMAGED:
                     os.unlink(entry.path)
 
         # A merge writes a file before the row names it.

@@ -29,11 +29,11 @@ class Ingest:
         self._reader = reader
         self._embedder = embedder
 
-    async def run(self, owner: str, file: AttachedFile) -> None:
-        """Ends with the file completed or failed, unless it was removed meanwhile. Raises StoreError or WeftError if it
-        should be tried again."""
+    async def run(self, owner: str, file: AttachedFile) -> int:
+        """Ends with the file completed or failed, unless it was removed meanwhile. Returns how many passages were
+        added. Raises StoreError or WeftError if it should be tried again."""
         try:
-            await self._add(owner, file)
+            return await self._add(owner, file)
         except DocumentError as error:
             await self._fail(file, FileError(error.code, str(error)))
         except StoreFullError as error:
@@ -44,12 +44,13 @@ class Ingest:
             if error.status != 400:
                 raise
             await self._fail(file, FileError("invalid_file", error.message))
+        return 0
 
-    async def _add(self, owner: str, file: AttachedFile) -> None:
+    async def _add(self, owner: str, file: AttachedFile) -> int:
         now = self._store.wall_clock()
         store = await self._store.run(lambda connection: rows.by_number(connection, file.store, now))
         if store is None:
-            return
+            return 0
         if (store.model, store.dimensions) != (self._embedder.name, self._embedder.spec.dimensions):
             raise DocumentError(other_model(store, self._embedder), "server_error")
         self._embedder.check_ready()  # raises before the document is read: reading costs much processor time
@@ -74,13 +75,14 @@ class Ingest:
             )
             size_of_piece = sum(len(one.text.encode()) for one in piece) + vectors.size * 2
             if not await self._add_piece(file, piece, vectors, size_of_piece):
-                return
+                return 0
             num_bytes += size_of_piece
         await self._store.run(
             lambda connection: rows.finish(
                 connection, file.number, "completed", num_bytes=num_bytes, num_passages=len(passages)
             )
         )
+        return len(passages)
 
     async def _add_piece(self, file: AttachedFile, piece: list[Passage], vectors: Vectors, size: int) -> bool:
         """Returns False if the file was removed or cancelled."""

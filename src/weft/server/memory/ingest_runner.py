@@ -52,12 +52,16 @@ class IngestRunner(StoreLoop):
             owner, file = next((one for one in waiting if one[0] > self._last_owner), waiting[0])
             self._last_owner = owner
             try:
-                await ingest.run(owner, file)
-                self._tries.pop(file.number, None)
+                num_passages = await ingest.run(owner, file)
             except StoreError:
                 raise
-            except (WeftError, ApiError) as error:
+            except Exception as error:
+                if not isinstance(error, WeftError | ApiError):
+                    self._log_mistake(error, "a file of a vector store was read")
                 await self._try_again(file, error)
+                return 0.0
+            self._tries.pop(file.number, None)
+            await self._indexes.passages_added(file.store, num_passages)
             return 0.0
         has_more = await self._store.run(lambda connection: passages.remove_leftovers(connection, now))
         return 0.0 if has_more else POLL_SECONDS
@@ -72,7 +76,11 @@ class IngestRunner(StoreLoop):
             await asyncio.sleep(_RETRY_SECONDS)
             return
         del self._tries[file.number]
-        failed = vector_stores.FileError("server_error", f"{tries} tries failed: {error}")
+        # The message of an unexpected exception may quote the file or this server's paths.
+        reason = (
+            str(error) if isinstance(error, WeftError | ApiError) else f"a mistake ({type(error).__name__})"
+        )
+        failed = vector_stores.FileError("server_error", f"{tries} tries failed: {reason}")
         await self._store.run(
             lambda connection: vector_stores.finish(connection, file.number, "failed", error=failed)
         )

@@ -5,7 +5,7 @@ A passage is visible while the row of its file is `completed`. Others are being 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -47,33 +47,29 @@ def add(connection: Connection, store: int, file: int, passages: Sequence[Passag
         connection.execute(f"INSERT INTO words_{store} (rowid, text) VALUES (?, ?)", words)
 
 
-def load(connection: Connection, store: int, files: Iterable[int] | None = None) -> Loaded:
-    """The ids of the passages of some files, or of all, in order."""
-    if files is None:
-        rows = connection.execute(
-            "SELECT id, file FROM passages WHERE store = ? AND file IN"
-            " (SELECT number FROM vector_store_files WHERE store = ? AND status = 'completed')",
-            (store, store),
-        ).fetchall()
-    else:
-        rows = []
-        for file in files:
-            rows += connection.execute(
-                "SELECT id, file FROM passages WHERE store = ? AND file = ?", (store, file)
-            )
+def load(connection: Connection, store: int, files: Sequence[int], count: int) -> tuple[Loaded, int]:
+    """The passages of the first files, until there are `count`; and how many files these are."""
+    rows: list[tuple[int, int]] = []
+    num_files = 0
+    while num_files < len(files) and len(rows) < count:
+        query = "SELECT id, file FROM passages WHERE store = ? AND file = ?"
+        rows += connection.execute(query, (store, files[num_files]))
+        num_files += 1
     pairs = np.array(rows, np.int64).reshape(-1, 2)
-    pairs = pairs[np.argsort(pairs[:, 0])]
-    return Loaded(np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1]))
+    return Loaded(np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])), num_files
 
 
-def load_vectors(connection: Connection, store: int, ids: Ids, dimensions: int) -> Vectors:
-    """The vectors of passages, in the order of `ids`, which are sorted."""
-    found = np.empty((len(ids), dimensions), np.float32)
+def load_vectors(connection: Connection, store: int, ids: Ids, out: Vectors) -> list[int]:
+    """Writes the vectors of passages to the rows of `out`. Returns the rows of passages that were removed."""
+    removed = []
     query = "SELECT vector FROM vectors WHERE store = ? AND passage = ?"
-    for index, passage_id in enumerate(ids):
-        [vector] = connection.execute(query, (store, int(passage_id))).fetchone()
-        found[index] = np.frombuffer(vector, STORED)
-    return found
+    for index, passage_id in enumerate(ids.tolist()):
+        row = connection.execute(query, (store, passage_id)).fetchone()
+        if row is None:
+            removed.append(index)
+        else:
+            out[index] = np.frombuffer(row[0], STORED)
+    return removed
 
 
 def by_words(

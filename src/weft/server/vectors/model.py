@@ -20,10 +20,10 @@ from weft.vectors import Vectors, np
 _ONE_TOKEN = SamplingParams(max_tokens=1)
 """The engine reports a vector with the one token that it samples. The token means nothing."""
 _ROOM_TOKENS = 1536
-"""Maximum tokens in the engine: those of the running step and of the next one. A text that arrives waits for them. With
-1,536, all-MiniLM-L6-v2 needs 3% more CPU time for a text than with 3,072, and the wait is half as long."""
+"""Maximum tokens in an engine that reports no other number (`BackendInfo.room_tokens`): those of the running step and of
+the next one. A text that arrives waits for them. With 1,536, all-MiniLM-L6-v2 needs 3% more CPU time for a text than with 3,072, and the wait is half as long."""
 _ROOM_BESIDE_ANSWERS = 512
-"""Replaces `_ROOM_TOKENS` while another engine generates answers on the same cores: they wait for each step."""
+"""Replaces that number while another engine generates answers on the same cores: they wait for each step."""
 _GROUP_TOKENS = 256
 _GROUP_INPUTS = 16
 """Inputs go to the engine in groups of at most this size. A larger group makes others wait longer."""
@@ -52,6 +52,7 @@ class VectorModel:
         self.engine = engine
         self.texts = texts
         self.vocabulary_size = engine.info.vocabulary_size
+        self._room_tokens = engine.info.room_tokens or _ROOM_TOKENS
         self.beside: EngineClient | None = None
         """An engine on the same cores that generates text. While it has answers to generate, the steps of this model are
         short, because each step of that engine waits for the end of one of this model."""
@@ -64,7 +65,7 @@ class VectorModel:
     def _max_tokens(self) -> int:
         """How many tokens may be in the engine."""
         has_answers = self.beside is not None and self.beside.num_unfinished > 0
-        return _ROOM_BESIDE_ANSWERS if has_answers else _ROOM_TOKENS
+        return _ROOM_BESIDE_ANSWERS if has_answers else self._room_tokens
 
     def check_ready(self) -> None:
         """Raises a 503 while the engine of the model is not ready or does not respond."""
