@@ -274,7 +274,7 @@ def one_request(path: Path, number: int = 1) -> None:
 
 
 def test_every_start_writes_a_new_log_and_keeps_the_older_ones(tmp_path: Path) -> None:
-    assert requests_of_logs(tmp_path, {number: 3600.0 for number in range(1, 9)}) == [8, 7, 6, 5, 4, 3]
+    assert requests_of_logs(tmp_path, dict.fromkeys(range(1, 9), 3600.0)) == [8, 7, 6, 5, 4, 3]
 
 
 def test_the_first_log_of_many_crashes_in_a_row_is_kept(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ import msgspec
 import pytest
 from in_process import InProcess, in_process
 from server_process import Server
-from vector_models import embedder_path, noop_embedder, noop_reranker
 
+from scripted_engine import ScriptedEngine, with_scripted_engine
 from weft.engine.ipc.remote_answer import RemoteAnswer
-from weft.request import InferenceRequest
+from weft.request import InferenceRequest, SamplingParams
 from weft.server.admission.keys import ApiKey
 from weft.server.api.batches import BatchRequest
 from weft.server.api.formats import FORMATS, OTHER_ROUTES
@@ -160,6 +160,8 @@ OUTPUTS = [{"type": "function_call_output", "call_id": f"t{n}", "output": ""} fo
 NAMESPACES = [{"type": "namespace", "name": f"n{n}", "tools": functions(type="function")} for n in range(8)]
 PREDICTION = {"type": "content", "content": [{"type": "text", "text": "the cat sat on a mat. "}] * 400}
 ALLOWED = [{"type": "function", "name": "f0"}] * 1024
+DOCUMENTS = [{"title": f"t{n}", "text": "x" * 100} for n in range(1024)]
+TEMPLATE_VALUES = {f"k{n}": ["x" * 10] * 200 for n in range(64)}
 OLLAMA_CALLS = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 1024}
 OLLAMA_RESULTS = [{"role": "tool", "tool_name": "g", "content": ""}] * 4000
 OLLAMA_STOPS = {"options": {"num_predict": 1, "stop": STOPS}}
@@ -171,6 +173,8 @@ EVERY_API: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "parts": {"messages": PARTS},
             "tools": {"tools": TOOLS},
             "a prediction for 128 answers": {"prediction": PREDICTION, "n": 128},
+            "documents": {"documents": DOCUMENTS},
+            "chat_template_kwargs": {"chat_template_kwargs": TEMPLATE_VALUES},
         },
     ),
     "/v1/messages": (
@@ -230,111 +234,83 @@ def test_the_cost_of_each_list_of_an_api_is_bounded_by_its_bytes(default_model_p
     with_server(default_model_path, lambda server: check_costs(server, path, base, lists), max_context=4096)
 
 
+OF_MANY_ANSWERS: dict[str, dict[str, Any]] = {
+    "tools": {"tools": TOOLS},
+    "allowed_tools": {
+        "tools": TOOLS,
+        "tool_choice": {
+            "type": "allowed_tools",
+            "allowed_tools": {
+                "mode": "auto",
+                "tools": [{"type": "function", "function": {"name": "f0"}}] * 1024,
+            },
+        },
+    },
+    "logit_bias": {"logit_bias": LISTS["logit_bias"]},
+    "stop_token_ids": {"stop_token_ids": LISTS["stop_token_ids"]},
+    "tools, logit_bias and stop_token_ids": {
+        "tools": TOOLS,
+        "logit_bias": LISTS["logit_bias"],
+        "stop_token_ids": LISTS["stop_token_ids"],
+    },
+    "documents": {"documents": DOCUMENTS},
+    "chat_template_kwargs": {"chat_template_kwargs": TEMPLATE_VALUES},
+}
+
+
+def test_the_cost_of_a_list_of_a_chat_does_not_multiply_with_its_answers(default_model_path: Path) -> None:
+    path = "/v1/chat/completions"
+    base = {**EVERY_API[path][0], "n": 128}
+    with_server(
+        default_model_path,
+        lambda server: check_costs(server, path, base, OF_MANY_ANSWERS, statuses=(200,)),
+        max_context=32768,
+    )
+
+
+def test_a_request_that_joins_a_long_answer_costs_no_more_than_one_that_joins_a_short_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_joins, body = 200, 100
+
+    async def join(engine: ScriptedEngine) -> None:
+        for number, count in enumerate((10, 100_000)):
+            params = SamplingParams(max_tokens=count + 1, temperature=0)
+            request = InferenceRequest((1, number), params)
+            await engine.client.submit(request, is_unbounded=True)
+            for _ in range(count):
+                engine.step()
+            await engine.client.submit(request, is_unbounded=True)
+            began = time.thread_time()
+            for _ in range(num_joins):
+                [late] = await engine.client.submit(request)
+                assert late.num_tokens == count
+            costs.append(time.thread_time() - began)
+            engine.step()
+
+    costs: list[float] = []
+    with_scripted_engine(monkeypatch, join)
+    short, long = costs
+    assert long < 2 * short + num_joins * body * _SECONDS_PER_BYTE, costs
+
+
 async def check_costs(
-    server: InProcess, path: str, base: dict[str, Any], lists: dict[str, dict[str, Any]]
+    server: InProcess,
+    path: str,
+    base: dict[str, Any],
+    lists: dict[str, dict[str, Any]],
+    statuses: tuple[int, ...] = (200, 400, 404),
 ) -> None:
     plain = [await cost(server, base, path=path, of_process=True) for _ in range(3)]
     for name, fields in lists.items():
         body = {**base, **fields}
-        listed = [
-            await cost(server, body, path=path, statuses=(200, 400, 404), of_process=True) for _ in range(2)
-        ]
+        listed = [await cost(server, body, path=path, statuses=statuses, of_process=True) for _ in range(2)]
         num_bytes = len(json.dumps(body))
         for index, process_name in enumerate(("the server", "the engine")):
             without, found = max(one[index] for one in plain), min(one[index] for one in listed)
             assert found < 2 * without + num_bytes * _SECONDS_PER_BYTE, (
                 f"{process_name} needs {found:.3f} s for {num_bytes} bytes with {name}, and {without:.3f} s without"
             )
-
-
-TEXTS = [
-    "a text of a hundred bytes, which is about as long as a short sentence in a page of a manual is. " + "."
-] * 2048
-IDS = [[5, 6, 7] * 10] * 2048
-QUERY = "why? " * 80_000
-DEEP: dict[str, Any] = {"type": "eq", "key": "a", "value": 1}
-for _ in range(6):
-    DEEP = {"type": "and", "filters": [DEEP] * 4}
-OF_VECTORS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
-    "/v1/embeddings": (
-        {"input": "x"},
-        {"texts": {"input": TEXTS}, "ids": {"input": IDS}, "one text": {"input": QUERY, "truncate": True}},
-    ),
-    "/api/embed": ({"input": "x"}, {"texts": {"input": TEXTS}, "one text": {"input": QUERY}}),
-    "/v1/rerank": (
-        {"query": "x", "documents": ["y"]},
-        {
-            "documents": {"documents": TEXTS},
-            "objects": {"documents": [{"text": one, "more": [1] * 10} for one in TEXTS]},
-            "a long query": {"documents": ["y"] * 2048, "query": QUERY},
-            "the same documents back": {"documents": TEXTS, "return_documents": True, "top_n": 2000},
-        },
-    ),
-    "/v1/score": (
-        {"text_1": "x", "text_2": ["y"]},
-        {
-            "texts": {"text_2": TEXTS},
-            "a long query": {"text_1": QUERY, "text_2": ["y"] * 2048},
-            "pairs": {"text_1": TEXTS, "text_2": TEXTS},
-        },
-    ),
-    "/v1/vector_stores": (
-        {},
-        {
-            "files": {"file_ids": ["FILE"] * 500},
-            "too many files": {"file_ids": ["FILE"] * 20_000},
-            "metadata": {"metadata": {f"{n}": "x" * 100 for n in range(9000)}},
-        },
-    ),
-    "/v1/vector_stores/STORE/search": (
-        {"query": "x"},
-        {
-            "queries": {"query": ["what? " * 100] * 16},
-            "too many queries": {"query": ["what?"] * 100_000},
-            "a long query": {"query": "what? " * 80_000},
-            "filters": {"query": "x", "filters": DEEP},
-            "values": {
-                "query": "x",
-                "filters": {"type": "in", "key": "a", "value": [str(n) for n in range(100_000)]},
-            },
-        },
-    ),
-    "/v1/vector_stores/STORE/file_batches": (
-        {"file_ids": ["FILE"]},
-        {
-            "files": {"file_ids": ["FILE"] * 500},
-            "objects": {
-                "file_ids": None,
-                "files": [
-                    {"file_id": "FILE", "attributes": {f"{n}": "x" * 100 for n in range(16)}}
-                    for _ in range(500)
-                ],
-            },
-            "too many": {"file_ids": ["FILE"] * 25_000},
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("path", OF_VECTORS)
-def test_the_cost_of_each_list_for_vectors_and_searches_is_bounded_by_its_bytes(
-    default_model_path: Path, path: str
-) -> None:
-    base, lists = OF_VECTORS[path]
-
-    async def work(server: InProcess) -> None:
-        form = (
-            b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nassistants\r\n'
-            b'--b\r\ncontent-disposition: form-data; name="file"; filename="a.txt"\r\n\r\nbees\r\n--b--\r\n'
-        )
-        kind = {b"content-type": b"multipart/form-data; boundary=b"}
-        file = json.loads((await server.send("/v1/files", form, more_headers=kind)).body)["id"]
-        store = json.loads((await server.send("/v1/vector_stores", b"{}")).body)["id"]
-        given = json.loads(json.dumps([base, lists]).replace("FILE", file))
-        await check_costs(server, path.replace("STORE", store), *given)
-
-    models = [noop_embedder(embedder_path()), noop_reranker(embedder_path())]
-    with_server(default_model_path, work, vector_models=models)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True}
 STALL_SECONDS = 6.0
 
 FAULTS = """
-import pathlib, subprocess, sys, threading, time
+import dataclasses, pathlib, subprocess, sys, threading, time
 
 if "weft.engine.ipc.process" in " ".join(sys.orig_argv):
     from weft.backends import noop
@@ -45,6 +45,9 @@ if "weft.engine.ipc.process" in " ".join(sys.orig_argv):
             fault.unlink()
         if kind == "stuck":
             wait_for_a_lock_that_is_never_released()
+        if kind == "hung":
+            while True:  # as a GPU driver waits
+                pass
         if kind == "slow":
             end = time.monotonic() + float(seconds)
             while time.monotonic() < end:
@@ -54,6 +57,12 @@ if "weft.engine.ipc.process" in " ".join(sys.orig_argv):
             subprocess.run([sys.executable, "-c", program, seconds])
         return finish(self, step)
 
+    def allocate_on_a_device(self, *arguments, **more):
+        return dataclasses.replace(allocate(self, *arguments, **more), device="a GPU")
+
+    allocate = noop.NoopBackend.allocate
+    if fault.with_name("device").exists():
+        noop.NoopBackend.allocate = allocate_on_a_device
     noop.NoopBackend._finish = finish_with_faults
     while fault.exists() and fault.read_text() == "broken":
         time.sleep(0.02)
@@ -185,6 +194,23 @@ def test_41_a_stuck_step_is_detected_and_the_log_names_the_function(
         [stalled] = watched.events("engine_stalled")
         assert "wait_for_a_lock_that_is_never_released" in stalled["traceback"]
         assert stalled["process_state"] == "S"
+
+
+def test_a_gpu_that_hangs_while_the_engine_waits_in_a_busy_loop_is_a_stall(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    """On a processor the same loop may be a slow step, and would have ten times as long."""
+    (tmp_path / "device").touch()
+    with watched_server(default_model_path, tmp_path, stall_seconds=6.0) as watched:
+        server, engine = watched.server, watched.server.engine_pid()
+        watched.fault.write_text("hung")
+        began = time.monotonic()
+        assert BackgroundRequest(server, **LONG).wait() == (503, "engine_stalled")
+        assert time.monotonic() - began < 55
+        wait_for(lambda: watched.status("/ready") == 200)
+        assert server.engine_pid() != engine and server.complete().status_code == 200
+        [stalled] = watched.events("engine_stalled")
+        assert "finish_with_faults" in stalled["traceback"]
 
 
 @pytest.mark.parametrize("fault", ["slow", "compiling"])

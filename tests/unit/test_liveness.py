@@ -65,8 +65,8 @@ class Engine:
         )
 
 
-def heartbeat(loop: int | None = None, reader: int | None = None) -> wire.Heartbeat:
-    return wire.Heartbeat(loop, reader, (11, 12, 13))
+def heartbeat(loop: int | None = None, reader: int | None = None, waits: bool = False) -> wire.Heartbeat:
+    return wire.Heartbeat(loop, reader, (11, 12, 13), waits)
 
 
 @pytest.fixture
@@ -140,6 +140,29 @@ def test_a_step_that_uses_cpu_time_forever_is_stuck_in_the_end(engine: Engine) -
     engine.live(10, heartbeat())
     engine.live(10 * STALL_SECONDS + 1, heartbeat(7), work=1.0)
     assert engine.verdict == "stalled"
+
+
+def test_a_busy_wait_for_a_gpu_is_stuck_after_stall_seconds(engine: Engine) -> None:
+    engine.live(10, heartbeat())
+    engine.live(STALL_SECONDS - 1, heartbeat(7, waits=True), work=1.0)
+    assert engine.verdict == "responding"
+    engine.live(2, heartbeat(7, waits=True), work=1.0)
+    assert engine.verdict == "stalled"
+
+
+def test_a_step_that_computes_before_it_waits_for_the_gpu_has_the_whole_time_to_wait(engine: Engine) -> None:
+    engine.live(10, heartbeat())
+    for _ in range(4):
+        engine.live(STALL_SECONDS - 1, heartbeat(7), work=1.0)
+        engine.live(STALL_SECONDS - 1, heartbeat(7, waits=True), work=1.0)
+        assert engine.verdict == "responding"
+
+
+def test_steps_on_a_gpu_that_end_are_no_stall_even_while_the_reader_works(engine: Engine) -> None:
+    """A long message: the reader makes no progress, but uses CPU time."""
+    for number in range(round(5 * STALL_SECONDS / CHECK_SECONDS)):
+        engine.live(CHECK_SECONDS, heartbeat(number, 3, waits=True), work=1.0)
+        assert engine.verdict == "responding"
 
 
 def test_a_start_may_take_any_time_as_long_as_it_uses_cpu_time(engine: Engine) -> None:

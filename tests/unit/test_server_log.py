@@ -8,7 +8,7 @@ import json
 import logging
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -167,7 +167,7 @@ def test_a_field_that_json_does_not_know_loses_one_line() -> None:
 
 def test_a_stream_that_fails_once_gets_the_later_lines() -> None:
     class Stream(io.StringIO):
-        failures = [MemoryError(), OSError(), TypeError()]
+        failures: ClassVar = [MemoryError(), OSError(), TypeError()]
 
         def write(self, text: str) -> int:
             if self.failures:

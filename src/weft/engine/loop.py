@@ -60,6 +60,8 @@ class EngineCore:
         self._max_failed_steps = max_failed_steps
         self._num_failed_steps = 0
         """Consecutive failed steps whose error belongs to no request."""
+        self.waits_for_device = False
+        """Whether the loop waits for a GPU. This wait may be a busy loop, and its CPU time is no work."""
 
     def run_plain(self) -> bool:
         """Plans a step, runs it, applies its result. Returns False if there was nothing to do."""
@@ -142,6 +144,7 @@ class EngineCore:
             raise WeftError(f"{self._num_failed_steps} steps in a row failed, the last with: {error}")
 
     def _result(self, step: InFlightStep) -> StepResult:
+        self.waits_for_device = bool(self.scheduler.info.device)
         try:
             result = step.handle.result()
         except Exception as error:
@@ -150,6 +153,8 @@ class EngineCore:
             with self._lock:
                 lost = self.scheduler.kv_cache.swaps_in_flight
             return StepResult(error=message, failed_swaps=dict.fromkeys(lost, message))
+        finally:
+            self.waits_for_device = False
         return _checked(result, step.plan)
 
 

@@ -364,6 +364,11 @@ class ServingEngine:
         stats = self.scheduler.stats
         return None if self._is_waiting else stats.steps + stats.steps_failed
 
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether the loop waits for a GPU now. Takes no lock, as `progress`."""
+        return self._core.waits_for_device
+
     def run_until_idle(self) -> None:
         """Runs until all submitted requests have ended."""
         while self.has_work:

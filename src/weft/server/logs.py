@@ -167,7 +167,9 @@ class ServerLog:
     def _write(self) -> None:
         """Runs in the writer thread."""
         while (line := self._lines.get()) is not None:
-            with suppress(Exception):  # closed stream, full disk, no memory: the server continues without this line
+            with suppress(
+                Exception
+            ):  # closed stream, full disk, no memory: the server continues without this line
                 self._stream.write(self._text(line))
                 if self._num_lost:
                     self._stream.write(self._lost_line())

@@ -3,6 +3,7 @@
 The process sends a heartbeat twice a second. A heartbeat shows progress if two threads made progress: the engine's loop
 is idle or has finished a step, and the reader is idle or has handled a message. If no heartbeat shows progress, the CPU
 time of the process is measured, then that of its children (compilers). A slow step uses CPU time, a stuck one does not.
+The wait for a GPU uses CPU time too, so the time of one wait is limited as if it used none.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ _GRACE_SECONDS = 0.6
 """CPU time is measured only after this long without progress. Heartbeats and checks are not synchronised, so one check
 without a new heartbeat is normal."""
 _SLOW_FACTOR = 10
-"""A loop that uses CPU time but finishes no step for this many `stall_seconds` is stuck. It may spin while it waits for
-the GPU, or loop forever."""
+"""A loop that uses CPU time but finishes no step for this many `stall_seconds` is stuck: it may loop forever."""
 _LEAST_WORK_SECONDS, _LEAST_WORK_SHARE = 0.05, 0.01
 """CPU time counts as progress only above these seconds plus this fraction of the quiet time. Idle threads of libraries
 wake up too and use a little CPU time."""
@@ -54,6 +54,8 @@ class Liveness:
         """Seconds since the process last made progress."""
         self._unfinished_seconds = 0.0
         """Time since the loop last finished a step or was idle."""
+        self._waiting_seconds = 0.0
+        """Time for which every heartbeat said that the loop waits for the GPU, without a finished step."""
         self._stall_seconds = stall_seconds
         self._clock = clock
         self._checked_at = clock()
@@ -69,7 +71,7 @@ class Liveness:
     @property
     def is_stalled(self) -> bool:
         return (
-            self.quiet_seconds >= self._stall_seconds
+            max(self.quiet_seconds, self._waiting_seconds) >= self._stall_seconds
             or self._unfinished_seconds >= _SLOW_FACTOR * self._stall_seconds
         )
 
@@ -79,6 +81,8 @@ class Liveness:
 
     def on_heartbeat(self, heartbeat: wire.Heartbeat) -> None:
         before, self._heartbeat = self._heartbeat, heartbeat
+        if not heartbeat.waits_for_device or before is None or before.loop != heartbeat.loop:
+            self._waiting_seconds = 0.0
         if before is None or (
             _has_advanced(before.loop, heartbeat.loop) and _has_advanced(before.reader, heartbeat.reader)
         ):
@@ -90,11 +94,13 @@ class Liveness:
         elapsed, self._checked_at = min(now - self._checked_at, 2 * CHECK_SECONDS), now
         if self._has_progress:
             self._has_progress = False
-            self.quiet_seconds = self._unfinished_seconds = 0.0
+            self.quiet_seconds = self._unfinished_seconds = self._waiting_seconds = 0.0
             self._work_before.clear()
             return
         self.quiet_seconds += elapsed
         self._unfinished_seconds += elapsed if self.is_started else 0.0
+        if self._heartbeat is not None and self._heartbeat.waits_for_device:
+            self._waiting_seconds += elapsed
         if self.quiet_seconds >= _GRACE_SECONDS and self._has_worked():
             self.quiet_seconds = 0.0
             self._work_before.clear()

@@ -77,6 +77,7 @@ class EngineProcess:
         self._ended: list[GenerationResult] = []
         self._progress: Callable[[], int | None] = lambda: 0
         """Progress of the loop; constant while the engine is being built."""
+        self._waits_for_device: Callable[[], bool] = lambda: False
         self._reader: threading.Thread | None = None
         self._num_read, self._is_reading = 0, False
         """Messages handled so far, and whether one is being handled now."""
@@ -98,6 +99,7 @@ class EngineProcess:
         except (Exception, StopIteration) as error:
             return self._fail(f"{type(error).__name__}: {error}", 1)
         self._progress = lambda: self._engine.progress
+        self._waits_for_device = lambda: self._engine.waits_for_device
         scheduler = self._engine.scheduler
         ready = wire.Ready(scheduler.info, scheduler.max_sequence_length, self._engine.live_info())
         self._outbox.send(ready)
@@ -235,7 +237,8 @@ class EngineProcess:
             reader = self._reader
             threads = (own_id, self._outbox.thread_id, *((reader.native_id or 0,) if reader else ()))
             reading = self._num_read if self._is_reading else None
-            self._outbox.send(wire.Heartbeat(self._progress(), reading, threads))
+            waits = self._waits_for_device()
+            self._outbox.send(wire.Heartbeat(self._progress(), reading, threads, waits))
             time.sleep(HEARTBEAT_SECONDS)
 
     # -- in the engine's thread

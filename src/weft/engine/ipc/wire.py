@@ -137,6 +137,8 @@ class Heartbeat(Message):
     reader: int | None
     threads: tuple[int, ...]
     """Kernel ids of the threads that pass messages. Their CPU time does not show that the loop makes progress."""
+    waits_for_device: bool = False
+    """Whether the loop waits for a GPU now."""
 
 
 class Ready(Message):
