@@ -14,7 +14,7 @@ class Fault(enum.Enum):
     KILLED_WORKER = "a worker process killed"
     NO_DESCRIPTORS = "the engine killed while the server has no descriptor left (EMFILE)"
     NO_FORK = "the engine killed while no process can be started (ENOMEM)"
-    FULL_DISK = "the engine's log cannot grow"
+    FULL_DISK = "the engine's log cannot grow (ENOSPC, or EFBIG where no file system can be mounted)"
     STALLED_READERS = "streams whose clients do not read"
     LEAVERS = "clients that disconnect while their body, text, template or grammar is processed"
     CLOCK_JUMP = "the wall clock jumps by days, both ways"
@@ -27,12 +27,13 @@ SHOWN_BY_HEALTH = {Fault.LONG_STOP, Fault.KILLED_ENGINE, Fault.NO_FORK, *OF_WEIG
 """After these faults `/health` must return 503 at least once, and 200 in the end. NO_DESCRIPTORS is missing: without
 descriptors the server may not accept the connection of a probe."""
 
-_OF_AN_ENGINE = frozenset({"engine_died", "engine_not_ready", "engine_stalled"})
-_OF_A_WORKER = frozenset({"failed", "engine_not_ready"})
+_OF_AN_ENGINE = frozenset({"engine_died", "engine_not_ready", "engine_stalled", "unnamed"})
+_OF_A_WORKER = frozenset({"failed", "engine_not_ready", "unnamed"})
 _EXPLAINED = {
-    Fault.BRIEF_STOP: frozenset({"engine_not_ready"}),
+    Fault.BRIEF_STOP: frozenset({"engine_not_ready", "unnamed"}),
+    Fault.CLOCK_JUMP: frozenset({"batch expired", "response_not_found"}),  # both expire by the wall clock
     Fault.KILLED_WORKER: _OF_A_WORKER,
-    Fault.NO_DESCRIPTORS: _OF_AN_ENGINE | _OF_A_WORKER | {"lost"},
+    Fault.NO_DESCRIPTORS: _OF_AN_ENGINE | _OF_A_WORKER | {"lost", "storage_failed"},
     Fault.NO_FORK: _OF_AN_ENGINE | _OF_A_WORKER,
     **dict.fromkeys((Fault.LONG_STOP, Fault.KILLED_ENGINE, *OF_WEIGHTS), _OF_AN_ENGINE),
 }

@@ -1,4 +1,4 @@
-"""Runs seeded faults against the real processes of a server: python fault_run.py --minutes 30 --seed 1
+"""Runs seeded faults against the real processes of a server, with tests/ in PYTHONPATH: fault_run.py --minutes 30 --seed 1
 
 Each run starts a server, keeps clients busy, and injects the faults of `fault_plan`. Every answer is checked as in
 `weft bench soak`. At the end every request has ended once, and each error is explained by a concurrent fault. `/health`
@@ -12,31 +12,28 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
-import http.client
-import itertools
 import json
 import os
-import random
 import resource
 import signal
-import socket
+import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+from fault_checks import Footprint, HealthPolls, footprint, is_open, send_and_stall
+from fault_clients import OTHER_CLIENTS, Failure, FaultClient
 from fault_plan import SHOWN_BY_HEALTH, Fault, Plan, Window, draw_plan
+from fault_state import run_state_faults
 from server_process import NOOP, Server, running_server
 
-from weft.bench.serve_stream import JunkError
 from weft.bench.soak import with_answers
-from weft.bench.soak_client import Ledger, Lost, SoakClient, Target, Violation
+from weft.bench.soak_client import Ledger, Target, Violation
 from weft.bench.soak_plan import NOOP as NOOP_SIZES
 from weft.bench.soak_plan import REAL as REAL_SIZES
 from weft.bench.soak_plan import Behaviour, draw_questions, wrong_questions
@@ -54,97 +51,7 @@ _NOTICE_SECONDS = 10.0
 """Limit for the time from a fault of the engine to a 503 of `/ready`. On an idle machine it takes 2 s."""
 _RECOVERY_SECONDS = 90.0
 _POLL_SECONDS = 0.05
-_ANSWER_SECONDS = 120.0
-_ESTABLISHED = "01"
-_NUMBERS = itertools.count()
-_ALWAYS_ALLOWED = ("slow_reader", "queue_full")
 _HERE = Path(__file__).parent
-
-
-@dataclass(frozen=True)
-class Poll:
-    began: float
-    ended: float
-    health: int
-    ready: int
-    """HTTP statuses; 0 if there was no response."""
-
-
-class HealthPolls:
-    """Polls `/health` and `/ready` from a thread, each time on a new connection."""
-
-    def __init__(self, port: int) -> None:
-        self.polls: list[Poll] = []
-        self._port = port
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._poll, daemon=True)
-
-    def __enter__(self) -> HealthPolls:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _poll(self) -> None:
-        while not self._is_over.wait(_POLL_SECONDS):
-            began = time.monotonic()
-            health, ready = (self._status(path) for path in ("/health", "/ready"))
-            self.polls.append(Poll(began, time.monotonic(), health, ready))
-
-    def _status(self, path: str) -> int:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
-        try:
-            connection.request("GET", path)
-            return connection.getresponse().status
-        except (OSError, http.client.HTTPException):
-            return 0
-        finally:
-            connection.close()
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A request that got an error, or whose connection was lost ("lost")."""
-
-    began: float
-    ended: float
-    code: str
-
-
-class FaultClient(SoakClient):
-    """A client of the soak benchmark. Errors are only recorded here, and judged when all faults are known."""
-
-    async def run_until(self, is_over: Callable[[], bool], failures: list[Failure]) -> None:
-        while not is_over():
-            conduct, began = self._behaviour.conduct(), time.monotonic()
-            code = None
-            try:
-                async with asyncio.timeout(_ANSWER_SECONDS):
-                    outcome = await self._run_request(conduct)
-                self._ledger.outcomes[conduct, outcome] += 1
-                code = outcome[len("error ") :] if outcome.startswith("error ") else None
-            except TimeoutError:
-                self._add_violation(conduct, f"no end after {_ANSWER_SECONDS:g} s")
-            except (Lost, OSError):
-                self._drop()
-                self._ledger.outcomes[conduct, "lost"] += 1
-                code = "lost"
-            except (Violation, JunkError, LookupError, TypeError, ValueError) as error:
-                self._add_violation(conduct, f"{type(error).__name__}: {error}")
-            if code is not None:
-                failures.append(Failure(began, time.monotonic(), code))
-                await asyncio.sleep(random.uniform(0.1, 0.4))
-        self._drop()
-
-    def _check_error(self, error: dict[str, Any], began: float) -> str:
-        code = str(error["code"])
-        return code if code in _ALWAYS_ALLOWED else f"error {code}"
-
-    async def _run_wrong_request(self, number: int) -> str:
-        outcome = await super()._run_wrong_request(number)
-        return outcome if outcome == "refused" else f"error {outcome}"
 
 
 @dataclass
@@ -159,10 +66,16 @@ class Run:
     packed: Path
     """The folder of packed weights."""
     polls: HealthPolls
+    disk: Path
+    """The folder of the engine's log."""
+    disk_is_small: bool
+    """Whether that folder is a file system of its own, which can be filled."""
     ledger: Ledger = field(default_factory=Ledger)
     failures: list[Failure] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    """Answered requests of the other APIs, by name."""
 
     @contextlib.contextmanager
     def fault(self, name: str, content: str) -> Iterator[None]:
@@ -267,6 +180,15 @@ class Run:
 
     async def _fill_disk(self, seconds: float) -> None:
         pid = await self.engine()
+        if self.disk_is_small:  # ENOSPC
+            filler = self.disk / "filler"
+            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(1 << 20))
+            await asyncio.sleep(seconds)
+            filler.unlink()
+            return
+        # EFBIG, where no file system can be mounted.
         soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
         await asyncio.sleep(seconds)
@@ -277,10 +199,10 @@ class Run:
         """Opens streams of megabytes and reads nothing: the server must close each of them."""
         body = {"prompt": [1], "max_tokens": 1500, "n": 4, "logprobs": 20, "stream": True, "ignore_eos": True}
         message = self.target.message("POST", "/v1/completions", json.dumps(body).encode())
-        connections = [await asyncio.to_thread(_send, self.server.port, message) for _ in range(3)]
+        connections = [await asyncio.to_thread(send_and_stall, self.server.port, message) for _ in range(3)]
         try:
             give_up_at = time.monotonic() + STALLED_READER_SECONDS + 60
-            while any(map(_is_open, connections)):
+            while any(map(is_open, connections)):
                 if time.monotonic() > give_up_at:
                     self.violations.append("a stream whose client does not read was never closed")
                     break
@@ -313,11 +235,13 @@ class Run:
         )[number % 4]
         path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
         message = self.target.message("POST", path, json.dumps({**fields, "max_tokens": 4}).encode())
+        # Drawn before the first wait: else the order of the draws would depend on the order of the connections.
+        cut = source.randrange(1, len(message)) if source.random() < 0.3 else len(message)
+        pause = source.uniform(0, 0.3)
         with contextlib.suppress(OSError):
             _, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
-            cut = source.randrange(1, len(message)) if source.random() < 0.3 else len(message)
             writer.write(message[:cut])
-            await asyncio.sleep(source.uniform(0, 0.3))
+            await asyncio.sleep(pause)
             writer.transport.abort()
 
     async def _damage_weights(self, fault: Fault) -> None:
@@ -374,76 +298,19 @@ class Run:
         return noticed
 
 
-def _send(port: int, message: bytes) -> socket.socket:
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.connect(("127.0.0.1", port))
-    connection.sendall(message)
-    return connection
-
-
-def _is_open(connection: socket.socket) -> bool:
-    """Whether the server has not closed the connection. Asks the kernel, since the client does not read."""
-    (_, own_port), (_, port) = connection.getsockname(), connection.getpeername()
-    lines = (line.split()[1:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
-    ends = (f":{port:04X}", f":{own_port:04X}", _ESTABLISHED)
-    return any((local[-5:], remote[-5:], state) == ends for local, remote, state in lines)
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Values that must return to the baseline: memory and descriptors of the HTTP process, and gauges of active
-    requests and KV blocks in use."""
-
-    mib: float
-    descriptors: int
-    gauges: tuple[float, ...]
-
-
-async def _footprint(server: Server) -> Footprint:
-    """Measured when all requests have ended and all worker processes run; two of these check grammars."""
-    number = next(_NUMBERS)
-    await asyncio.gather(
-        *(
-            asyncio.to_thread(httpx.post, f"{server.url}/v1/completions", json=fields, timeout=60)
-            for fields in (
-                {"prompt": "word " * 2_000, "max_tokens": 1},
-                {"prompt": "x", "max_tokens": 1, "user": "u" * 300_000},
-                *(
-                    {"prompt": "x", "max_tokens": 2, "guided_regex": f"[a-{end}]{{2,{900 + number}}}"}
-                    for end in "bcd"
-                ),
-            )
-        )
-    )
-    await asyncio.to_thread(server.chat)
-    await asyncio.to_thread(server.wait_until_free)
-    pid = server.process.pid
-    names = ("http_requests_open", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    gauges = await asyncio.to_thread(server.metrics, *names)
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    descriptors = _settled_descriptors(server)
-    return Footprint(pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20), await descriptors, tuple(gauges))
-
-
-async def _settled_descriptors(server: Server) -> int:
-    """Open descriptors without the two pipes of each worker process: the number of workers depends on the last
-    requests. Takes the minimum over two seconds, since closed connections disappear with a delay."""
-    counts = []
-    for _ in range(20):
-        num_open = len(os.listdir(f"/proc/{server.process.pid}/fd"))
-        counts.append(num_open - 2 * len(server.children()))
-        await asyncio.sleep(0.1)
-    return min(counts)
-
-
 @contextlib.asynccontextmanager
 async def _asking(run: Run) -> AsyncIterator[None]:
     is_over = False
     clients = [
         FaultClient(run.target, Behaviour(run.plan.seed, number), run.ledger) for number in range(CLIENTS)
     ]
-    tasks = [asyncio.create_task(client.run_until(lambda: is_over, run.failures)) for client in clients]
+    others = [
+        kind(run.server.url, run.ledger, Behaviour(run.plan.seed, CLIENTS + number), run.counts)
+        for number, kind in enumerate(OTHER_CLIENTS)
+    ]
+    tasks = [
+        asyncio.create_task(client.run_until(lambda: is_over, run.failures)) for client in (*clients, *others)
+    ]
     try:
         yield
     finally:
@@ -462,6 +329,24 @@ class Outcome:
     before: Footprint
     after: Footprint
     log: str
+    counts: dict[str, int]
+    """Answered requests of the other APIs, by name."""
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[bool]:
+    """Mounts a file system of 128 MiB at this new folder. False: that is not allowed, and the folder is a normal one."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs", str(folder)]
+    try:
+        is_mounted = subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:
+        is_mounted = False
+    try:
+        yield is_mounted
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 async def _run(plan: Plan, backend: str, work: Path) -> Outcome:
@@ -471,13 +356,17 @@ async def _run(plan: Plan, backend: str, work: Path) -> Outcome:
     (faults := work / "faults").mkdir()
     home = work / "home"
     options: dict[str, Any] = {**NOOP, "seconds_per_step": 0.002}
-    engine: dict[str, Any] = {"scheduler": {"policy": "adaptive"}, "log_path": str(work / "engine.log")}
+    engine: dict[str, Any] = {
+        "scheduler": {"policy": "adaptive"},
+        "log_path": str(work / "disk" / "engine.log"),
+    }
     if backend == "cpu":
         options = {"checkpoint": str(model), "max_context": 2048}
         engine["cache"] = {"num_blocks": 512}
     log = work / "server.log"
     environment = {"WEFT_FAULTS": str(faults), "WEFT_HOME": str(home)}
     with (
+        small_disk(work / "disk") as disk_is_small,
         log.open("w") as stderr,
         running_server(
             model,
@@ -502,17 +391,17 @@ async def _run(plan: Plan, backend: str, work: Path) -> Outcome:
             slow_questions=await with_answers(client, draw_questions(plan.seed, sizes, slow=True), known),
             wrong_questions=wrong_questions(8192),
         )
-        run = Run(server, plan, target, faults, home / "packed", polls)
+        run = Run(server, plan, target, faults, home / "packed", polls, work / "disk", disk_is_small)
         async with _asking(run):
             await asyncio.sleep(2.0)  # fills the caches of every process
-        before = await _footprint(server)
+        before = await footprint(server)
         async with _asking(run):
             for fault in plan.faults:
                 await asyncio.sleep(plan.source.uniform(0.3, 1.5))
                 await run.inject(fault)
             await asyncio.sleep(1.0)
         try:
-            after = await _footprint(server)
+            after = await footprint(server)
         except AssertionError as error:
             run.violations.append(f"not all requests ended: {error}")
             after = before
@@ -524,10 +413,13 @@ async def _run(plan: Plan, backend: str, work: Path) -> Outcome:
     if after.mib > before.mib + GROWN_MIB:
         violations.append(f"memory grew from {before.mib:.0f} to {after.mib:.0f} MiB")
     violations += _internal_errors(log)
-    requests = sum(run.ledger.outcomes.values())
+    requests = sum(run.ledger.outcomes.values()) + sum(run.counts.values())
+    if missing := {kind.__name__ for kind in OTHER_CLIENTS} - run.counts.keys():
+        violations.append(f"no request of {sorted(missing)} was answered")
     seconds = time.monotonic() - began
     return Outcome(
-        plan, backend, seconds, requests, violations, run.notice_seconds(), before, after, log.read_text()
+        *(plan, backend, seconds, requests, violations, run.notice_seconds(), before, after, log.read_text()),
+        counts=run.counts,
     )
 
 
@@ -548,12 +440,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the first run; later ones count up")
     parser.add_argument("--backend", choices=("noop", "cpu", "both"), default="both")
     arguments = parser.parse_args()
-    until, seed, bad = time.monotonic() + 60 * arguments.minutes, arguments.seed, 0
+    until, seed, failed_runs = time.monotonic() + 60 * arguments.minutes, arguments.seed, 0
     slowest: dict[str, float] = {}
     totals: Counter[str] = Counter()
     while time.monotonic() < until:
         backend = arguments.backend if arguments.backend != "both" else ("noop", "noop", "cpu")[seed % 3]
         outcome = run_faults(seed, backend)
+        violations = [*outcome.violations, *run_state_faults(seed)]
         for name, seconds in outcome.noticed.items():
             kind = name.split()[1]
             slowest[kind] = max(slowest.get(kind, 0.0), seconds)
@@ -562,11 +455,12 @@ def main() -> int:
             f"seed {seed} on {backend}: {len(outcome.plan.faults)} faults, {outcome.requests} requests, "
             f"{outcome.seconds:.0f} s, HTTP {outcome.before.mib:.0f} to {outcome.after.mib:.0f} MiB, "
             f"{outcome.before.descriptors} to {outcome.after.descriptors} descriptors, "
-            f"{len(outcome.violations)} violations",
+            f"{len(violations)} violations; other APIs: {outcome.counts}",
             flush=True,
         )
-        for violation in outcome.violations:
-            bad += 1
+        totals["violations"] += len(violations)
+        failed_runs += bool(violations)
+        for violation in violations:
             print(f"  violated: {violation}", flush=True)
         seed += 1
     print(
@@ -577,8 +471,14 @@ def main() -> int:
     late = [name for name in (Fault.LONG_STOP.name,) if slowest.get(name, 0.0) > NOTICED_SECONDS]
     for name in late:
         print(f"{name} was noticed after {slowest[name]:.2f} s; allowed: {NOTICED_SECONDS:g} s")
-    print(f"{totals['runs'] - bool(bad)} passed, {bad} failed" if bad else "no violation")
-    return 1 if bad or late else 0
+    print(summary(totals["runs"], failed_runs, totals["violations"]))
+    return 1 if failed_runs or late else 0
+
+
+def summary(runs: int, failed_runs: int, violations: int) -> str:
+    if not failed_runs:
+        return f"{runs} runs passed, no violation"
+    return f"{runs - failed_runs} runs passed, {failed_runs} failed, {violations} violations"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from weft.engine.ipc.launch import LaunchedEngine
 from weft.loading.checkpoint import open_checkpoint
 from weft.plan import BackendInfo
 from weft.server.app import ServerApp
+from weft.server.http.byte_budget import trim_often
 from weft.server.http.listener import FLUSH_SECONDS, Listener
 from weft.server.http.scope import OLLAMA_PORT
 from weft.server.logs import LibraryHandler, ServerLog
@@ -201,7 +202,7 @@ class _ServerRun:
                 exporter=exporter,
                 models=models,
             )
-            tasks = [asyncio.create_task(app.watch_loop())]
+            tasks = [asyncio.create_task(app.watch_loop()), asyncio.create_task(trim_often())]
             try:
                 await self._listen(app, tasks)
             finally:
