@@ -420,16 +420,23 @@ def kernels(
 @app.command("learned")
 def learned(
     model: Annotated[str, typer.Argument(help="Name or path.")] = "default",
-    requests: Annotated[int, typer.Option(help="Requests of each trace.")] = 200,
+    requests: Annotated[int, typer.Option(min=16, metavar="N", help="Requests of each trace.")] = 200,
+    trace: Annotated[str | None, typer.Option(metavar="NAME", help="Only this trace.")] = None,
+    streams: Annotated[int | None, typer.Option(metavar="1|8", help="Only one stream, or only 8.")] = None,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Store the figures there; a chart shows all of them.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw a chart as PNG.")] = None,
     json: AsJson = False,
 ) -> None:
-    """Time one stream with and without drafts from finished answers.
+    """Time requests with and without drafts from finished answers.
 
-    Three traces of similar requests and one of unrelated ones. Exit code 1: an answer differs.
+    Three traces of similar requests, for one stream and for 8, and one trace of unrelated requests. Exit code 1: an answer
+    differs, or a criterion was missed.
     """
     from benchmarks.learned import main as run
 
-    if not run(model, requests=requests, json=json):
+    if not run(model, requests=requests, trace=trace, streams=streams, keep=keep, plot=plot, as_json=json):
         raise typer.Exit(1)
 
 

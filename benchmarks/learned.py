@@ -1,184 +1,216 @@
-"""`python -m benchmarks learned`: how much faster a stream becomes with draft tokens from finished answers.
+"""`python -m benchmarks learned`: how much faster requests become with draft tokens from finished answers.
 
-Two engines run the same model, one of them keeps no answers. They answer every request of a trace in turn, since the
-speed of a shared machine changes from minute to minute. Only the time after the first token counts. Both engines must
-give the same answers, token for token. The traces are generated: nothing has to be downloaded.
+Two engines run the same model. One keeps finished answers; the other keeps none, as at a cold start. They get the same
+requests in turn, since the speed of a shared machine changes from minute to minute. Both must give the same answers,
+token for token. Between the measured requests only the first engine runs: it learns.
+
+One stream: tokens per second after the first token. 8 streams: tokens per second of a wave of 8 requests, prompts included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from benchmarks.peers_environment import (
+    PLOT,
+    PeerError,
+    clean_environment,
+    peers_directory,
+    python_of,
+    script,
+)
+from benchmarks.traces import TRACES, Trace
 from weft.bench.report import Check, machine, print_checks, print_json, print_line, print_table
+from weft.errors import InvalidRequestError
 from weft.llm import LLM
 from weft.request import GenerationResult, SamplingParams
 
-Messages = list[dict[str, Any]]
-
 MAX_TOKENS = 160
+STREAMS = (1, 8)
+BARS = {1: 1.6, 8: 1.2}
+"""How many times as fast the last quarter of related requests must be, by the number of streams."""
+UNRELATED_BAR = 0.98
+"""The same for each quarter of unrelated requests."""
 PARTS = 4
-RELATED_BAR, UNRELATED_BAR = 1.6, 0.98
-
-_NAMES = ("Anna", "Ben", "Carla", "David", "Elena", "Frank", "Gina", "Hans", "Iris", "Jack", "Kim")
-_GOODS = ("lamp", "chair", "kettle", "bicycle", "backpack", "clock", "radio", "blanket", "teapot", "camera")
-_PLACES = ("river", "mountain", "harbour", "train", "garden", "winter", "market", "doctor", "island")
-_FILE = """\
-class Account:
-    def __init__(self, owner, balance=0):
-        self.owner = owner
-        self.balance = balance
-
-    def deposit(self, amount):
-        self.balance += amount
-        return self.balance
-
-    def withdraw(self, amount):
-        if amount > self.balance:
-            raise ValueError("not enough money")
-        self.balance -= amount
-        return self.balance
-"""
-_EDITS = (
-    *(
-        "Add a docstring to each method.",
-        "Rename owner to holder.",
-        "Add type hints.",
-        "Add a method transfer.",
-    ),
-    *("Add a currency field.", "Log each deposit.", "Refuse negative amounts.", "Add __repr__."),
-)
-_COMMANDS = ("ls", "pwd", "cat notes.txt", "git status", "make test", "df -h", "whoami", "date")
-
-
-def _pick(values: tuple[str, ...], number: int, step: int) -> str:
-    return values[number * step % len(values)]
-
-
-def _templated(number: int) -> Messages:
-    """A request for a letter. All requests name the same form of letter."""
-    good, name = _pick(_GOODS, number, 1), _pick(_NAMES, number, 7)
-    form = "greeting, thanks, order details, delivery time of 3 days, return policy of 30 days, closing"
-    return _asked(f"Write a short email that confirms the order of a {good} to {name}. Use the form: {form}.")
-
-
-def _editing(number: int) -> Messages:
-    """A request to edit a file. All requests edit the same file."""
-    edit = f"{_pick(_EDITS, number, 3)} Version {number // len(_EDITS)}."
-    return _asked(f"Here is a file:\n```python\n{_FILE}```\n{edit} Print the whole new file.")
-
-
-def _agent(number: int) -> Messages:
-    """Turns of an agent that explains one command after another, with its history."""
-    messages: Messages = [{"role": "system", "content": "You are an agent that works in a shell."}]
-    for turn in range(number % 3):
-        command = _pick(_COMMANDS, number + turn, 5)
-        messages += [
-            {"role": "user", "content": f"Explain the command `{command}` and what to do next."},
-            {"role": "assistant", "content": f"I ran `{command}`. It ended with exit code 0."},
-        ]
-    command = _pick(_COMMANDS, number, 3)
-    return [*messages, {"role": "user", "content": f"Explain the command `{command}` and what to do next."}]
-
-
-def _unrelated(number: int) -> Messages:
-    place, good = _pick(_PLACES, number, 2), _pick(_GOODS, number, 3)
-    return _asked(f"Tell me fact number {number} about a {place} and a {good}.")
-
-
-def _asked(text: str) -> Messages:
-    return [{"role": "user", "content": text}]
-
-
-TRACES: dict[str, tuple[Callable[[int], Messages], float]] = {
-    "templated answers": (_templated, 0.0),
-    "edits of one file": (_editing, 0.0),
-    "turns of an agent": (_agent, 0.0),
-    "unrelated, temperature 0.8": (_unrelated, 0.8),
-}
-"""Requests by number, and the temperature."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The figures of one quarter of a trace."""
+    """The figures of the requests of one part of a trace."""
 
     trace: str
-    first: int
+    streams: int
+    name: str
     tokens: int
-    seconds_without: float
-    seconds_with: float
+    seconds_cold: float
+    seconds_warm: float
     learned_drafts: int
     learned_drafts_accepted: int
     is_same: bool
 
     @property
     def ratio(self) -> float:
-        return self.seconds_without / self.seconds_with
+        return self.seconds_cold / self.seconds_warm
 
 
-def main(model: str = "default", requests: int = 200, json: bool = False) -> bool:
-    """Measures and prints. False if an answer differs."""
-    parts = [part for trace in TRACES for part in measure(model, trace, requests)]
+def main(
+    model: str = "default",
+    *,
+    requests: int = 200,
+    trace: str | None = None,
+    streams: int | None = None,
+    keep: Path | None = None,
+    plot: Path | None = None,
+    as_json: bool = False,
+) -> bool:
+    """Measures and prints. False if an answer differs or a bar is missed."""
+    if trace is not None and trace not in {one.name for one in TRACES}:
+        names = ", ".join(one.name for one in TRACES)
+        raise InvalidRequestError(f"the trace is {trace!r}; allowed: {names}")
+    parts = [
+        part
+        for one in TRACES
+        for count in STREAMS
+        if trace in (None, one.name) and streams in (None, count) and (one.is_related or count == 1)
+        for part in measure(model, one, requests, count)
+    ]
+    found = checks(parts)
+    result = {"machine": machine(), "parts": [asdict(part) for part in parts], "checks": found}
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        (keep / f"{trace or 'all'}-{streams or 'all'}.json").write_text(json.dumps(result["parts"]))
+    if as_json:
+        print_json(result)
+    else:
+        print_table(
+            f"Tokens/s without and with draft tokens from finished answers ({requests} requests of each trace)",
+            ("trace", "streams", "requests", "tokens", "cold", "warm", "times", "learned drafts", "accepted"),
+            [_row(part) for part in parts],
+        )
+        print_checks(found)
+        print_line(machine())
+    if plot is not None:
+        kept = (
+            [one for path in sorted(keep.glob("*.json")) for one in json.loads(path.read_text())]
+            if keep
+            else []
+        )
+        _draw(kept or [asdict(part) for part in parts], plot)
+    return all(check.is_met for check in found)
+
+
+def checks(parts: list[Part]) -> list[Check]:
     is_same = all(part.is_same for part in parts)
-    checks = [Check("answers", "the same" if is_same else "some differ", "token for token", is_same)]
-    for part in parts[PARTS - 1 :: PARTS]:
-        bar = UNRELATED_BAR if part.trace.startswith("unrelated") else RELATED_BAR
-        measured = f"{part.ratio:.2f} times"
-        checks.append(Check(f"last quarter: {part.trace}", measured, f"{bar} times", part.ratio >= bar))
-    if json:
-        print_json({"machine": machine(), "parts": parts, "checks": checks})
-        return is_same
-    print_table(
-        f"One stream without and with drafts from finished answers, tokens/s after the first ({requests} requests)",
-        ("trace", "from request", "tokens", "without", "with", "ratio", "learned drafts", "accepted"),
-        [_row(part) for part in parts],
-    )
-    print_checks(checks)
-    print_line(machine())
-    return is_same
+    found = [Check("answers", "the same" if is_same else "some differ", "token for token", is_same)]
+    related = {one.name: one.is_related for one in TRACES}
+    for part in parts:
+        if related[part.trace] and part.name != "last":
+            continue
+        bar = BARS[part.streams] if related[part.trace] else UNRELATED_BAR
+        name = f"{part.trace}, streams: {part.streams}, {part.name}"
+        found.append(Check(name, f"{part.ratio:.2f} times", f"{bar} times", part.ratio >= bar))
+    return found
 
 
-def measure(model: str, trace: str, requests: int) -> list[Part]:
-    make, temperature = TRACES[trace]
-    parts = []
-    with LLM(model) as with_answers, LLM(model, max_learned_bytes=0) as without:
-        stats = with_answers.engine.scheduler.stats
-        for first in range(0, requests, -(-requests // PARTS)):
-            seconds, tokens, is_same = {with_answers: 0.0, without: 0.0}, 0, True
-            drafts, accepted = stats.learned_drafts, stats.learned_drafts_accepted
-            for number in range(first, min(requests, first + -(-requests // PARTS))):
-                answers: dict[LLM, GenerationResult] = {}
-                params = SamplingParams(max_tokens=MAX_TOKENS, temperature=temperature, seed=number)
-                for llm in (with_answers, without) if number % 2 else (without, with_answers):
-                    answers[llm] = llm.chat(make(number), params)
-                    seconds[llm] += answers[llm].decode_time
-                tokens += answers[with_answers].decode_steps
-                is_same = is_same and answers[with_answers].tokens == answers[without].tokens
-            parts.append(
-                Part(
-                    trace,
-                    first,
-                    tokens,
-                    seconds[without],
-                    seconds[with_answers],
-                    stats.learned_drafts - drafts,
-                    stats.learned_drafts_accepted - accepted,
-                    is_same,
-                )
-            )
+def measure(model: str, trace: Trace, requests: int, streams: int) -> list[Part]:
+    """The parts of a trace. Of related requests: the first tenth and the last quarter. Of unrelated ones: all quarters."""
+    quarter = max(1, requests // PARTS)
+    if trace.is_related:
+        ends = {max(1, requests // 10): "first", requests - quarter: "", requests: "last"}
+    else:
+        ends = {quarter * number: f"quarter {number}" for number in range(1, PARTS + 1)}
+    parts, first = [], 0
+    with LLM(model) as warm, LLM(model, max_learned_bytes=0) as cold:
+        replay = _Replay(trace, streams, warm, cold)
+        for end, name in ends.items():
+            parts += [replay.run(first, end, name)] if name else []
+            for number in range(first, end if not name else first, streams):
+                replay.learn(number)
+            first = max(first, end)
     return parts
+
+
+class _Replay:
+    """The streams of a trace, in waves: one request of each stream at a time."""
+
+    def __init__(self, trace: Trace, streams: int, warm: LLM, cold: LLM) -> None:
+        self._trace, self._warm, self._cold = trace, warm, cold
+        self._earlier: list[list[tuple[int, str]]] = [[] for _ in range(streams)]
+
+    def learn(self, first: int) -> None:
+        self._note(first, self._ask(self._warm, first)[0])
+
+    def run(self, first: int, end: int, name: str) -> Part:
+        stats = self._warm.engine.scheduler.stats
+        drafts, accepted = stats.learned_drafts, stats.learned_drafts_accepted
+        seconds, tokens, is_same = {self._warm: 0.0, self._cold: 0.0}, 0, True
+        for number, wave in enumerate(range(first, end, len(self._earlier))):
+            answers: dict[LLM, list[GenerationResult]] = {}
+            for llm in (self._warm, self._cold) if number % 2 else (self._cold, self._warm):
+                answers[llm], took = self._ask(llm, wave)
+                seconds[llm] += took
+            self._note(wave, answers[self._warm])
+            tokens += sum(answer.decode_steps for answer in answers[self._warm])
+            pairs = zip(answers[self._warm], answers[self._cold], strict=True)
+            is_same = is_same and all(one.tokens == other.tokens for one, other in pairs)
+        return Part(
+            self._trace.name,
+            len(self._earlier),
+            name,
+            tokens,
+            seconds[self._cold],
+            seconds[self._warm],
+            stats.learned_drafts - drafts,
+            stats.learned_drafts_accepted - accepted,
+            is_same,
+        )
+
+    def _ask(self, llm: LLM, first: int) -> tuple[list[GenerationResult], float]:
+        """The answers to one request of each stream, and the seconds they took."""
+        numbers = range(first, first + len(self._earlier))
+        asked = [self._trace.request(*one) for one in zip(numbers, self._earlier, strict=True)]
+        params = [
+            SamplingParams(max_tokens=MAX_TOKENS, temperature=self._trace.temperature, seed=number)
+            for number in numbers
+        ]
+        prompts = [llm.text.encode_chat(messages) for messages in asked]
+        started = time.perf_counter()
+        answers = llm.generate(prompts, params, show_progress=False)
+        took = time.perf_counter() - started
+        return answers, took if len(asked) > 1 else answers[0].decode_time
+
+    def _note(self, first: int, answers: list[GenerationResult]) -> None:
+        for stream, answer in enumerate(answers):
+            self._earlier[stream].append((first + stream, answer.text))
 
 
 def _row(part: Part) -> tuple[str, ...]:
     return (
         part.trace,
-        str(part.first),
+        str(part.streams),
+        part.name,
         f"{part.tokens:,}",
-        f"{part.tokens / part.seconds_without:.0f}",
-        f"{part.tokens / part.seconds_with:.0f}",
+        f"{part.tokens / part.seconds_cold:.0f}",
+        f"{part.tokens / part.seconds_warm:.0f}",
         f"{part.ratio:.2f}",
         f"{part.learned_drafts:,}",
         f"{part.learned_drafts_accepted / max(1, part.learned_drafts):.0%}",
     )
+
+
+def _draw(parts: list[dict[str, Any]], path: Path) -> None:
+    """A chart of the parts. matplotlib is in an environment of its own, as for `peers`."""
+    home = peers_directory()
+    home.mkdir(parents=True, exist_ok=True)
+    command = (str(python_of(PLOT, home, print_line)), str(script("plot_learned")), str(path))
+    done = subprocess.run(
+        command, input=json.dumps(parts).encode(), capture_output=True, env=clean_environment()
+    )
+    if done.returncode:
+        stderr = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        raise PeerError(f"the chart could not be drawn: {stderr[-1] if stderr else 'no error output'}")

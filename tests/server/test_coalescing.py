@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -46,9 +46,13 @@ def stopped_engine(server: Server) -> Iterator[None]:
         os.kill(engine, signal.SIGCONT)
 
 
-def ask(server: Server, **fields: Any) -> dict[str, Any]:
+def headers_of(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"authorization": f"Bearer {key}"}
+
+
+def ask(server: Server, key: str | None = None, **fields: Any) -> dict[str, Any]:
     """The answer, without its times."""
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=60, headers=headers_of(key)) as client:
         reply = client.post("/v1/completions", json=fields)
     assert reply.status_code == 200, reply.text
     body: dict[str, Any] = reply.json()
@@ -57,11 +61,11 @@ def ask(server: Server, **fields: Any) -> dict[str, Any]:
     return body
 
 
-def ask_together(server: Server, count: int, **fields: Any) -> list[dict[str, Any]]:
-    """Equal requests that are all in flight before the engine sees any of them."""
+def ask_together(server: Server, count: int, keys: Sequence[str] = (), **fields: Any) -> list[dict[str, Any]]:
+    """Equal requests that are all in flight before the engine sees any of them. `keys`: the key of each."""
     before = coalesced(server)
     with ThreadPoolExecutor(count) as threads, stopped_engine(server):
-        pending = [threads.submit(ask, server, **fields) for _ in range(count)]
+        pending = [threads.submit(ask, server, key, **fields) for key in keys or [None] * count]
         wait_for(lambda: coalesced(server) == before + count - 1)
     return [one.result() for one in pending]
 
@@ -70,8 +74,7 @@ class Stream:
     """The events of a streamed completion."""
 
     def __init__(self, server: Server, stack: ExitStack, key: str | None = None, **fields: Any) -> None:
-        headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        client = stack.enter_context(httpx.Client(base_url=server.url, timeout=60, headers=headers))
+        client = stack.enter_context(httpx.Client(base_url=server.url, timeout=60, headers=headers_of(key)))
         self._response = client.stream("POST", "/v1/completions", json={**LONG, **fields})
         self._lines = self._response.__enter__().iter_lines()
         self.text = ""
@@ -193,6 +196,69 @@ def test_55_keys_share_only_where_they_share_a_cache_salt(default_model_path: Pa
             streams.append(Stream(server, stack, key))
             streams[-1].read(10)
             assert server.metrics("num_requests_running", "requests_coalesced_total") == [running, shared]
+
+
+@pytest.fixture(scope="module")
+def team(default_model_path: Path) -> Iterator[Server]:
+    """A server with keys that share a cache salt. Tests read metrics with the key of the operator."""
+    keys = [
+        api_key("operator", admin=True),
+        *(api_key(name, cache_salt="team") for name in ("one", "two")),
+        api_key("poor", cache_salt="team", tokens_per_minute=24),
+        api_key("single", cache_salt="team", concurrent=1),
+    ]
+    headers = headers_of("operator")
+    with running_server(default_model_path, backend_options=SLOW, api_keys=keys, headers=headers) as running:
+        yield running
+
+
+def used(server: Server, key: str) -> float:
+    """The tokens that a key was charged."""
+    lines = server.client.get("/metrics").text.splitlines()
+    start = f'weft:key_tokens_total{{key="{key}"'
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(start))
+
+
+def test_each_key_of_joined_requests_is_charged_its_prompt_and_its_answer(team: Server) -> None:
+    body = {"prompt": [5] * 10, "max_tokens": 12, "ignore_eos": True, "seed": 5}
+    keys = ("one", "two", "two")
+    before = [used(team, key) for key in ("one", "two", "operator")]
+    computed = team.metric("step_tokens_total")
+    answers = ask_together(team, len(keys), keys, **body)
+    team.wait_until_free()
+    assert all(answer["choices"] == answers[0]["choices"] for answer in answers)
+    assert team.metric("step_tokens_total") - computed <= 10 + 12, "one prompt and one answer were computed"
+    after = [used(team, key) for key in ("one", "two", "operator")]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [22, 2 * 22, 0]
+
+
+def test_a_joined_request_takes_tokens_of_the_rate_of_its_key(team: Server) -> None:
+    body = {"prompt": [6] * 10, "max_tokens": 12, "ignore_eos": True, "seed": 5}
+    ask_together(team, 2, ("one", "poor"), **body)
+    refused = team.client.post("/v1/completions", json=body, headers=headers_of("poor"))
+    assert refused.status_code == 429 and "needs 22" in refused.json()["error"]["message"]
+    assert ask(team, "one", **body)["usage"]["completion_tokens"] == 12
+    team.wait_until_free()
+
+
+def test_joined_requests_count_for_the_limit_of_concurrent_requests(team: Server) -> None:
+    before = coalesced(team)
+    with ExitStack() as stack:
+        first = Stream(team, stack, "one")
+        text = first.read(20)
+        joined = Stream(team, stack, "single")
+        assert joined.read(20) == text and coalesced(team) == before + 1
+        refused = team.client.post("/v1/completions", json=LONG, headers=headers_of("single"))
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "rate_limit_exceeded"
+        other = Stream(team, stack, "two")
+        assert other.read(20) == text and coalesced(team) == before + 2
+        joined.leave()
+        wait_for(lambda: team.metric("http_requests_open") == 2)
+        again = Stream(team, stack, "single")
+        assert again.read(20) == text and coalesced(team) == before + 3
+        for stream in (first, other, again):
+            stream.leave()
+        team.wait_until_free()
 
 
 def test_55_coalescing_can_be_switched_off(default_model_path: Path) -> None:

@@ -562,10 +562,22 @@ MUTATIONS = (
         "] = index - 1",
     ),
     Mutation(
+        "an answer is resumed in the next one",
+        f"{PROPOSER}._find_resumed",
+        "if END in window:",
+        "if False and END in window:",
+    ),
+    Mutation(
+        "an answer is resumed one position off",
+        f"{PROPOSER}._find_resumed",
+        "index = found // _TOKEN_BYTES + length",
+        "index = found // _TOKEN_BYTES + length - 1",
+    ),
+    Mutation(
         "draft tokens of an answer go on past its end",
         f"{PROPOSER}.propose",
-        "list(takewhile(lambda token: token != END, found))",
-        "[max(token, 0) for token in found]",
+        "list(takewhile(lambda token: token != END, learned))",
+        "[max(token, 0) for token in learned]",
     ),
     Mutation(
         "draft tokens come from the wrong place of the prediction",

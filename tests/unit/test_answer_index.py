@@ -22,6 +22,7 @@ from weft.scheduling.answer_index import (
     MAX_SALTS,
     MAX_WAITING_TOKENS,
     PROMPT_TOKENS,
+    RESUMED_WINDOW,
     AnswerIndex,
     AnswerIndexes,
     AnswerRates,
@@ -137,6 +138,79 @@ def test_wrong_answers_do_not_lower_the_rate_of_the_own_text() -> None:
     index = indexes.of("")
     assert index is not None and index.rates[LENGTHS[-1]] < INITIAL_RATE == index.rates[LENGTHS[0]]
     assert proposer.own_rate == INITIAL_ACCEPTANCE and not proposer.has_match
+
+
+def following(answer: list[int], text: list[int], num_known: int = 4) -> tuple[AnswerIndexes, DraftProposer]:
+    """A sequence that gets the tokens of a text one after another, beside this finished answer."""
+    indexes, own = indexes_with(answer), text[:num_known]
+    proposer = DraftProposer(own, (), indexes)
+    proposer._next = proposer._find()
+    for token in text[num_known:]:
+        own.append(token)
+        proposer.update()
+    return indexes, proposer
+
+
+@pytest.mark.parametrize(
+    ("text", "proposal", "length"),
+    [
+        ([7, 8, 9, 10, 11, 99], (13, 14, 15), 0),
+        ([7, 8, 9, 10, 11, 99, 13, 14], (15, 16, 17), 0),
+        ([7, 8, 9, 10, 11, 99, 98, 12], (13, 14, 15), 1),
+        ([7, 8, 9, 10, 11, 99, 15], (16, 17, 18), 1),
+        ([7, 8, 9, 10, 11, 15], (16, 17, 18), 1),
+    ],
+    ids=["replaced", "goes on after a replaced token", "inserted", "replaced by fewer", "left out"],
+)
+def test_after_a_mismatch_the_answer_is_resumed_where_its_next_tokens_are(
+    text: list[int], proposal: tuple[int, ...], length: int
+) -> None:
+    _, proposer = following(ANSWER, text)
+    assert proposer.propose(3) == proposal
+    assert proposer.is_learned and proposer.match_length == length
+
+
+def test_an_answer_is_resumed_at_the_next_pair_of_tokens_before_a_single_one() -> None:
+    answer = [1, 2, 3, 4, 5, 60, 7, 61, 8, 64, 7, 8, 62, 63]
+    _, proposer = following(answer, [1, 2, 3, 4, 5, 99, 7, 8])
+    assert proposer.propose(2) == (62, 63) and proposer.match_length == 2
+
+
+def test_an_answer_is_resumed_within_a_window_and_before_its_end() -> None:
+    for gap, proposal in ((RESUMED_WINDOW - 3, (51,)), (RESUMED_WINDOW, ())):
+        far = [1, 2, 3, 4, 5, *range(1000, 1000 + gap), 50, 51]
+        indexes, proposer = following(far, [1, 2, 3, 4, 5, 99, 98, 50])
+        assert proposer.propose(4) == proposal
+        add(indexes, [50, 51, 52, 53, 54])
+    assert not following([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 99])[1].has_match, (
+        "nothing follows the last token"
+    )
+    indexes, own = indexes_with([1, 2, 3, 4, 5, 6, 7], [8, 50, 51, 52]), [1, 2, 3, 4]
+    proposer = DraftProposer(own, (), indexes)
+    proposer._next = proposer._find()
+    for token in (5, 99, 98, 50):
+        own.append(token)
+        proposer.update()
+    assert not proposer.has_match, "the next answer is another text"
+
+
+def test_a_resumed_answer_has_acceptance_rates_of_its_own() -> None:
+    indexes, proposer = following(ANSWER, [7, 8, 9, 10, 11, 99, 98])
+    rates = indexes.of("").rates  # type: ignore[union-attr]
+    assert rates[0] < INITIAL_RATE and rates[1] == rates[2] == rates[LENGTHS[0]] == INITIAL_RATE
+    assert not proposer.has_match, "one token is taken for a replaced one, not two in a row"
+
+
+def test_the_own_text_is_used_while_it_is_right_more_often_than_resumed_answers() -> None:
+    answer = [7, 8, 9, 10, 98, 12, 13, 14]
+    for rate, proposal in ((0.1, (31, 32)), (0.9, (13, 14))):
+        indexes, own = indexes_with(answer), [98, 99, 31, 32, 7, 8, 9, 10]
+        indexes.of("").rates[0] = rate  # type: ignore[union-attr]
+        proposer = DraftProposer(own, (), indexes)
+        proposer._next = proposer._find()
+        own += [98, 99]  # 98 as in the answer, and 99 in place of 12
+        proposer.update()
+        assert proposer.propose(2) == proposal
 
 
 def test_memory_is_bounded_and_the_salt_with_most_answers_pays() -> None:
@@ -360,4 +434,4 @@ def test_a_sequence_does_not_hold_an_index_that_was_dropped() -> None:
     assert indexes.of("") not in gc.get_referents(proposer)
     own.append(99)
     proposer.update()
-    assert not any(isinstance(one, (AnswerRates, array)) for one in gc.get_referents(proposer))
+    assert not any(isinstance(one, AnswerRates) for one in gc.get_referents(proposer))

@@ -13,6 +13,11 @@ from zlib import crc32
 
 LENGTHS = (12, 4)
 """Lengths of the indexed n-grams: a match has one of these lengths. The longest is tried first."""
+RESUMED_LENGTHS = (2, 1, 0)
+"""After a mismatch in an answer, so many of the last tokens must occur soon after it in that answer. 0: the next token is
+taken for a replaced one."""
+RESUMED_WINDOW = 64
+"""How many tokens of an answer are searched after a mismatch."""
 PROMPT_TOKENS = 12
 """An answer is indexed after this many last tokens of its prompt. They let a prompt find the beginning of an answer."""
 BYTES_PER_TOKEN = 224
@@ -21,7 +26,7 @@ BYTES_PER_INDEX = 4096
 """Memory of an index without tokens, rounded up.
 
 Not counted: the texts that wait, at most `MAX_WAITING_TOKENS` of 4 bytes, and the tokens of a dropped generation while a
-match in it goes on."""
+sequence runs that followed a text in it."""
 GENERATIONS = 8
 """A new generation begins when the newest one has this fraction of the tokens. A full index loses about as much."""
 MAX_WAITING_TOKENS = 1 << 16
@@ -77,7 +82,7 @@ class AnswerRates(dict[int, float]):
     """How often the next token of a match was right, by the length that was found."""
 
     def __init__(self) -> None:
-        super().__init__(dict.fromkeys(LENGTHS, INITIAL_RATE))
+        super().__init__(dict.fromkeys((*LENGTHS, *RESUMED_LENGTHS), INITIAL_RATE))
 
     def learn(self, length: int, is_right: bool) -> None:
         self[length] += LEARNING_RATE * (is_right - self[length])
@@ -109,7 +114,7 @@ class AnswerIndex:
     def end_text(self) -> None:
         self._generations[0].end_text()
 
-    def find(self, last: bytes) -> tuple[int, Sequence[int], int]:
+    def find(self, last: bytes) -> tuple[int, array[int], int]:
         """Looks for the end of `last`, the bytes of tokens. Returns the length of the match, the text that has it, and
         the index after it in that text. Length 0: there is none."""
         for length in LENGTHS:
@@ -122,7 +127,7 @@ class AnswerIndex:
                 index = generation.find(ngram, length, key)
                 if index >= 0 and generation.tokens[index] != END:
                     return length, generation.tokens, index
-        return 0, (), -1
+        return 0, array("i"), -1
 
     def drop_oldest(self) -> None:
         """Drops the oldest generation."""

@@ -139,8 +139,12 @@ class PlanChecker:
             )
 
     def _continues_an_answer(self, sequence: Sequence, drafts: Listing[int]) -> bool:
-        """Whether the shortest match, and then the draft tokens, occur in a completed sequence with the same salt."""
-        text = [*sequence.tokens[-LENGTHS[-1] :], *drafts]
+        """Whether the tokens that were found, and then the draft tokens, occur in a completed sequence with the same
+        salt."""
+        proposer = sequence.draft_proposer
+        if proposer is None or not proposer.is_learned:
+            return False
+        text = [*sequence.tokens[len(sequence.tokens) - proposer.match_length :], *drafts]
         return any(
             answer.tokens[index : index + len(text)] == text
             for answer in self._answers.get(sequence.request.cache_salt, ())
