@@ -45,6 +45,7 @@ from weft.server.http.byte_budget import RequestBytes
 from weft.server.http.guard import Guard
 from weft.server.http.scope import ANSWER, BODY, KEY
 from weft.server.internal import INTERNAL, InternalReply, InternalRequest, send_internal
+from weft.server.learned.answers import AnswerKeeper
 from weft.server.live.feed import LiveFeed
 from weft.server.live.held import requests_of_server
 from weft.server.logs import ServerLog, current_record
@@ -122,10 +123,15 @@ class ServerApp:
         self.plain_requests = PlainRequests(self, self.active_requests, self._bodies, self._loop_turns)
         folder = Path(settings.state_path).expanduser() if settings.state_path else home_directory() / "state"
         self.store = Store(folder, log.event)
+        self.answers = AnswerKeeper(settings, self.store, text.tokenizer, log.event)
+        self._metrics.feedback = self.answers
         self.tasks = Tasks(settings.max_requests, len(settings.api_keys))
         self.files = FileStore(self.store, settings.max_stored_bytes)
         self.live = LiveFeed(
-            self._name, engine, lambda: requests_of_server(self.active_requests, time.monotonic())
+            self._name,
+            engine,
+            lambda: requests_of_server(self.active_requests, time.monotonic()),
+            self.answers.shown,
         )
         self._batches = BatchRunner(self, self._metrics, log.event, lambda: self.is_draining)
         self.memory = DocumentMemory(
@@ -163,6 +169,7 @@ class ServerApp:
         """Ends the tasks and the worker processes, and closes the store."""
         await self.live.close()
         await self.tasks.close()
+        await self.answers.flush()
         await self._bodies.close()
         await self._preparer.close()
         await self.memory.close()
@@ -275,7 +282,7 @@ class ServerApp:
                 if at_once is not None:
                     outcome = []
                     return Response(at_once, 200, headers, media_type="application/json")
-                finish = partial(prepared.writer.finish, caller)
+                finish = partial(self._finish, prepared.writer, caller)
                 record.is_streamed = prepared.is_streamed
                 # Frees the body: only its tokens, and what the writer keeps, are needed from here on.
                 del body, api_request
@@ -374,7 +381,7 @@ class ServerApp:
         if parsed.is_search_pending:
             api_request = await answer_format.search(api_request, caller)
             parsed = await self._preparer.parse(answer_format, api_request, size, client_id)
-        return await self._preparer.prepare(
+        prepared = await self._preparer.prepare(
             answer_format,
             api_request,
             parsed,
@@ -385,6 +392,16 @@ class ServerApp:
             is_idle_work=active.is_idle_work,
             writer=writer,
         )
+        if getattr(api_request, "store", None) is not False:
+            active.choices.transcript = self.answers.begin(
+                active.key, caller.owner, active.id, parsed, prepared.requests, self._name, size
+            )
+        return prepared
+
+    async def _finish(self, writer: AnswerWriter, caller: Caller, choices: Choices) -> None:
+        """Runs after the last piece, before the last bytes are sent."""
+        await writer.finish(caller, choices)
+        self.answers.put(choices.transcript)
 
     async def _search(
         self,

@@ -268,6 +268,7 @@ class _ServerRun:
         )
         tasks.append(asyncio.create_task(app.run_batches()))
         tasks.append(asyncio.create_task(app.memory.run()))
+        tasks.append(asyncio.create_task(app.answers.run()))
         await self._stop.wait()
         # New requests now get a 503 with Retry-After. A refused connection would not tell the client when to retry.
         app.is_draining = True

@@ -55,11 +55,17 @@ class LiveFeed:
     """Owns the viewers and the pace. Without viewers it does nothing. Belongs to one event loop."""
 
     def __init__(
-        self, model: str, engine: EngineClient, requests_of_server: Callable[[], RequestsOfServer]
+        self,
+        model: str,
+        engine: EngineClient,
+        requests_of_server: Callable[[], RequestsOfServer],
+        feedback: Callable[[], dict[str, int] | None] = lambda: None,
     ) -> None:
+        """`feedback`: the numbers of kept responses and of feedback; None: no feedback is kept."""
         self._model = model
         self._engine = engine
         self._requests_of_server = requests_of_server
+        self._feedback = feedback
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -145,6 +151,7 @@ class LiveFeed:
                 "held": requests.held,
                 "num_held": requests.num_held,
                 "open": requests.num_open,
+                "feedback": self._feedback(),
             }
         )
         content = fields if frame is None else fields[:-1] + b"," + frame[1:]
