@@ -29,17 +29,36 @@ from weft.config import (
 from weft.engine.replay import ReplayDifference, replay
 from weft.engine.serving import ServingEngine
 from weft.errors import InvalidRequestError
+from weft.learned_costs import LearnedCosts
 from weft.request import (
     InferenceRequest,
     RequestState,
     SamplingParams,
 )
+from weft.scheduling.policy import StepCostModel
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ServingEngine]:
     path = tmp_path_factory.mktemp("log") / "run.jsonl"
     return path, record(path)
+
+
+def test_restored_costs_change_plans_and_are_replayed(tmp_path: Path) -> None:
+    """Without the event that restores them, the replay makes other plans."""
+    path = tmp_path / "run.jsonl"
+    model = StepCostModel()
+    for tokens in (4, 8, 16, 32) * 10:
+        model.learn(tokens, tokens, 0, 0, 0.05 * tokens)
+    costs = LearnedCosts.of(**model.sums)
+    record(path, watch=lambda engine, clock: engine.restore_costs(costs))
+    assert replay(str(path)).steps
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["event"] != "restore_costs"]
+    assert len(kept) == len(lines) - 1
+    path.write_text("".join(kept))
+    with pytest.raises(ReplayDifference, match="planned"):
+        replay(str(path))
 
 
 def test_a_recorded_run_with_preemption_cancels_and_faults_replays_exactly(

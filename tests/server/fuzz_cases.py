@@ -243,6 +243,8 @@ CASES: tuple[Case, ...] = (
     *(Case(path, method="GET") for path in ("/", "/tokenizer_info", "/health", "/ready", "/metrics", "/version")),
     *(Case(path, method="GET") for path in ("/openapi.json", "/docs", "/admin/requests")),
     Case("/admin/requests/none", method="DELETE"),
+    Case("/admin/learned", method="GET"),
+    Case("/admin/learned", method="DELETE"),
 )  # fmt: skip
 
 FIELDS = tuple({name for one in CASES for name in one.body or ()} | {

@@ -286,6 +286,12 @@ class Speculation:
                 self.costs.learn_gap(now - self._idle_since - seconds)
         self._idle_since = None if has_next else now
 
+    def seconds_saved(self, num_drafts: int, num_accepted: int, num_running: int) -> float:
+        """An estimate for one sequence of a step with `num_running`. An accepted draft token saves the sequence's part of
+        a step; each draft token costs a row."""
+        rows_saved = num_accepted * (self.costs.fixed_rows + num_running) / num_running
+        return (rows_saved - num_drafts) * self.costs.row_seconds
+
     def may_have_drafts(self, builder: PlanBuilder) -> bool:
         """Whether any sequence of the step can have draft tokens. A cheap test, made for every step."""
         if not self._max_draft_tokens or builder.prefills:

@@ -14,6 +14,7 @@ from operator import eq
 from weft.clock import Clock
 from weft.config import PriorityPolicy, SchedulerConfig
 from weft.errors import InvalidRequestError, id_in_use
+from weft.learned_costs import LearnedCosts
 from weft.metrics import SchedulerStats, StepSeconds
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import (
@@ -31,6 +32,7 @@ from weft.scheduling.budget import NO_LIMIT, TokenBudget
 from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.checks import check_request
 from weft.scheduling.deadlines import Deadlines
+from weft.scheduling.draft_tokens import Speculation
 from weft.scheduling.pending_plan import PendingPlan
 from weft.scheduling.plan_builder import PlanBuilder
 from weft.scheduling.planner import Planner
@@ -131,6 +133,19 @@ class ContinuousBatchScheduler:
     def is_retrying(self) -> bool:
         """Whether a failed step is retried in halves. Each half must succeed before the next step is planned."""
         return bool(self._retries) or (bool(self._in_flight) and self._in_flight[-1].is_retry)
+
+    @property
+    def speculation(self) -> Speculation:
+        return self._planner.speculation
+
+    def learned_costs(self) -> LearnedCosts:
+        """What steps cost, for a later run on this machine."""
+        return LearnedCosts.of(**self.cost_model.sums, **self.speculation.costs.means)
+
+    def restore_costs(self, costs: LearnedCosts) -> None:
+        """Begins with what an earlier run learned. The default of `LearnedCosts`: with nothing."""
+        self.cost_model.restore(costs)
+        self.speculation.costs.restore(costs)
 
     # ------------------------------------------------------------------ requests begin and end
 
@@ -379,6 +394,9 @@ class ContinuousBatchScheduler:
             if is_learned:
                 self.stats.learned_drafts += len(drafts)
                 self.stats.learned_drafts_accepted += index
+                self.stats.learned_seconds_saved += self.speculation.seconds_saved(
+                    len(drafts), index, len(plan.rows)
+                )
             sampled += 1 + len(drafts)
 
     def _commit_prefills(self, pending: PendingPlan, result: StepResult, now: float) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from weft.server.admission.active_requests import ActiveRequests
     from weft.server.api.answer_format import AnswerFormat
     from weft.server.learned.answers import AnswerKeeper
+    from weft.server.learned.keeper import LearnedKeeper
     from weft.server.live.feed import LiveFeed
     from weft.server.memory.document_memory import DocumentMemory
 
@@ -58,6 +59,11 @@ class Services(Protocol):
     @property
     def answers(self) -> AnswerKeeper:
         """The answers that are kept for feedback."""
+        ...
+
+    @property
+    def learned(self) -> LearnedKeeper:
+        """What engines learned."""
         ...
 
     @property

@@ -231,7 +231,25 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         END
         """,
     ),
+    (
+        # What engines learned. `kind`: costs; damaged: a row that could not be read. `name`: of what it is true. `owner`: ""
+        # for what belongs to no key. `checksum` is the CRC-32 of `content`.
+        """
+        CREATE TABLE learned (
+            id TEXT PRIMARY KEY,
+            kind TEXT NOT NULL,
+            name TEXT NOT NULL,
+            owner TEXT NOT NULL,
+            created_at REAL NOT NULL,
+            updated_at REAL NOT NULL,
+            expires_at REAL NOT NULL,
+            version INTEGER NOT NULL,
+            checksum INTEGER NOT NULL,
+            content BLOB NOT NULL
+        ) WITHOUT ROWID
+        """,
+    ),
 )
 
-EXPIRING = ("responses", "kept_answers")
+EXPIRING = ("responses", "kept_answers", "learned")
 """Tables whose rows are deleted at their `expires_at`."""
