@@ -81,7 +81,10 @@ def test_a_damaged_row_is_set_aside_with_a_warning_and_the_server_starts(
     with learning_server(default_model_path, state) as server:
         learn(server)
     with sqlite3.connect(state / "state.db") as database:
-        database.execute("UPDATE learned SET content = substr(content, 1, 40)")
+        # Still JSON: only the checksum tells.
+        database.execute(
+            """UPDATE learned SET content = CAST(replace(CAST(content AS TEXT), '"steps":', '"steps":1') AS BLOB)"""
+        )
         database.execute(
             "INSERT INTO learned SELECT 'costs::other', kind, 'other', owner, created_at, updated_at, expires_at, 999, "
             "checksum, content FROM learned"
@@ -126,13 +129,19 @@ def test_the_command_and_the_metrics_show_what_was_learned_and_clear_forgets_it(
         show(server.url, "boss", False)
         shown = capsys.readouterr().out
         assert "costs   " in shown and "test-model on " in shown and "ms a step" in shown
+        assert server.complete(PROMPT, max_tokens=60).status_code == 200
         [drafts] = entries(server, "drafts")
+        assert drafts["tokens"] > 40 and drafts["bytes"] > drafts["tokens"]
+        show(server.url, "boss", False)
+        shown = capsys.readouterr().out
         figures = ("learned_tokens", "learned_bytes", "learned_seconds_saved")
         assert server.metrics(*figures) == [drafts["tokens"], drafts["bytes"], drafts["seconds_saved"]]
         assert f"drafts  {drafts['tokens']:,} tokens, {drafts['bytes']:,} bytes; " in shown
         clear(server.url, "boss", False)
         assert capsys.readouterr().out == "1 entries deleted\n"
         assert entries(server) == []
+        [drafts] = entries(server, "drafts")
+        assert drafts["tokens"] == drafts["bytes"] == 0
         learn(server)  # it is learned and kept again
         with pytest.raises(WeftError, match="admin key"):
             show(server.url, "ann", False)
@@ -154,3 +163,27 @@ def test_a_store_that_cannot_be_written_stops_nothing(default_model_path: Path, 
 
         wait_for(is_logged)
     assert log.read_text().count('"learned_not_kept"') == 1
+
+
+def test_keys_with_other_salts_share_no_finished_answers(default_model_path: Path, tmp_path: Path) -> None:
+    """The same text from two keys, measured by counters: draft tokens come from answers to the same key alone."""
+    more = {
+        "api_keys": [api_key("ann"), api_key("bob"), api_key("boss", admin=True)],
+        "headers": {"Authorization": "Bearer boss"},
+        "backend_options": {**NOOP, "fixed_cost_rows": 100.0},
+    }
+    with learning_server(default_model_path, tmp_path / "state", **more) as server:
+
+        def learned_drafts(key: str) -> float:
+            """Those of an answer to this key."""
+            name = "spec_decode_num_learned_draft_tokens_total"
+            before = server.metric(name)
+            body = {"prompt": "Hello", "max_tokens": 60, "seed": 1, "ignore_eos": True}
+            headers = {"Authorization": f"Bearer {key}"}
+            assert server.client.post("/v1/completions", json=body, headers=headers).status_code == 200
+            return server.metric(name) - before
+
+        assert learned_drafts("ann") == 0
+        assert learned_drafts("ann") > 0
+        assert learned_drafts("bob") == 0
+        assert learned_drafts("bob") > 0

@@ -94,6 +94,12 @@ def test_the_default_forgets_everything() -> None:
     assert not forgetful.cost_model.is_ready
 
 
+def test_a_scheduler_whose_numbers_make_no_sense_keeps_nothing() -> None:
+    spoilt = scheduler()
+    spoilt.cost_model.learn(1, 1, 0, 0, math.inf)
+    assert spoilt.learned_costs() == LearnedCosts()
+
+
 def test_restored_draft_costs_stay_within_their_limits() -> None:
     costs = DecodeCosts(4.0)
     costs.restore(LearnedCosts(fixed_rows=1e9, mean_rows=2, mean_seconds=0.01))

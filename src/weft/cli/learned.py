@@ -37,9 +37,9 @@ def show(url: Url = DEFAULT_URL, api_key: Key = None, json: AsJson = False) -> N
 
 @learned_app.command("clear")
 def clear(url: Url = DEFAULT_URL, api_key: Key = None, json: AsJson = False) -> None:
-    """Forget the costs of steps, in the store and in the running engine.
+    """Forget the costs of steps, in the store and in the running engine, and its finished answers.
 
-    Finished answers are in memory only: a restart forgets them. With keys it needs an admin key.
+    It learns again from the next requests. With keys it needs an admin key.
     """
     from weft.cli.batch_command import BatchClient, print_json
 

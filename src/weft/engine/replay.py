@@ -144,6 +144,10 @@ class _RecordingScheduler(ContinuousBatchScheduler):
         super().restore_costs(costs)
         self._write("restore_costs", costs=_plain(costs))
 
+    def forget_answers(self) -> None:
+        super().forget_answers()
+        self._write("forget_answers")
+
     def schedule(self) -> IterationPlan | None:
         plan = super().schedule()
         self._write("plan", plan=None if plan is None else describe(plan))
@@ -327,6 +331,8 @@ def _replay_event(
         scheduler.fail_request(RequestId(event["id"]), _failure_from(event["failure"]))
     elif kind == "restore_costs":
         scheduler.restore_costs(LearnedCosts.of(**event["costs"]))
+    elif kind == "forget_answers":
+        scheduler.forget_answers()
     elif kind == "plan":
         plan = scheduler.schedule()
         planned = None if plan is None else json.loads(json.dumps(describe(plan)))

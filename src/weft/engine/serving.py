@@ -444,6 +444,12 @@ class ServingEngine:
         with self._lock:
             self.scheduler.restore_costs(costs)
 
+    def forget_learned(self) -> None:
+        """Forgets the costs of steps and all finished answers."""
+        with self._lock:
+            self.scheduler.restore_costs(LearnedCosts())
+            self.scheduler.forget_answers()
+
     def metrics(self) -> ServingMetrics:
         with self._lock:
             return self._metrics.metrics(self._clock())

@@ -255,7 +255,8 @@ class Speculation:
     def __init__(self, config: SchedulerConfig, info: BackendInfo) -> None:
         self._max_draft_tokens = config.max_draft_tokens if info.fixed_cost_rows else 0
         self.costs = DecodeCosts(info.fixed_cost_rows)
-        self.answers = AnswerIndexes(config.max_learned_bytes if self._max_draft_tokens else 0)
+        self._max_learned_bytes = config.max_learned_bytes if self._max_draft_tokens else 0
+        self.answers = AnswerIndexes(self._max_learned_bytes)
         self._idle_since: float | None = None
         """When the last step ended. None: the next step was planned before that."""
         self._block_size = info.block_size
@@ -277,6 +278,10 @@ class Speculation:
         """Keeps the tokens of a completed answer for later sequences with the same cache salt."""
         request = sequence.request
         self.answers.add(request.cache_salt, sequence.tokens, len(request.prompt))
+
+    def forget_answers(self) -> None:
+        """Drops all finished answers. Running sequences use those that they know until they end."""
+        self.answers = AnswerIndexes(self._max_learned_bytes)
 
     def learn(self, plan: IterationPlan, seconds: float | None, now: float, has_next: bool) -> None:
         """Learns from a step that ended `now`. `has_next`: the next step was planned before that."""

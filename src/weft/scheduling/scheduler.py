@@ -139,13 +139,20 @@ class ContinuousBatchScheduler:
         return self._planner.speculation
 
     def learned_costs(self) -> LearnedCosts:
-        """What steps cost, for a later run on this machine."""
-        return LearnedCosts.of(**self.cost_model.sums, **self.speculation.costs.means)
+        """What steps cost, for a later run on this machine. Nothing if the numbers make no sense."""
+        try:
+            return LearnedCosts.of(**self.cost_model.sums, **self.speculation.costs.means)
+        except ValueError:
+            return LearnedCosts()
 
     def restore_costs(self, costs: LearnedCosts) -> None:
         """Begins with what an earlier run learned. The default of `LearnedCosts`: with nothing."""
         self.cost_model.restore(costs)
         self.speculation.costs.restore(costs)
+
+    def forget_answers(self) -> None:
+        """Drops the finished answers from which draft tokens are taken."""
+        self.speculation.forget_answers()
 
     # ------------------------------------------------------------------ requests begin and end
 

@@ -193,6 +193,10 @@ class EngineClient:
         """Requests that are submitted later are planned with these costs."""
         self._send(wire.Restore(costs))
 
+    def forget_learned(self) -> None:
+        """Makes the engine forget the costs of steps and all finished answers."""
+        self._send(wire.Forget())
+
     async def live_frame(self) -> tuple[bytes, float]:
         """A `weft.live.LiveFrame` as JSON, and the CPU seconds that it took. Waits without limit for a silent engine,
         so that no step and no event is lost. Raises when the engine's process ends."""

@@ -161,6 +161,8 @@ class EngineProcess:
             self._outbox.send(wire.Learned(message.number, self._engine.learned_costs()))
         elif isinstance(message, wire.Restore):
             self._engine.restore_costs(message.costs)
+        elif isinstance(message, wire.Forget):
+            self._engine.forget_learned()
         elif isinstance(message, wire.Stop):
             self._engine.stop()
 

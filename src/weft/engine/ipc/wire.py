@@ -132,12 +132,26 @@ class Restore(Message):
     costs: LearnedCosts
 
 
+class Forget(Message):
+    """Forgets what was learned."""
+
+
 class Stop(Message):
     pass
 
 
 ToEngine = (
-    Start | Submit | Cancel | Finish | DropDeadline | GetMetrics | GetLive | GetLearned | Restore | Stop
+    Start
+    | Submit
+    | Cancel
+    | Finish
+    | DropDeadline
+    | GetMetrics
+    | GetLive
+    | GetLearned
+    | Restore
+    | Forget
+    | Stop
 )
 
 

@@ -64,8 +64,8 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         errors=(403, 503),
     ),
     ("delete", "/admin/learned"): Operation(
-        "Forget the costs of steps",
-        f"In the store and in the engine, which learns them again. {_ACCESS}",
+        "Forget what was learned",
+        f"The costs of steps, in the store and in the engine, and finished answers. {_ACCESS}",
         "Administration",
         LearnedDeleted,
         errors=(403, 503),

@@ -121,10 +121,10 @@ class LearnedKeeper:
         return await self.store.run(read)
 
     async def clear(self) -> int:
-        """Deletes what is kept, also in the engine. Returns the number of rows."""
+        """Deletes what is kept, and what the engine learned. Returns the number of rows."""
         count: int = await self.store.run(lambda connection: table.clear(connection, table.COSTS))
         self._costs.clear()
-        self._engine.restore_costs(LearnedCosts())
+        self._engine.forget_learned()
         return count
 
     async def _read(self) -> None:
