@@ -223,6 +223,8 @@ class SchedulerStats:
     learned_drafts: int = 0
     """Of the draft tokens, those from finished answers."""
     learned_drafts_accepted: int = 0
+    learned_seconds_saved: float = 0.0
+    """An estimate: seconds of steps that these saved, less what the rejected ones cost."""
     preemptions_by_recompute: int = 0
     preemptions_by_swap: int = 0
     preemptions_for_memory: int = 0
@@ -277,6 +279,9 @@ class ServingMetrics:
     """None: the cache has one tier. Then the fields below are None too."""
     store_blocks: BlockStates | None = None
     store_evictions: Evictions | None = None
+    learned_tokens: int = 0
+    """Tokens of finished answers in the index of learned draft tokens."""
+    learned_bytes: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -441,6 +446,18 @@ ENGINE_SERIES = (
         "totals.learned_drafts_accepted",
         "counter",
         "Draft tokens from finished answers that were accepted.",
+    ),
+    EngineSeries(
+        "learned_seconds_saved",
+        "totals.learned_seconds_saved",
+        "gauge",
+        "Estimated seconds that draft tokens from finished answers saved since the engine started.",
+    ),
+    EngineSeries(
+        "learned_tokens", "learned_tokens", "gauge", "Tokens of finished answers that drafts are taken from."
+    ),
+    EngineSeries(
+        "learned_bytes", "learned_bytes", "gauge", "Bytes of finished answers that drafts are taken from."
     ),
     EngineSeries(
         "kv_cache_tail_tokens",

@@ -29,17 +29,57 @@ from weft.config import (
 from weft.engine.replay import ReplayDifference, replay
 from weft.engine.serving import ServingEngine
 from weft.errors import InvalidRequestError
+from weft.learned_costs import LearnedCosts
 from weft.request import (
     InferenceRequest,
     RequestState,
     SamplingParams,
+    numbered_ids,
 )
+from weft.scheduling.policy import StepCostModel
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ServingEngine]:
     path = tmp_path_factory.mktemp("log") / "run.jsonl"
     return path, record(path)
+
+
+def test_restored_costs_change_plans_and_are_replayed(tmp_path: Path) -> None:
+    """Without the event that restores them, the replay makes other plans."""
+    path = tmp_path / "run.jsonl"
+    model = StepCostModel()
+    for tokens in (4, 8, 16, 32) * 10:
+        model.learn(tokens, tokens, 0, 0, 0.05 * tokens)
+    costs = LearnedCosts.of(**model.sums)
+    record(path, watch=lambda engine, clock: engine.restore_costs(costs))
+    assert replay(str(path)).steps
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["event"] != "restore_costs"]
+    assert len(kept) == len(lines) - 1
+    path.write_text("".join(kept))
+    with pytest.raises(ReplayDifference, match="planned"):
+        replay(str(path))
+
+
+@pytest.mark.parametrize("is_forgetful", [False, True])
+def test_forgotten_answers_give_no_drafts_and_are_replayed(tmp_path: Path, is_forgetful: bool) -> None:
+    """The noop backend gives the same answer to the same prompt and seed, so the second one has learned draft tokens."""
+    path = tmp_path / "run.jsonl"
+    backend = NoopBackend(fixed_cost_rows=100.0)
+    config = ServingEngineConfig(log_path=str(path))
+    engine = ServingEngine(backend, config, clock=VirtualClock(), new_id=numbered_ids())
+    for _ in range(2):
+        engine.submit(InferenceRequest(tuple(range(20)), SamplingParams(max_tokens=60, seed=1)))
+        engine.run_until_idle()
+        assert engine.metrics().learned_tokens > 0
+        if is_forgetful:
+            engine.forget_learned()
+            assert engine.metrics().learned_tokens == 0
+    engine.stop()
+    stats = engine.stats()[0]
+    assert (stats.learned_drafts_accepted > 0) is not is_forgetful
+    assert replay(str(path)).requests == 2
 
 
 def test_a_recorded_run_with_preemption_cancels_and_faults_replays_exactly(

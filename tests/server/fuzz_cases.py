@@ -232,6 +232,10 @@ CASES: tuple[Case, ...] = (
     Case("/v1/responses", {**_RESPONSE, "tools": [_FILE_SEARCH], "include": ["file_search_call.results"]}),
     Case("/v1/responses", {**_RESPONSE, "tools": [_FILE_SEARCH], "stream": True}),
     Case("/v1/chat/completions", {**CHAT, "tools": [{"type": "file_search", "file_search": _FILE_SEARCH}]}),
+    *(Case("/v1/feedback", {"response_id": "RESPONSE", "score": score, "index": 0, "correction": "x", "labels": ["a", "b"]}) for score in (1, -0.5)),
+    *_gets("/v1/feedback", "?limit=2&order=asc", "?after=RESPONSE", "?key=*", "?limit=0"),
+    *_gets("/v1/feedback/statistics", "?key=x"),
+    Case("/v1/feedback?key=none", method="DELETE"),
     # Without a number of frames, the stream would have no end.
     *(Case(f"/live?frames={count}", method="GET") for count in (1, 2, 0)),
     *_gets("/live/info"),
@@ -239,6 +243,8 @@ CASES: tuple[Case, ...] = (
     *(Case(path, method="GET") for path in ("/", "/tokenizer_info", "/health", "/ready", "/metrics", "/version")),
     *(Case(path, method="GET") for path in ("/openapi.json", "/docs", "/admin/requests")),
     Case("/admin/requests/none", method="DELETE"),
+    Case("/admin/learned", method="GET"),
+    Case("/admin/learned", method="DELETE"),
 )  # fmt: skip
 
 FIELDS = tuple({name for one in CASES for name in one.body or ()} | {

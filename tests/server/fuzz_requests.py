@@ -43,7 +43,7 @@ _MADE = {"/v1/responses": "resp_", "/v1/files": "file-", "/v1/vector_stores": "v
 def settings(folder: Path) -> dict[str, Any]:
     """`folder` gets the files of a reranker."""
     vector_models = [noop_embedder(embedder_path()), noop_reranker(write_reranker(folder))]
-    return {"max_context": 256, "show_prompts": True, "vector_models": vector_models}
+    return {"max_context": 256, "show_prompts": True, "vector_models": vector_models, "feedback_days": 1}
 
 
 @dataclass
@@ -119,6 +119,7 @@ def _path(chance: random.Random, case: Case, objects: Objects) -> str:
                 "stream",
                 "before_id",
                 "after_id",
+                "key",
                 "include",
                 "filter",
                 "page",
@@ -388,6 +389,8 @@ async def leftovers(server: InProcess) -> dict[str, float]:
                 held[name] = float(value)
         if server.server.engine.num_unfinished:
             held["answers"] = server.server.engine.num_unfinished
+        if server.server.answers.memory.num_bytes:
+            held["transcripts"] = server.server.answers.memory.num_bytes
         if server.server.tasks._tasks:
             held["tasks"] = len(server.server.tasks._tasks)
         budgets = [one for one in gc.get_objects() if isinstance(one, ByteBudget)]

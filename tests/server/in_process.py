@@ -127,7 +127,8 @@ async def _in_process(
     models = ModelRegistry(chosen, engine, opened)
     server = ServerApp(chosen, text, checkpoint.generation, engine, ServerLog("off"), formats, models=models)
     application = InProcess(server)
-    tasks = [asyncio.create_task(server.run_batches()), asyncio.create_task(server.memory.run())]
+    work = (server.run_batches(), server.memory.run(), server.answers.run())
+    tasks = [asyncio.create_task(one) for one in work]
     try:
         yield application
     finally:

@@ -28,7 +28,8 @@ _OPTIONS = {"vocabulary_size": 49152, "max_context": 64}
 def schema_server(model_path: Path, folder: Path) -> Iterator[Server]:
     """A server with all kinds of models, and a vector store. `folder` gets the files of a reranker."""
     vector_models = [noop_embedder(embedder_path()), noop_reranker(write_reranker(folder))]
-    with running_server(model_path, backend_options=_OPTIONS, vector_models=vector_models) as server:
+    settings = {"backend_options": _OPTIONS, "vector_models": vector_models, "feedback_days": 1}
+    with running_server(model_path, **settings) as server:
         MemoryClient(server).create(name="s")
         yield server
 

@@ -19,6 +19,7 @@ VOCABULARY = (
     "weft.config",
     "weft.errors",
     "weft.embedding",
+    "weft.learned_costs",
     "weft.live",
     "weft.metrics",
     "weft.parameters",

@@ -131,6 +131,8 @@ def test_help_imports_nothing_that_does_the_work() -> None:
         "weft.cli.batch",
         "weft.cli.bench",
         "weft.cli.entry",
+        "weft.cli.feedback",
+        "weft.cli.learned",
         "weft.cli.main",
         "weft.cli.memory",
         "weft.config",

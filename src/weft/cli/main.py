@@ -11,6 +11,8 @@ from weft import __version__
 from weft.cli.batch import DEFAULT_URL, Key, batch_app
 from weft.cli.bench import AsJson, bench_app
 from weft.cli.entry import run
+from weft.cli.feedback import feedback_app
+from weft.cli.learned import learned_app
 from weft.cli.memory import memory_app
 from weft.server.settings import FLAGS, flag_type
 
@@ -25,6 +27,8 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 app.add_typer(batch_app, name="batch")
 app.add_typer(memory_app, name="memory")
+app.add_typer(feedback_app, name="feedback")
+app.add_typer(learned_app, name="learned")
 
 Model = Annotated[
     str,

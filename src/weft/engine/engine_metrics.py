@@ -80,6 +80,8 @@ class EngineMetrics:
             two_tier=kv_cache.two_tier(),
             store_blocks=kv_cache.store.num_by_state() if has_store else None,
             store_evictions=kv_cache.store.evictions.copy() if has_store else None,
+            learned_tokens=scheduler.speculation.answers.num_tokens,
+            learned_bytes=scheduler.speculation.answers.num_bytes,
         )
 
 

@@ -21,6 +21,7 @@ from weft.clock import Clock
 from weft.config import PreemptionMode, PriorityPolicy, SchedulerConfig
 from weft.engine.event_log import EventLog
 from weft.errors import WeftError
+from weft.learned_costs import LearnedCosts
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import (
     Failure,
@@ -35,7 +36,7 @@ from weft.request import (
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 
-LOG_VERSION = 6
+LOG_VERSION = 7
 _MAX_START_BYTES = 1 << 20
 _MAX_LINE_BYTES = 1 << 30
 """Limits for the length of the first line and of the others: a file that is no log may be a single endless line."""
@@ -138,6 +139,14 @@ class _RecordingScheduler(ContinuousBatchScheduler):
         if done:
             self._write("fail_request", id=request_id, failure=_plain(failure))
         return done
+
+    def restore_costs(self, costs: LearnedCosts) -> None:
+        super().restore_costs(costs)
+        self._write("restore_costs", costs=_plain(costs))
+
+    def forget_answers(self) -> None:
+        super().forget_answers()
+        self._write("forget_answers")
 
     def schedule(self) -> IterationPlan | None:
         plan = super().schedule()
@@ -320,6 +329,10 @@ def _replay_event(
         scheduler.drop_deadline(RequestId(event["id"]))
     elif kind == "fail_request":
         scheduler.fail_request(RequestId(event["id"]), _failure_from(event["failure"]))
+    elif kind == "restore_costs":
+        scheduler.restore_costs(LearnedCosts.of(**event["costs"]))
+    elif kind == "forget_answers":
+        scheduler.forget_answers()
     elif kind == "plan":
         plan = scheduler.schedule()
         planned = None if plan is None else json.loads(json.dumps(describe(plan)))

@@ -22,6 +22,7 @@ from weft.engine.replay import RunRecorder
 from weft.engine.request_ids import new_request_id
 from weft.engine.streams import TokenBuffer
 from weft.errors import EngineStoppedError, QueueFullError, id_in_use
+from weft.learned_costs import LearnedCosts
 from weft.live import LiveFrame, LiveInfo
 from weft.metrics import SchedulerStats, ServingMetrics
 from weft.request import (
@@ -438,7 +439,21 @@ class ServingEngine:
             self.scheduler.abandon(self._failure)
         self._delivery.deliver()
 
-    # ------------------------------------------------------------------ metrics
+    # ------------------------------------------------------------------ metrics and what was learned
+
+    def learned_costs(self) -> LearnedCosts:
+        with self._lock:
+            return self.scheduler.learned_costs()
+
+    def restore_costs(self, costs: LearnedCosts) -> None:
+        with self._lock:
+            self.scheduler.restore_costs(costs)
+
+    def forget_learned(self) -> None:
+        """Forgets the costs of steps and all finished answers."""
+        with self._lock:
+            self.scheduler.restore_costs(LearnedCosts())
+            self.scheduler.forget_answers()
 
     def metrics(self) -> ServingMetrics:
         with self._lock:

@@ -3,6 +3,10 @@ with it."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from weft.learned_costs import LearnedCosts
+
 MEAN_WEIGHT = 1 / 16
 """Weight of a new step in the running mean. Each step is compared with that mean."""
 
@@ -41,19 +45,40 @@ class DecodeCosts:
     """
 
     def __init__(self, fixed_rows: float) -> None:
-        self.fixed_rows = fixed_rows
+        self._stated_rows = self.fixed_rows = fixed_rows
         self._min_fixed, self._max_fixed = fixed_rows / MAX_DEVIATION, fixed_rows * MAX_DEVIATION
         self._mean_rows = 0.0
         self._mean_seconds = 0.0
         self._evidence = INITIAL_EVIDENCE
         self._mean_gap = 0.0
 
+    def restore(self, costs: LearnedCosts) -> None:
+        """Replaces what was learned by that of an earlier run. It has the weight of a start, as this machine may have
+        changed."""
+        known = costs.fixed_rows if costs.mean_seconds else self._stated_rows
+        self.fixed_rows = min(max(known, self._min_fixed), self._max_fixed)
+        self._mean_rows, self._mean_seconds = costs.mean_rows, costs.mean_seconds
+        self._mean_gap, self._evidence = costs.mean_gap, INITIAL_EVIDENCE
+
+    @property
+    def means(self) -> dict[str, Any]:
+        """What it has learned, as fields of `LearnedCosts`."""
+        return {
+            "fixed_rows": self.fixed_rows,
+            "mean_rows": self._mean_rows,
+            "mean_seconds": self._mean_seconds,
+            "mean_gap": self._mean_gap,
+        }
+
+    @property
+    def row_seconds(self) -> float:
+        """Seconds of one more row. 0: not known yet."""
+        return self._mean_seconds / (self.fixed_rows + self._mean_rows) if self._mean_seconds else 0.0
+
     @property
     def gap_rows(self) -> float:
         """The cost, in rows, of planning a step only after the previous one has ended."""
-        if not self._mean_gap:
-            return 0.0
-        return GAP_FACTOR * self._mean_gap * (self.fixed_rows + self._mean_rows) / self._mean_seconds
+        return GAP_FACTOR * self._mean_gap / self.row_seconds if self._mean_gap else 0.0
 
     def learn(self, rows: int, seconds: float) -> None:
         """Updates the estimate with one step that had no prompts."""

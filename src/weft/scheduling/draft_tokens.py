@@ -319,7 +319,8 @@ class Speculation:
     def __init__(self, config: SchedulerConfig, info: BackendInfo) -> None:
         self._max_draft_tokens = config.max_draft_tokens if info.fixed_cost_rows else 0
         self.costs = DecodeCosts(info.fixed_cost_rows)
-        self.answers = AnswerIndexes(config.max_learned_bytes if self._max_draft_tokens else 0)
+        self._max_learned_bytes = config.max_learned_bytes if self._max_draft_tokens else 0
+        self.answers = AnswerIndexes(self._max_learned_bytes)
         self._idle_since: float | None = None
         """When the last step ended. None: the next step was planned before that."""
         self._block_size = info.block_size
@@ -342,6 +343,10 @@ class Speculation:
         request = sequence.request
         self.answers.add(request.cache_salt, sequence.tokens, len(request.prompt))
 
+    def forget_answers(self) -> None:
+        """Drops all finished answers. Running sequences use those that they know until they end."""
+        self.answers = AnswerIndexes(self._max_learned_bytes)
+
     def learn(self, plan: IterationPlan, seconds: float | None, now: float, has_next: bool) -> None:
         """Learns from a step that ended `now`, and indexes some tokens of finished answers. `has_next`: the next step was
         planned before that."""
@@ -351,6 +356,12 @@ class Speculation:
             if self._idle_since is not None:
                 self.costs.learn_gap(now - self._idle_since - seconds)
         self._idle_since = None if has_next else now
+
+    def seconds_saved(self, num_drafts: int, num_accepted: int, num_running: int) -> float:
+        """An estimate for one sequence of a step with `num_running`. An accepted draft token saves the sequence's part of
+        a step; each draft token costs a row."""
+        rows_saved = num_accepted * (self.costs.fixed_rows + num_running) / num_running
+        return (rows_saved - num_drafts) * self.costs.row_seconds
 
     def may_have_drafts(self, builder: PlanBuilder) -> bool:
         """Whether any sequence of the step can have draft tokens. A cheap test, made for every step."""

@@ -9,8 +9,10 @@ arrival - priority, the smallest first.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from weft.config import PriorityPolicy, SchedulerConfig
+from weft.learned_costs import LearnedCosts
 from weft.request import Priority, RequestState
 from weft.scheduling.sequence import Sequence
 
@@ -100,6 +102,8 @@ class StepCostModel:
     """A step counts for at most TRUSTED_SECONDS, or MAX_PREDICTED_RATIO times its prediction if that is more. So a
     step during which a laptop slept does little harm. If the machine has become slower, predictions follow within some
     dozens of steps."""
+    RESTORED_STEPS = 8.0
+    """What an earlier run learned counts as at most so many steps with prompts: this machine may have changed."""
     SCALES = (1.0, 256.0, 4096.0, 262_144.0)
     """Features are divided by these numbers, for numerical accuracy."""
 
@@ -130,6 +134,20 @@ class StepCostModel:
             for j, other in enumerate(features):
                 self._moments[i][j] += weight * feature * other
         self._coefficients = None
+
+    def restore(self, costs: LearnedCosts) -> None:
+        """Replaces what was learned by that of an earlier run."""
+        weight = costs.moments[0][0]
+        share = min(1.0, self.RESTORED_STEPS / weight) if weight else 0.0
+        self._steps = min(costs.steps, self.RESTORED_STEPS)
+        self._moments = [[cell * share for cell in line] for line in costs.moments]
+        self._products = [cell * share for cell in costs.products]
+        self._coefficients = None
+
+    @property
+    def sums(self) -> dict[str, Any]:
+        """What it has learned, as fields of `LearnedCosts`."""
+        return {"steps": self._steps, "moments": self._moments, "products": self._products}
 
     @property
     def coefficients(self) -> tuple[float, ...]:

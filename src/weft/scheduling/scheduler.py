@@ -13,6 +13,7 @@ from itertools import pairwise
 from weft.clock import Clock
 from weft.config import PriorityPolicy, SchedulerConfig
 from weft.errors import InvalidRequestError, id_in_use
+from weft.learned_costs import LearnedCosts
 from weft.metrics import SchedulerStats, StepSeconds
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import (
@@ -28,6 +29,7 @@ from weft.scheduling.budget import NO_LIMIT, TokenBudget
 from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.checks import check_request
 from weft.scheduling.deadlines import Deadlines
+from weft.scheduling.draft_tokens import Speculation
 from weft.scheduling.pending_plan import PendingPlan
 from weft.scheduling.plan_builder import PlanBuilder
 from weft.scheduling.planner import Planner
@@ -126,6 +128,26 @@ class ContinuousBatchScheduler:
     def is_retrying(self) -> bool:
         """Whether a failed step is retried in halves. Each half must succeed before the next step is planned."""
         return bool(self._retries) or (bool(self._in_flight) and self._in_flight[-1].is_retry)
+
+    @property
+    def speculation(self) -> Speculation:
+        return self._planner.speculation
+
+    def learned_costs(self) -> LearnedCosts:
+        """What steps cost, for a later run on this machine. Nothing if the numbers make no sense."""
+        try:
+            return LearnedCosts.of(**self.cost_model.sums, **self.speculation.costs.means)
+        except ValueError:
+            return LearnedCosts()
+
+    def restore_costs(self, costs: LearnedCosts) -> None:
+        """Begins with what an earlier run learned. The default of `LearnedCosts`: with nothing."""
+        self.cost_model.restore(costs)
+        self.speculation.costs.restore(costs)
+
+    def forget_answers(self) -> None:
+        """Drops the finished answers from which draft tokens are taken."""
+        self.speculation.forget_answers()
 
     # ------------------------------------------------------------------ requests begin and end
 

@@ -115,6 +115,9 @@ class TokenCommitter:
             if is_learned:
                 self._stats.learned_drafts += len(drafts)
                 self._stats.learned_drafts_accepted += index
+                self._stats.learned_seconds_saved += self._speculation.seconds_saved(
+                    len(drafts), index, len(plan.rows)
+                )
             sampled += 1 + len(drafts)
 
     def _commit_prefills(self, pending: PendingPlan, result: StepResult, now: float) -> None:

@@ -21,6 +21,7 @@ from weft.server.http.bodies import BodyReader, read_body
 from weft.server.http.byte_budget import RequestBytes
 from weft.server.http.scope import ANSWER, BODY, KEY
 from weft.server.internal import INTERNAL, InternalRequest
+from weft.server.learned.answers import AnswerKeeper
 from weft.server.logs import current_record
 from weft.server.metrics import ServerMetrics
 from weft.server.plain_requests import client_id
@@ -45,6 +46,7 @@ class AnswerRequests:
         preparer: Preparer,
         metrics: ServerMetrics,
         loop_turns: LoopTurns,
+        answers: AnswerKeeper,
     ) -> None:
         """`check_open` raises an ApiError while the server accepts no requests."""
         self._services = services
@@ -53,6 +55,7 @@ class AnswerRequests:
         self._preparer = preparer
         self._metrics = metrics
         self._loop_turns = loop_turns
+        self._answers = answers
         self._active_requests = services.active_requests
         self._name = services.settings.names[0]
 
@@ -102,7 +105,7 @@ class AnswerRequests:
                 if at_once is not None:
                     outcome = []
                     return Response(at_once, 200, headers, media_type="application/json")
-                finish = partial(prepared.writer.finish, caller)
+                finish = partial(self._finish, prepared.writer, caller)
                 record.is_streamed = prepared.is_streamed
                 # Frees the body: only its tokens, and what the writer keeps, are needed from here on.
                 del body, api_request
@@ -201,7 +204,7 @@ class AnswerRequests:
         if parsed.is_search_pending:
             api_request = await answer_format.search(api_request, caller)
             parsed = await self._preparer.parse(answer_format, api_request, size, client_id)
-        return await self._preparer.prepare(
+        prepared = await self._preparer.prepare(
             answer_format,
             api_request,
             parsed,
@@ -212,6 +215,16 @@ class AnswerRequests:
             is_idle_work=active.is_idle_work,
             writer=writer,
         )
+        if getattr(api_request, "store", None) is not False:
+            active.choices.transcript = self._answers.begin(
+                active.key, caller.owner, active.id, parsed, prepared.requests, self._name, size
+            )
+        return prepared
+
+    async def _finish(self, writer: AnswerWriter, caller: Caller, choices: Choices) -> None:
+        """Runs after the last piece, before the last bytes are sent."""
+        await writer.finish(caller, choices)
+        self._answers.put(choices.transcript)
 
     async def _search(
         self,

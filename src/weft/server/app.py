@@ -42,6 +42,8 @@ from weft.server.http.bodies import BodyReader
 from weft.server.http.guard import Guard
 from weft.server.http.scope import KEY
 from weft.server.internal import InternalReply, InternalRequest, send_internal
+from weft.server.learned.answers import AnswerKeeper
+from weft.server.learned.keeper import LearnedKeeper
 from weft.server.live.feed import LiveFeed
 from weft.server.live.held import requests_of_server
 from weft.server.logs import ServerLog, current_record
@@ -75,6 +77,11 @@ _EXPOSED = (
 """Response headers that a web page of an allowed origin may read."""
 
 
+def open_store(settings: ServerSettings, log: ServerLog) -> Store:
+    folder = Path(settings.state_path).expanduser() if settings.state_path else home_directory() / "state"
+    return Store(folder, log.event)
+
+
 class ServerApp:
     """Owns the state that all requests share. Belongs to one event loop."""
 
@@ -88,9 +95,10 @@ class ServerApp:
         formats: Formats = FORMATS,
         exporter: OtlpExporter | None = None,
         models: ModelRegistry | None = None,
+        learned: LearnedKeeper | None = None,
     ) -> None:
         """`engine` and `text` are those of MODEL. `models` has all models; None: MODEL, which generates. `exporter` gets the
-        traces of requests; None: there are none."""
+        traces of requests; None: there are none. `learned` owns the store; None: a new one."""
         self.settings = settings
         self.models = models or ModelRegistry(settings, engine, ())
         self.formats = formats
@@ -113,15 +121,26 @@ class ServerApp:
         self._loop_turns = LoopTurns()
         self.active_requests = ActiveRequests(settings, engine, self._metrics, time.monotonic)
         self.plain_requests = PlainRequests(self, self.active_requests, self._bodies, self._loop_turns)
+        self.learned = learned or LearnedKeeper(settings, open_store(settings, log), engine, log.event)
+        self.store = self.learned.store
+        self.answers = AnswerKeeper(settings, self.store, text.tokenizer, log.event)
+        self._metrics.feedback = self.answers
         self._answer_requests = AnswerRequests(
-            self, self._check_open, self._bodies, self._preparer, self._metrics, self._loop_turns
+            self,
+            self._check_open,
+            self._bodies,
+            self._preparer,
+            self._metrics,
+            self._loop_turns,
+            self.answers,
         )
-        folder = Path(settings.state_path).expanduser() if settings.state_path else home_directory() / "state"
-        self.store = Store(folder, log.event)
         self.tasks = Tasks(settings.max_requests, len(settings.api_keys))
         self.files = FileStore(self.store, settings.max_stored_bytes)
         self.live = LiveFeed(
-            self._name, engine, lambda: requests_of_server(self.active_requests, time.monotonic())
+            self._name,
+            engine,
+            lambda: requests_of_server(self.active_requests, time.monotonic()),
+            self.answers.shown,
         )
         self._batches = BatchRunner(self, self._metrics, log.event, lambda: self.is_draining)
         self.memory = DocumentMemory(
@@ -159,6 +178,8 @@ class ServerApp:
         """Ends the tasks and the worker processes, and closes the store."""
         await self.live.close()
         await self.tasks.close()
+        await self.answers.flush()
+        await self.learned.save()
         await self._bodies.close()
         await self._preparer.close()
         await self.memory.close()

@@ -22,10 +22,11 @@ from weft.engine.ipc.client import EngineClient
 from weft.engine.ipc.launch import LaunchedEngine
 from weft.loading.checkpoint import open_checkpoint
 from weft.plan import BackendInfo
-from weft.server.app import ServerApp
+from weft.server.app import ServerApp, open_store
 from weft.server.http.byte_budget import trim_often
 from weft.server.http.listener import FLUSH_SECONDS, Listener
 from weft.server.http.scope import OLLAMA_PORT
+from weft.server.learned.keeper import LearnedKeeper
 from weft.server.logs import LibraryHandler, ServerLog
 from weft.server.models import ModelRegistry
 from weft.server.otlp import OtlpExporter, open_exporter
@@ -182,6 +183,10 @@ class _ServerRun:
         try:
             # First, so that a port in use is reported before the model is loaded.
             await self._bind()
+            learned = LearnedKeeper(
+                self._settings, open_store(self._settings, self._log), self._engine, self._log.event
+            )
+            learned.start_reading()
             starting = asyncio.gather(*(engine.start() for engine in self._engines))
             await asyncio.sleep(0)  # starts the engine processes, in parallel with the work below
             exporter = open_exporter(self._settings.otlp_endpoint, self._log.event)
@@ -201,7 +206,9 @@ class _ServerRun:
                 self._log,
                 exporter=exporter,
                 models=models,
+                learned=learned,
             )
+            await learned.begin()
             tasks = [asyncio.create_task(app.watch_loop()), asyncio.create_task(trim_often())]
             try:
                 await self._listen(app, tasks)
@@ -269,6 +276,8 @@ class _ServerRun:
         )
         tasks.append(asyncio.create_task(app.run_batches()))
         tasks.append(asyncio.create_task(app.memory.run()))
+        tasks.append(asyncio.create_task(app.answers.run()))
+        tasks.append(asyncio.create_task(app.learned.run()))
         await self._stop.wait()
         # New requests now get a 503 with Retry-After. A refused connection would not tell the client when to retry.
         app.is_draining = True

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
@@ -20,6 +20,9 @@ from weft.errors import WeftError
 from weft.metrics import ENGINE_SERIES, STEP_SECONDS, Buckets, EngineSeries
 from weft.request import GenerationResult, Priority
 from weft.server.admission.keys import ApiKey
+
+if TYPE_CHECKING:
+    from weft.server.learned.answers import AnswerKeeper
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -97,6 +100,7 @@ class ServerMetrics:
         self._add_times()
         self._add_results()
         self._add_batches()
+        self._add_feedback()
         self._used: dict[str, tuple[int, int]] = {}
         """Requests and tokens by key name. Only configured keys get an entry, so a client cannot add entries."""
 
@@ -243,6 +247,32 @@ class ServerMetrics:
             "outcome",
         )
 
+    def _add_feedback(self) -> None:
+        self.feedback: AnswerKeeper | None = None
+        by_score = self._by_label(
+            "feedback", "Feedback of clients, by score: positive, negative, neutral.", "score"
+        )
+        self._feedback = {
+            score: _MirroredCounter(by_score.labels(**self._labels, score=score))
+            for score in ("positive", "negative", "neutral")
+        }
+        self._kept_responses = self._own(
+            Gauge, "kept_responses", "Responses that are kept so that clients can send feedback."
+        )
+        self._feedback_bytes = self._own(Gauge, "feedback_bytes", "Bytes of kept responses and feedback.")
+        self._lost_responses = _MirroredCounter(
+            self._own(
+                Counter, "responses_not_kept", "Responses that were not kept: too large, or no room for them."
+            )
+        )
+
+    def _update_feedback(self, answers: AnswerKeeper) -> None:
+        for score, counter in self._feedback.items():
+            counter.set(answers.num_given[score])
+        self._kept_responses.set(answers.totals.requests)
+        self._feedback_bytes.set(answers.totals.num_bytes)
+        self._lost_responses.set(answers.memory.num_lost)
+
     def _engine_metrics(self, model: str, is_two_tier: bool = False) -> _EngineMetrics:
         series = [
             (one, self._shown(one, model)) for one in ENGINE_SERIES if is_two_tier or not one.is_two_tier
@@ -323,6 +353,8 @@ class ServerMetrics:
         self._lost_traces.set(self.count_lost_traces())
         self._coalesced_requests.set(engine.shared_answers.num_requests)
         self._coalesced_tokens.set(engine.shared_answers.num_tokens)
+        if self.feedback is not None:
+            self._update_feedback(self.feedback)
         num_held = self.count_held()
         self._held.set(num_held)
         for name in vector_engines:

@@ -159,6 +159,11 @@ class ServerSettings:
     """Largest file that can be uploaded."""
     response_days: Annotated[float, Range(0, 10_000)] = 30.0
     """A stored response is deleted after this many days."""
+    feedback_days: Annotated[float, Range(0, 10_000)] = 0.0
+    """Answers are kept for this many days, so that clients can send feedback about them. Keys need `feedback = true` too.
+    0: no answer is kept, and feedback is refused."""
+    max_feedback_bytes: AtLeastOne = 256 << 20
+    """Limit for kept answers and their feedback, of all keys together. The oldest are deleted first."""
     max_stored_bytes: AtLeastOne = 4 << 30
     """Limit for the responses, files and vector stores that are stored, of all keys together."""
 

@@ -21,6 +21,7 @@ from weft.engine.ipc.remote_answer import LateAnswer, RemoteAnswer
 from weft.engine.ipc.shared_answers import SharedAnswer, SharedAnswers
 from weft.engine.request_ids import new_request_id
 from weft.errors import EngineStoppedError, WeftError
+from weft.learned_costs import LearnedCosts
 from weft.live import LiveInfo
 from weft.metrics import ServingMetrics
 from weft.plan import BackendInfo
@@ -71,6 +72,8 @@ class EngineClient:
         self.restarts = self.stalls = 0
         self.on_progress: Callable[[], object] = lambda: None
         """Called when an answer gets its first token, when an answer ends, and when the engine becomes ready."""
+        self.costs_for: Callable[[BackendInfo], LearnedCosts | None] = lambda info: None
+        """What an engine with these properties learned earlier. Asked when one becomes ready, also after a crash."""
         self._launched_at = 0.0
         self._launch_seconds: float | None = None
         self._launch_engine = partial(launch_engine, backend, dict(options), config)
@@ -177,6 +180,22 @@ class EngineClient:
         except TimeoutError:
             raise EngineStoppedError("the engine does not answer") from None
         return metrics
+
+    async def learned_costs(self) -> LearnedCosts:
+        """What the engine has learned about the costs of steps."""
+        try:
+            costs: LearnedCosts = await asyncio.wait_for(self._ask(wire.GetLearned), _METRICS_SECONDS)
+        except TimeoutError:
+            raise EngineStoppedError("the engine does not answer") from None
+        return costs
+
+    def restore_costs(self, costs: LearnedCosts) -> None:
+        """Requests that are submitted later are planned with these costs."""
+        self._send(wire.Restore(costs))
+
+    def forget_learned(self) -> None:
+        """Makes the engine forget the costs of steps and all finished answers."""
+        self._send(wire.Forget())
 
     async def live_frame(self) -> tuple[bytes, float]:
         """A `weft.live.LiveFrame` as JSON, and the CPU seconds that it took. Waits without limit for a silent engine,
@@ -351,11 +370,15 @@ class EngineClient:
             self.on_progress()
         elif isinstance(message, wire.Metrics):
             self._reply(message.number, message.metrics)
+        elif isinstance(message, wire.Learned):
+            self._reply(message.number, message.costs)
         elif isinstance(message, wire.Live):
             self._reply(message.number, message)
         elif isinstance(message, wire.Ready):
             self.info, self.max_sequence_length = message.info, message.max_sequence_length
             self.live_info = message.live
+            if (costs := self.costs_for(message.info)) is not None:
+                self.restore_costs(costs)
             self.shared_answers.on_ready(message.info)
             self.state = EngineState.READY
             self.on_progress()

@@ -159,6 +159,12 @@ class EngineProcess:
             self._outbox.send(wire.Metrics(message.number, self._engine.metrics()))
         elif isinstance(message, wire.GetLive):
             self._send_frame(message.number)
+        elif isinstance(message, wire.GetLearned):
+            self._outbox.send(wire.Learned(message.number, self._engine.learned_costs()))
+        elif isinstance(message, wire.Restore):
+            self._engine.restore_costs(message.costs)
+        elif isinstance(message, wire.Forget):
+            self._engine.forget_learned()
         elif isinstance(message, wire.Stop):
             self._engine.stop()
 

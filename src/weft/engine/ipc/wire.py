@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from weft.config import ServingEngineConfig
+from weft.learned_costs import LearnedCosts
 from weft.live import LiveInfo
 from weft.metrics import ServingMetrics
 from weft.plan import BackendInfo
@@ -119,11 +120,39 @@ class GetLive(Message):
     number: int
 
 
+class GetLearned(Message):
+    """Asks for what the engine has learned."""
+
+    number: int
+
+
+class Restore(Message):
+    """What an earlier engine learned. Sent before the first request."""
+
+    costs: LearnedCosts
+
+
+class Forget(Message):
+    """Forgets what was learned."""
+
+
 class Stop(Message):
     pass
 
 
-ToEngine = Start | Submit | Cancel | Finish | DropDeadline | GetMetrics | GetLive | Stop
+ToEngine = (
+    Start
+    | Submit
+    | Cancel
+    | Finish
+    | DropDeadline
+    | GetMetrics
+    | GetLive
+    | GetLearned
+    | Restore
+    | Forget
+    | Stop
+)
 
 
 # --- from the engine ----------------------------------------------------------------------------------------------
@@ -243,7 +272,14 @@ class Live(Message):
     """CPU time that the engine's process used for the frame."""
 
 
-FromEngine = Heartbeat | Ready | Failed | Warned | Refused | StepReport | PromptLogprobs | Metrics | Live
+class Learned(Message):
+    number: int
+    costs: LearnedCosts
+
+
+FromEngine = (
+    Heartbeat | Ready | Failed | Warned | Refused | StepReport | PromptLogprobs | Metrics | Live | Learned
+)
 
 encode = msgspec.msgpack.Encoder().encode
 to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -22,7 +22,7 @@ _MAX_RATE = 10**12
 _MAX_WEIGHT = 1e6
 _FIELDS = (
     *("name", "key", "key_sha256", "requests_per_minute", "tokens_per_minute", "concurrent"),
-    *("max_priority", "cache_salt", "weight", "admin"),
+    *("max_priority", "cache_salt", "weight", "admin", "feedback"),
 )
 
 
@@ -45,6 +45,8 @@ class ApiKey:
     weight: float = 1.0
     """Under load, each key gets tokens in proportion to its weight."""
     admin: bool = False
+    feedback: bool = False
+    """Its answers are kept, so that it can send feedback about them, if the server has `feedback_days`."""
     is_plain: bool = False
     """Whether only the secret was given, without a [[key]] table."""
 
@@ -65,8 +67,9 @@ class ApiKey:
             _refuse("cache_salt", found, f"text of 1 to {MAX_NAME_LENGTH} characters, or leave it out")
         if not (_is_number(self.weight, int | float) and 1 / _MAX_WEIGHT <= self.weight <= _MAX_WEIGHT):
             _refuse("weight", self.weight, f"a number from {1 / _MAX_WEIGHT:g} to {_MAX_WEIGHT:g}")
-        if not isinstance(self.admin, bool):
-            _refuse("admin", self.admin, "true, false")
+        for field in ("admin", "feedback"):
+            if not isinstance(getattr(self, field), bool):
+                _refuse(field, getattr(self, field), "true, false")
 
     @property
     def owner(self) -> str:

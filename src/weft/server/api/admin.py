@@ -4,14 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Annotated, Any, Literal
 
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from weft.server.api.answer_format import Operation
+from weft.server.api.response_shapes import Shape
 from weft.server.api.services import Services
 from weft.server.errors import ApiError, json_response
+
+
+class LearnedEntry(Shape):
+    kind: Annotated[
+        Literal["costs", "drafts"],
+        Meta(description="costs: seconds of steps, kept in the store; drafts: finished answers, in memory."),
+    ]
+    name: Annotated[str | None, Meta(description="The model and the machine; null: the running engine.")]
+    created_at: int | None
+    updated_at: int | None
+    bytes: int
+    step_seconds: Annotated[
+        float | None, Meta(description="costs: the mean seconds of a step that decodes, as it was learned.")
+    ]
+    tokens: Annotated[int | None, Meta(description="drafts: tokens of finished answers.")]
+    tokens_saved: Annotated[
+        int | None, Meta(description="drafts: tokens that were accepted since the engine started.")
+    ]
+    seconds_saved: Annotated[float | None, Meta(description="drafts: an estimate since the engine started.")]
+
+
+class LearnedList(Shape):
+    object: Literal["list"]
+    data: list[LearnedEntry]
+
+
+class LearnedDeleted(Shape):
+    object: Literal["learned.deleted"]
+    deleted: bool
+    entries: int
+
 
 _ACCESS = "Needs an admin key, or a server without keys on a loopback address."
 
@@ -22,6 +56,20 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("delete", "/admin/requests/{id}"): Operation(
         "Cancel a request", _ACCESS, "Administration", dict, errors=(403, 404)
     ),
+    ("get", "/admin/learned"): Operation(
+        "Show what the server has learned",
+        f"Costs of steps, by model and machine; draft tokens from finished answers. {_ACCESS}",
+        "Administration",
+        LearnedList,
+        errors=(403, 503),
+    ),
+    ("delete", "/admin/learned"): Operation(
+        "Forget what was learned",
+        f"The costs of steps, in the store and in the engine, and finished answers. {_ACCESS}",
+        "Administration",
+        LearnedDeleted,
+        errors=(403, 503),
+    ),
 }
 
 
@@ -29,6 +77,8 @@ def routes(services: Services) -> Sequence[Route]:
     return [
         Route("/admin/requests", partial(_list, services), methods=["GET"]),
         Route("/admin/requests/{id}", partial(_cancel, services), methods=["DELETE"]),
+        Route("/admin/learned", partial(_show_learned, services), methods=["GET"]),
+        Route("/admin/learned", partial(_clear_learned, services), methods=["DELETE"]),
     ]
 
 
@@ -42,3 +92,37 @@ async def _cancel(services: Services, request: Request) -> Response:
         message = f"there is no active request {name!r:.80}; GET /admin/requests lists the active ones"
         raise ApiError(404, message, code="request_not_found")
     return json_response({"id": name, "object": "request", "cancelled": True})
+
+
+async def _show_learned(services: Services, request: Request) -> Response:
+    nothing = dict.fromkeys(LearnedEntry.__struct_fields__)
+    entries: list[dict[str, Any]] = [
+        {
+            **nothing,
+            "kind": "costs",
+            "name": row.name,
+            "created_at": int(row.created_at),
+            "updated_at": int(row.updated_at),
+            "bytes": len(row.content),
+            "step_seconds": costs.mean_seconds or None,
+        }
+        for row, costs in await services.learned.rows()
+    ]
+    figures = await services.engine.metrics()
+    totals = figures.totals
+    entries.append(
+        {
+            **nothing,
+            "kind": "drafts",
+            "bytes": figures.learned_bytes,
+            "tokens": figures.learned_tokens,
+            "tokens_saved": totals.learned_drafts_accepted,
+            "seconds_saved": totals.learned_seconds_saved,
+        }
+    )
+    return json_response({"object": "list", "data": entries})
+
+
+async def _clear_learned(services: Services, request: Request) -> Response:
+    count = await services.learned.clear()
+    return json_response({"object": "learned.deleted", "deleted": True, "entries": count})

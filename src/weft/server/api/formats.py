@@ -11,6 +11,7 @@ from weft.server.api import (
     admin,
     batches,
     embeddings,
+    feedback,
     files,
     models,
     ollama_embed,
@@ -70,7 +71,7 @@ class OtherRoutes(Protocol):
 
 OTHER_ROUTES: Sequence[OtherRoutes] = (
     *(models, embeddings, rerank, responses_routes, files, batches, vector_stores, vector_store_files),
-    *(ollama_models, ollama_embed, page, live, admin),
+    *(feedback, ollama_models, ollama_embed, page, live, admin),
 )
 
 _ERRORS: dict[str, ErrorWriter] = {

@@ -22,6 +22,8 @@ from weft.text.model_text import ModelText
 if TYPE_CHECKING:
     from weft.server.admission.active_requests import ActiveRequests
     from weft.server.api.answer_format import AnswerFormat
+    from weft.server.learned.answers import AnswerKeeper
+    from weft.server.learned.keeper import LearnedKeeper
     from weft.server.live.feed import LiveFeed
     from weft.server.memory.document_memory import DocumentMemory
 
@@ -54,6 +56,16 @@ class Services(Protocol):
 
     @property
     def files(self) -> FileStore: ...
+    @property
+    def answers(self) -> AnswerKeeper:
+        """The answers that are kept for feedback."""
+        ...
+
+    @property
+    def learned(self) -> LearnedKeeper:
+        """What engines learned."""
+        ...
+
     @property
     def memory(self) -> DocumentMemory: ...
     @property

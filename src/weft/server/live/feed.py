@@ -57,11 +57,17 @@ class LiveFeed:
     """Owns the viewers and the pace. Without viewers it does nothing. Belongs to one event loop."""
 
     def __init__(
-        self, model: str, engine: EngineClient, requests_of_server: Callable[[], RequestsOfServer]
+        self,
+        model: str,
+        engine: EngineClient,
+        requests_of_server: Callable[[], RequestsOfServer],
+        feedback: Callable[[], dict[str, int] | None] = lambda: None,
     ) -> None:
+        """`feedback`: the numbers of kept responses and of feedback; None: no feedback is kept."""
         self._model = model
         self._engine = engine
         self._requests_of_server = requests_of_server
+        self._feedback = feedback
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -148,6 +154,7 @@ class LiveFeed:
                 "num_held": requests.num_held,
                 "open": requests.num_open,
                 "readers": list(islice(self._engine.shared_answers.live_readers(), MAX_REQUESTS)),
+                "feedback": self._feedback(),
             }
         )
         content = fields if frame is None else fields[:-1] + b"," + frame[1:]

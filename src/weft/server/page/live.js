@@ -64,11 +64,12 @@ class LiveView {
       icon("pause"));
     this._tiles = new Map();
     const tiles = make("dl", { class: "tiles" });
-    for (const [name, words] of [["step", "step"], ["running", "running"], ["waiting", "waiting"], ["tokens", "tokens/s"], ["time", "a step"], ["hits", "prefix hits"], ["preempted", "preemptions"]]) {
+    for (const [name, words] of [["step", "step"], ["running", "running"], ["waiting", "waiting"], ["tokens", "tokens/s"], ["time", "a step"], ["hits", "prefix hits"], ["preempted", "preemptions"], ["feedback", "feedback"]]) {
       const value = make("dd", {}, "–");
       this._tiles.set(name, value);
       tiles.append(make("div", {}, make("dt", {}, words), value));
     }
+    this._tiles.get("feedback").parentElement.hidden = true;
     this._rate = make("span", { class: "hint rate", title: "Frames a second, and what drawing one costs" });
     return make("div", { class: "live-bar" }, this._isReplay ? null : [this._state, this._pause],
       make("span", { class: "model", title: String(this._info.model ?? "") }, String(this._info.model ?? "")), tiles, make("span", { class: "grow" }), this._rate);
@@ -92,6 +93,12 @@ class LiveView {
     tile("tokens", seconds ? brief(Math.round(recent.reduce((sum, bin) => sum + bin.tokens, 0) / seconds)) : "–");
     tile("time", steps ? duration(recent.reduce((sum, bin) => sum + bin.stepSeconds, 0) / steps) : "–");
     tile("hits", prompt ? `${Math.round(100 * bins.reduce((sum, bin) => sum + bin.cached, 0) / prompt)}%` : "–");
+    const { feedback } = frame;
+    this._tiles.get("feedback").parentElement.hidden = !feedback;
+    if (feedback) {
+      tile("feedback", `${brief(feedback.positive)} good, ${brief(feedback.negative)} bad`);
+      setAttribute(this._tiles.get("feedback"), "title", `${whole(feedback.requests)} responses are kept, ${whole(feedback.corrected)} answers were corrected`);
+    }
     tile("preempted", whole((frame.totals.preemptions_by_recompute || 0) + (frame.totals.preemptions_by_swap || 0)));
   }
 

@@ -158,7 +158,98 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         ) WITHOUT ROWID
         """,
     ),
+    (
+        # Answers that may get feedback. `id` is that of the request. `input` and `answers` are JSON.
+        """
+        CREATE TABLE kept_answers (
+            id TEXT PRIMARY KEY,
+            owner TEXT NOT NULL,
+            created_at REAL NOT NULL,
+            expires_at REAL NOT NULL,
+            model TEXT NOT NULL,
+            num_answers INTEGER NOT NULL,
+            num_bytes INTEGER NOT NULL,
+            input BLOB NOT NULL,
+            answers BLOB NOT NULL
+        ) WITHOUT ROWID
+        """,
+        "CREATE INDEX kept_answers_by_owner ON kept_answers (owner, created_at, id)",
+        "CREATE INDEX kept_answers_by_expiry ON kept_answers (expires_at)",
+        # At most one for each answer of a request. `correction` is text, `labels` a JSON list.
+        """
+        CREATE TABLE feedback (
+            id TEXT NOT NULL REFERENCES kept_answers (id) ON DELETE CASCADE,
+            answer INTEGER NOT NULL,
+            owner TEXT NOT NULL,
+            created_at REAL NOT NULL,
+            score REAL NOT NULL,
+            correction TEXT,
+            labels BLOB NOT NULL,
+            num_bytes INTEGER NOT NULL,
+            PRIMARY KEY (id, answer)
+        ) WITHOUT ROWID
+        """,
+        # Sums over the rows of an owner. Triggers keep them, so that no sum needs to read all rows.
+        """
+        CREATE TABLE feedback_totals (
+            owner TEXT PRIMARY KEY,
+            requests INTEGER NOT NULL DEFAULT 0,
+            num_bytes INTEGER NOT NULL DEFAULT 0,
+            positive INTEGER NOT NULL DEFAULT 0,
+            negative INTEGER NOT NULL DEFAULT 0,
+            neutral INTEGER NOT NULL DEFAULT 0,
+            corrected INTEGER NOT NULL DEFAULT 0
+        ) WITHOUT ROWID
+        """,
+        """
+        CREATE TRIGGER kept_answer_added AFTER INSERT ON kept_answers BEGIN
+            INSERT OR IGNORE INTO feedback_totals (owner) VALUES (new.owner);
+            UPDATE feedback_totals SET requests = requests + 1, num_bytes = num_bytes + new.num_bytes
+            WHERE owner = new.owner;
+        END
+        """,
+        """
+        CREATE TRIGGER kept_answer_deleted AFTER DELETE ON kept_answers BEGIN
+            UPDATE feedback_totals SET requests = requests - 1, num_bytes = num_bytes - old.num_bytes
+            WHERE owner = old.owner;
+        END
+        """,
+        """
+        CREATE TRIGGER feedback_added AFTER INSERT ON feedback BEGIN
+            UPDATE feedback_totals SET num_bytes = num_bytes + new.num_bytes,
+                positive = positive + (new.score > 0), negative = negative + (new.score < 0),
+                neutral = neutral + (new.score = 0), corrected = corrected + (new.correction IS NOT NULL)
+            WHERE owner = new.owner;
+        END
+        """,
+        """
+        CREATE TRIGGER feedback_deleted AFTER DELETE ON feedback BEGIN
+            UPDATE feedback_totals SET num_bytes = num_bytes - old.num_bytes,
+                positive = positive - (old.score > 0), negative = negative - (old.score < 0),
+                neutral = neutral - (old.score = 0), corrected = corrected - (old.correction IS NOT NULL)
+            WHERE owner = old.owner;
+        END
+        """,
+    ),
+    (
+        # What engines learned. `kind`: costs; damaged: a row that could not be read. `name`: of what it is true. `owner`: ""
+        # for what belongs to no key. `checksum` is the CRC-32 of `content`.
+        """
+        CREATE TABLE learned (
+            id TEXT PRIMARY KEY,
+            kind TEXT NOT NULL,
+            name TEXT NOT NULL,
+            owner TEXT NOT NULL,
+            created_at REAL NOT NULL,
+            updated_at REAL NOT NULL,
+            expires_at REAL NOT NULL,
+            version INTEGER NOT NULL,
+            checksum INTEGER NOT NULL,
+            content BLOB NOT NULL
+        ) WITHOUT ROWID
+        """,
+    ),
 )
 
-EXPIRING = ("responses",)
+EXPIRING = ("responses", "kept_answers", "learned")
 """Tables whose rows are deleted at their `expires_at`."""

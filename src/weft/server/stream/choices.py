@@ -20,6 +20,7 @@ from weft.request import (
 )
 from weft.server.errors import ApiError, failed_result
 from weft.server.http.byte_budget import RequestBytes
+from weft.server.learned.transcript import Transcript
 from weft.text.answer_parts import Delta, ToolCallStart
 from weft.text.answer_reader import AnswerReader, AnswerSyntax
 from weft.text.answer_text import AnswerText
@@ -227,6 +228,8 @@ class Choices:
         self._shown_ids: frozenset[int] | None = None
         self.on_answer_end: Callable[[int], object] = lambda num_tokens: None
         """Called with the number of tokens of each answer that ends."""
+        self.transcript: Transcript | None = None
+        """Collects the text of all answers, if they are kept."""
 
     async def submit(
         self,
@@ -364,6 +367,8 @@ class Choices:
             piece = choice.take(effort)
             if piece is not None:
                 pieces.append(piece)
+                if self.transcript is not None:
+                    self.transcript.add(piece)
                 if piece.is_last:
                     self.on_answer_end(choice.num_generated)
                 effort -= _EFFORT_PER_PIECE + len(piece.tokens) * choice.effort_per_token
@@ -373,5 +378,7 @@ class Choices:
         """Cancels all answers that have not ended, submitted or not."""
         if self._submit_task is not None:
             self._submit_task.cancel()
+        if self.transcript is not None:
+            self.transcript.drop()
         for choice in self._choices:
             choice.cancel()
