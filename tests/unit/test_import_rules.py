@@ -19,6 +19,7 @@ VOCABULARY = (
     "weft.config",
     "weft.errors",
     "weft.embedding",
+    "weft.lengths",
     "weft.live",
     "weft.metrics",
     "weft.parameters",
