@@ -350,7 +350,11 @@ class ServerApp:
             if at_once is not None:
                 return prepared, at_once
             await self.active_requests.submit(
-                active, prepared.requests, prepared.answer_form, is_streamed=prepared.is_streamed
+                active,
+                prepared.requests,
+                prepared.answer_form,
+                is_streamed=prepared.is_streamed,
+                kind=prepared.kind,
             )
         if prepared.is_streamed:
             try:
@@ -400,7 +404,11 @@ class ServerApp:
                 prepared = await prepare(writer=begun.writer)
                 caller.body.keep(prepared.writer.kept_bytes)
                 await self.active_requests.submit(
-                    active, prepared.requests, prepared.answer_form, is_streamed=True
+                    active,
+                    prepared.requests,
+                    prepared.answer_form,
+                    is_streamed=True,
+                    kind=prepared.kind,
                 )
 
     def _end(self, outcome: Outcome, prepared: Prepared, active: ActiveRequest) -> None:
@@ -435,7 +443,7 @@ class ServerApp:
         """Seconds after which a client that is refused now should retry."""
         if self.engine.state is not EngineState.READY:
             return self.engine.seconds_until_ready
-        seconds = self.active_requests.seconds_until_free
+        seconds = self.active_requests.seconds_until_free()
         # A server that drains has usually been replaced by another one after the drain time.
         return max(seconds, self.settings.drain_seconds) if self.is_draining else seconds
 
@@ -501,7 +509,7 @@ class ServerApp:
         if not self.engine.is_responding:
             message = "the engine does not respond; send requests to another server"
             raise ApiError(503, message, code="engine_not_responding")
-        self.active_requests.check_capacity(request.scope[KEY])
+        self.active_requests.check_capacity(request.scope[KEY], is_probe=True)
         return json_response({"status": "ready", **self._states()})
 
     def _states(self) -> dict[str, Any]:
