@@ -98,9 +98,7 @@ class WaitEstimate:
             promises.append(max(now + seconds, promises[-1] if promises else 0.0))
         return seconds
 
-    def _draw_ends(
-        self, places: list[Place], newcomer: LengthDistribution, count: int
-    ) -> list[list[float]]:
+    def _draw_ends(self, places: list[Place], newcomer: LengthDistribution, count: int) -> list[list[float]]:
         """When the next `count` places become free, in seconds from now, for several draws of the lengths. Each is taken
         again at once."""
         if not places:
