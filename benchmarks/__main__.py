@@ -440,6 +440,26 @@ def learned(
         raise typer.Exit(1)
 
 
+@app.command("lengths")
+def lengths(
+    device: Annotated[str, typer.Option(metavar="NAME", help="The cost model: CPU or H200.")] = "CPU",
+    real: Annotated[bool, typer.Option("--real", help="Measure the default model, at one load.")] = False,
+    seeds: Annotated[int, typer.Option(min=2, metavar="N", help="Runs with other requests.")] = 8,
+    requests: Annotated[int, typer.Option(min=20, metavar="N", help="Requests of a run.")] = 400,
+    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw a chart as SVG or PNG.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="PATH", help="Write all figures as JSON.")] = None,
+) -> None:
+    """Compare orders of requests by known, learned and unknown lengths of answers.
+
+    Short and long answers with the same max_tokens; and the waits that refused clients are named. Exit code 1: a bar was
+    missed.
+    """
+    from benchmarks.lengths import main as run
+
+    if not run(device=device, seeds=seeds, requests=requests, real=real, plot=plot, as_json=json):
+        raise typer.Exit(1)
+
+
 @app.command("drafts")
 def drafts(
     model: Annotated[str, typer.Option("--model", "-m", help="The model.")] = "default",

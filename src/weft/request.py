@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any, NamedTuple, NewType, TypeVar
 
+from weft.lengths import ExpectedLength
 from weft.parameters import (
     Parameter,
     check_instance,
@@ -296,6 +297,8 @@ class InferenceRequest:
     prediction: tuple[int, ...] = ()
     """Token ids that the answer probably has, such as the text to edit. They become draft tokens where the answer
     agrees with them. They never change the answer."""
+    expected: ExpectedLength | None = None
+    """The expected length of its answer. Policies order requests by it. None: only `max_tokens` is known."""
 
     def __post_init__(self) -> None:
         for name in ("prompt", "prediction"):
@@ -315,6 +318,8 @@ class InferenceRequest:
         check_instance("metadata", self.metadata, Mapping, "a mapping")
         if len(self.metadata) > MAX_METADATA:
             refuse("metadata", f"{len(self.metadata)} entries", f"at most {MAX_METADATA} entries")
+        if self.expected is not None:
+            check_instance("expected", self.expected, ExpectedLength, "an ExpectedLength, or None")
         if self.session_id is not None:
             check_text("session_id", self.session_id, MAX_NAME_LENGTH)
         for name in ("ttft_target", "deadline"):

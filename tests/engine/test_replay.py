@@ -30,6 +30,7 @@ from weft.engine.replay import ReplayDifference, replay
 from weft.engine.serving import ServingEngine
 from weft.errors import InvalidRequestError
 from weft.learned_costs import LearnedCosts
+from weft.lengths import ExpectedLength
 from weft.request import (
     InferenceRequest,
     RequestState,
@@ -125,6 +126,29 @@ def test_a_run_with_a_dropped_deadline_replays(tmp_path: Path) -> None:
     assert [one and one.state for one in results] == [RequestState.COMPLETED, RequestState.CANCELLED]
     report = replay(str(path))
     assert (report.requests, report.is_cut) == (2, False) and report.tokens >= 40
+
+
+def test_the_expected_length_of_a_request_is_in_the_log_and_a_log_with_another_one_is_refused(
+    tmp_path: Path,
+) -> None:
+    path, clock = tmp_path / "run.jsonl", VirtualClock()
+    scheduler = SchedulerConfig(policy=PriorityPolicy.SHORTEST_JOB_FIRST, max_running=1)
+    config = ServingEngineConfig(scheduler, KvCachePoolConfig(200, 16), log_path=str(path))
+    engine = ServingEngine(NoopBackend(), config, clock=clock, seed=1)
+    for mean in (50.0, 40.0, 30.0):
+        expected = ExpectedLength(mean, mean, mean)
+        engine.submit(InferenceRequest((1, 2, 3), SamplingParams(max_tokens=60), expected=expected))
+    engine.run_until_idle()
+    engine.stop()
+    assert replay(str(path)).requests == 3
+    lines = path.read_text().splitlines()
+    added = [number for number, line in enumerate(lines) if '"event": "add"' in line]
+    event = json.loads(lines[added[2]])
+    assert event["requests"][0]["request"]["expected"] == {"mean": 30.0, "p50": 30.0, "p90": 30.0}
+    event["requests"][0]["request"]["expected"]["mean"] = 45.0
+    path.write_text("\n".join([*lines[: added[2]], json.dumps(event), *lines[added[2] + 1 :]]) + "\n")
+    with pytest.raises(ReplayDifference, match="planned"):
+        replay(str(path))
 
 
 @pytest.mark.parametrize("seed", [14, 36])

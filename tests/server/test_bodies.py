@@ -175,5 +175,5 @@ def test_39_retry_after_of_a_full_server_depends_on_the_active_requests(default_
             streams.enter_context(server.client.stream("POST", "/v1/completions", json=LONG))
         refused = server.complete()
         assert refused.status_code == 429
-        # Four requests are ahead and none has ended: one per 30 s is assumed.
-        assert refused.headers["retry-after"] == "120"
+        # None has ended, so the lengths are guesses. The longest of 20 answers of up to 8,000 tokens is a long one.
+        assert 60 < int(refused.headers["retry-after"]) <= 600

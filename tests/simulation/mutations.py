@@ -279,6 +279,24 @@ MUTATIONS = (
         first_seed=550,
     ),
     Mutation(
+        "shortest job first without ageing",
+        "weft.scheduling.policy:_shortest_job",
+        "sequence.arrival + PATIENCE",
+        "PATIENCE",
+    ),
+    Mutation(
+        "longest job first",
+        "weft.scheduling.policy:_shortest_job",
+        "sequence.arrival + PATIENCE",
+        "sequence.arrival - PATIENCE",
+    ),
+    Mutation(
+        "answer ends at its expected length",
+        f"{SCHEDULER}._take_token",
+        "length >= sequence.limit",
+        "length - sequence.prompt_length >= sequence.expected_tokens",
+    ),
+    Mutation(
         "request waits for a block that it computes itself",
         f"{PREFIX}.producer",
         "owner is not sequence and is_below(sequence, owner)",

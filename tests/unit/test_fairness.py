@@ -26,6 +26,8 @@ class FakeEngine:
         self.not_started = 0
         self.released: list[str] = []
         """The keys of released answers, in order."""
+        self.ended_tokens: dict[GateTicket, int] = {}
+        """Tokens of the answers of a request that have ended, while others go on."""
         self.gate = FairGate(
             self.keys,
             max_running=slots,
@@ -38,11 +40,11 @@ class FakeEngine:
         name: str,
         priority: Priority = Priority.NORMAL,
         prompt: int = PROMPT,
-        max_tokens: int = ANSWER,
+        expected: int = ANSWER,
         answers: int = 1,
     ) -> GateTicket:
         key = next(key for key in self.keys if key.name == name)
-        ticket = self.gate.enter(key, AnswerJob(priority, prompt, answers, max_tokens))
+        ticket = self.gate.enter(key, AnswerJob(priority, prompt, answers, expected))
         assert ticket is not None
         self.waiting.append((name, ticket))
         self.submit_released()
@@ -64,8 +66,9 @@ class FakeEngine:
         name, ticket = self.running.pop(0)
         if ticket.num_waiting or any(other is ticket for _, other in self.running):
             self.gate.ended(ticket, tokens)
+            self.ended_tokens[ticket] = self.ended_tokens.get(ticket, 0) + tokens
         else:
-            self.gate.leave(ticket, ticket.num_tokens + tokens)
+            self.gate.leave(ticket, self.ended_tokens.pop(ticket, 0) + tokens)
         self.submit_released()
         return name
 
@@ -114,8 +117,8 @@ def test_keys_share_tokens_and_not_requests() -> None:
         engine = FakeEngine(1, 1, slots=2)
         tokens = Counter[str]()
         for _ in range(800):
-            engine.ask("a", max_tokens=1000)
-            engine.ask("b", max_tokens=1000)
+            engine.ask("a", expected=1000)
+            engine.ask("b", expected=1000)
         while sum(tokens.values()) < 60_000:
             length = 300 if engine.running[0][0] == "a" else 30
             tokens[engine.end_one(length)] += PROMPT + length
@@ -238,7 +241,7 @@ def test_the_reserve_lets_another_key_start_at_once() -> None:
 def test_the_final_charge_equals_the_tokens_used() -> None:
     async def scenario() -> None:
         engine = FakeEngine(1, 1, slots=8)
-        ticket = engine.ask("a", answers=5, prompt=103, max_tokens=500)
+        ticket = engine.ask("a", answers=5, prompt=103, expected=500)
         for tokens in (7, 400, 3, 90):
             engine.end_one(tokens)
         engine.end_one(11)

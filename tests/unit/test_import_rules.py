@@ -20,6 +20,7 @@ VOCABULARY = (
     "weft.errors",
     "weft.embedding",
     "weft.learned_costs",
+    "weft.lengths",
     "weft.live",
     "weft.metrics",
     "weft.parameters",

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from weft.clock import VirtualClock
-from weft.server.admission.completion_rate import CompletionRate, retry_after
 from weft.server.admission.keys import ApiKey
-from weft.server.admission.limits import Bucket, KeyLimits
+from weft.server.admission.limits import Bucket, KeyLimits, places_needed
 from weft.server.errors import ApiError
 
 
@@ -109,31 +108,8 @@ def test_headers_have_the_format_of_openai() -> None:
     assert limits(clock).headers() == {}
 
 
-def test_the_expected_wait_is_the_requests_ahead_divided_by_the_completion_rate() -> None:
-    clock = VirtualClock()
-    rate = CompletionRate(clock)
-    for _ in range(1200):  # ten a second for two minutes
-        clock.advance(0.1)
-        rate.record_end()
-    assert rate.rate == pytest.approx(10, rel=0.02)
-    assert rate.seconds_for(50) == pytest.approx(5, rel=0.02)
-    for _ in range(240):  # then one a second
-        clock.advance(1)
-        rate.record_end()
-    assert rate.rate == pytest.approx(1, rel=0.05)
-
-
-def test_without_recent_completions_a_minimum_rate_is_assumed() -> None:
-    clock = VirtualClock()
-    rate = CompletionRate(clock)
-    assert rate.seconds_for(2) == 60
-    rate.record_end()
-    clock.advance(1e6)
-    assert rate.seconds_for(2) == 60
-
-
-@pytest.mark.parametrize(
-    ("seconds", "header"), [(0, "1"), (0.2, "1"), (1.2, "2"), (59.9, "60"), (600, "600"), (1e9, "600")]
-)
-def test_retry_after_is_between_one_second_and_ten_minutes(seconds: float, header: str) -> None:
-    assert retry_after(seconds) == header
+def test_a_key_needs_one_free_place_and_with_other_keys_a_quarter_of_its_own() -> None:
+    assert [places_needed(own, free, 1) for own, free in ((0, 0), (50, 0), (50, 1))] == [1, 1, 0]
+    assert [places_needed(own, free, 2) for own, free in ((0, 0), (3, 1), (4, 1), (40, 5), (40, 11))] == [
+        *(1, 0, 1, 6, 0)
+    ]

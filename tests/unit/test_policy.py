@@ -10,8 +10,9 @@ import pytest
 from weft.backends.noop import NoopBackend
 from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig
+from weft.lengths import ExpectedLength
 from weft.request import InferenceRequest, Priority, RequestId, RequestState, SamplingParams
-from weft.scheduling.policy import AdmissionPolicy, StepCostModel
+from weft.scheduling.policy import PATIENCE, AdmissionPolicy, StepCostModel
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 
@@ -24,11 +25,15 @@ def waiting(
     max_tokens: int = 1,
     target: float | None = None,
     preempted: bool = False,
+    expected: float | None = None,
+    cost: float = 0.0,
 ) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens)
     request = InferenceRequest(tuple([1] * length), params, priority=priority, ttft_target=target)
     sequence = Sequence(request.replaced(request_id=RequestId(str(order))), 0)
-    sequence.order, sequence.arrival = order, arrival
+    if expected is not None:
+        sequence.request = sequence.request.replaced(expected=ExpectedLength(expected, expected, expected))
+    sequence.order, sequence.arrival, sequence.cost = order, arrival, cost
     if preempted:
         sequence.state = RequestState.PREEMPTED
     return sequence
@@ -59,6 +64,60 @@ def test_the_shortest_job_goes_first_counting_prompt_and_new_tokens_together() -
         waiting(2, length=1, max_tokens=7),
     ]
     assert order_of(config, *jobs) == [1, 2, 0]
+
+
+def test_the_expected_length_counts_instead_of_max_tokens_but_never_more_than_it() -> None:
+    config = SchedulerConfig(policy=PriorityPolicy.SHORTEST_JOB_FIRST)
+    jobs = [
+        waiting(0, max_tokens=500),
+        waiting(1, max_tokens=500, expected=30),
+        waiting(2, max_tokens=20, expected=9000),
+    ]
+    assert order_of(config, *jobs) == [2, 1, 0]
+
+
+def test_shorter_jobs_overtake_a_long_one_only_while_its_patience_lasts() -> None:
+    config = SchedulerConfig(policy=PriorityPolicy.SHORTEST_JOB_FIRST)
+    long, end = waiting(0, arrival=5.0, cost=10.0), 5.0 + PATIENCE * 10.0
+    assert order_of(config, long, waiting(1, arrival=end - 2.1 * PATIENCE, cost=2.0)) == [1, 0]
+    assert order_of(config, long, waiting(1, arrival=end - 1.9 * PATIENCE, cost=2.0)) == [0, 1]
+    assert order_of(config, long, waiting(1, arrival=end + 0.1)) == [0, 1]
+
+
+def test_a_longer_expected_answer_costs_more_once_the_cost_of_steps_is_known() -> None:
+    model = StepCostModel()
+    policy = AdmissionPolicy(SchedulerConfig(policy=PriorityPolicy.SHORTEST_JOB_FIRST), model)
+    first = waiting(0, max_tokens=500, expected=30)
+    policy.set_cost(first, rows=4)
+    assert first.cost == 0, "nothing is known yet"
+    train(model, 50, random.Random(0))
+    short, long, unknown = (waiting(0, max_tokens=500, expected=one) for one in (30, 300, None))
+    for sequence in (short, long, unknown):
+        policy.set_cost(sequence, rows=4)
+    for sequence, length in ((short, 30), (long, 300), (unknown, 500)):
+        # 0.01 s for a step, 0.0002 s for each token of four rows, and 1e-6 s for each position that they read.
+        seconds = length * (0.01 + 4 * 2e-4 + 4 * (length / 2) * 1e-6)
+        assert sequence.cost == pytest.approx(seconds, rel=0.05)
+    fcfs = AdmissionPolicy(SchedulerConfig(policy=PriorityPolicy.FCFS), model)
+    other = waiting(0, max_tokens=500, expected=30)
+    fcfs.set_cost(other, rows=4)
+    assert other.cost == 0
+
+
+def test_adaptive_orders_by_cost_only_with_an_expected_length_and_without_a_target() -> None:
+    model = StepCostModel()
+    train(model, 50, random.Random(0))
+    config = SchedulerConfig(policy=PriorityPolicy.ADAPTIVE)
+    policy = AdmissionPolicy(config, model)
+    plain, long = waiting(0, max_tokens=500), waiting(0, max_tokens=500, expected=300)
+    for sequence in (plain, long):
+        policy.set_cost(sequence, rows=4)
+    assert plain.cost == 0 and policy.sort_key(plain) == policy.sort_key(waiting(0, max_tokens=500))
+    later = long.cost * PATIENCE
+    assert order_of(config, long, waiting(1, arrival=later - 0.1)) == [1, 0]
+    assert order_of(config, long, waiting(1, arrival=later + 0.1)) == [0, 1]
+    same_target = [waiting(0, target=5.0, cost=100.0), waiting(1, arrival=0.1, target=5.0)]
+    assert order_of(config, *same_target) == [0, 1]
 
 
 def test_equally_short_jobs_go_in_order_of_arrival() -> None:

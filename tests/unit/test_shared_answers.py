@@ -15,6 +15,7 @@ from weft.engine.ipc import wire
 from weft.engine.ipc.client import EngineDiedError
 from weft.engine.ipc.remote_answer import RemoteAnswer, SlowReaderError
 from weft.errors import QueueFullError, WeftError
+from weft.lengths import ExpectedLength
 from weft.request import (
     FailureKind,
     FinishReason,
@@ -47,6 +48,20 @@ async def submit(engine: ScriptedEngine, one: InferenceRequest | None = None, **
 
 def read(answer: RemoteAnswer, limit: int | None = None) -> list[int]:
     return tokens(answer.take(limit))
+
+
+def test_requests_that_differ_in_their_expected_length_alone_share_a_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(engine: ScriptedEngine) -> None:
+        lengths = (None, ExpectedLength(5, 4, 9), ExpectedLength(700, 600, 900))
+        answers = [await submit(engine, request(expected=one)) for one in lengths]
+        for _ in range(8):
+            engine.step()
+        assert engine.num_computed == 8 and len(engine.messages(wire.Submit)) == 1
+        assert len({tuple(read(answer)) for answer in answers}) == 1
+
+    with_scripted_engine(monkeypatch, test)
 
 
 def test_identical_requests_are_computed_once_and_each_gets_the_whole_answer(

@@ -22,6 +22,7 @@ from weft.config import PreemptionMode, PriorityPolicy, SchedulerConfig
 from weft.engine.event_log import EventLog
 from weft.errors import WeftError
 from weft.learned_costs import LearnedCosts
+from weft.lengths import ExpectedLength
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import (
     Failure,
@@ -409,6 +410,8 @@ def _request_from(fields: dict[str, Any]) -> InferenceRequest:
     if params.get("grammar") is not None:
         params["grammar"] = Grammar(**params["grammar"])
     rest = {name: value for name, value in fields.items() if name not in ("params", "priority")}
+    if rest.get("expected") is not None:
+        rest["expected"] = ExpectedLength(**rest["expected"])
     return InferenceRequest(params=SamplingParams(**params), priority=Priority(fields["priority"]), **rest)
 
 

@@ -54,7 +54,7 @@ class ContinuousBatchScheduler:
         self.cost_model = StepCostModel()
         self.max_sequence_length = longest_sequence(info)
         self._clock = clock
-        policy = AdmissionPolicy(config)
+        self._policy = policy = AdmissionPolicy(config, self.cost_model)
         self._sequence_table = SequenceTable(config, info, policy)
         self.history = self._sequence_table.history
         self._planner = Planner(config, info, self._sequence_table, policy, self.cost_model, clock)
@@ -196,6 +196,9 @@ class ContinuousBatchScheduler:
             sequence.order = self._next_order
             self._next_order += 1
             sequence.arrival = sequence.phase_since = now
+            # Idle work and interactive requests are counted apart: the order of one must not depend on the other.
+            num_own = table.num_idle if sequence.is_idle_work else len(self.sequences) - table.num_idle
+            self._policy.set_cost(sequence, rows=max(1, num_own - len(queue)))
             if sequence.request.deadline is not None:
                 sequence.deadline_at = now + sequence.request.deadline
                 self._deadlines.add(sequence)

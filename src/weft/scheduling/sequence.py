@@ -63,6 +63,7 @@ class Sequence:
         "block_hashes",
         "cached_tokens",
         "computed",
+        "cost",
         "deadline_at",
         "draft_proposer",
         "failure",
@@ -113,6 +114,8 @@ class Sequence:
         self.min_length = self.prompt_length + request.params.min_tokens
         self.limit = self.prompt_length + (request.params.max_tokens or MAX_TOKENS)
         """The sequence ends at this many tokens, prompt included."""
+        self.cost = 0.0
+        """Predicted seconds of the whole request, as set by the policy when it arrives. 0: not predicted."""
         self.computed = self.scheduled = 0
         self.target = self.prompt_length
         self.block_hashes: list[BlockHash] = []
@@ -176,6 +179,12 @@ class Sequence:
     @property
     def generated(self) -> list[int]:
         return self.tokens[self.prompt_length :]
+
+    @property
+    def expected_tokens(self) -> float:
+        """The expected tokens of the answer. Without a prediction, all that it may have."""
+        most, expected = self.limit - self.prompt_length, self.request.expected
+        return most if expected is None else min(most, expected.mean)
 
     @property
     def decode_steps(self) -> int:

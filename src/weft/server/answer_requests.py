@@ -180,7 +180,11 @@ class AnswerRequests:
             if at_once is not None:
                 return prepared, at_once
             await self._active_requests.submit(
-                active, prepared.requests, prepared.answer_form, is_streamed=prepared.is_streamed
+                active,
+                prepared.requests,
+                prepared.answer_form,
+                is_streamed=prepared.is_streamed,
+                kind=prepared.kind,
             )
         if prepared.is_streamed:
             try:
@@ -240,7 +244,11 @@ class AnswerRequests:
                 prepared = await prepare(writer=begun.writer)
                 caller.body.keep(prepared.writer.kept_bytes)
                 await self._active_requests.submit(
-                    active, prepared.requests, prepared.answer_form, is_streamed=True
+                    active,
+                    prepared.requests,
+                    prepared.answer_form,
+                    is_streamed=True,
+                    kind=prepared.kind,
                 )
 
     def _end(self, outcome: Outcome, prepared: Prepared, active: ActiveRequest) -> None:

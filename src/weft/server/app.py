@@ -268,7 +268,7 @@ class ServerApp:
         """Seconds after which a client that is refused now should retry."""
         if self.engine.state is not EngineState.READY:
             return self.engine.seconds_until_ready
-        seconds = self.active_requests.seconds_until_free
+        seconds = self.active_requests.seconds_until_free()
         # A server that drains has usually been replaced by another one after the drain time.
         return max(seconds, self.settings.drain_seconds) if self.is_draining else seconds
 
@@ -334,7 +334,7 @@ class ServerApp:
         if not self.engine.is_responding:
             message = "the engine does not respond; send requests to another server"
             raise ApiError(503, message, code="engine_not_responding")
-        self.active_requests.check_capacity(request.scope[KEY])
+        self.active_requests.check_capacity(request.scope[KEY], is_probe=True)
         return json_response({"status": "ready", **self._states()})
 
     def _states(self) -> dict[str, Any]:

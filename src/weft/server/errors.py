@@ -21,7 +21,7 @@ from weft.errors import (
     WeftError,
 )
 from weft.request import FailureKind, GenerationResult
-from weft.server.admission.completion_rate import retry_after
+from weft.server.admission.waiting import retry_after
 from weft.server.logs import current_record
 from weft.server.state.store import StoreError, StoreFullError
 

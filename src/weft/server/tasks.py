@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
-from weft.server.admission.limits import has_room
+from weft.server.admission.limits import places_needed
 from weft.server.errors import ApiError
 
 
@@ -25,7 +25,7 @@ class Tasks:
         """Raises a 429 if no more tasks of this owner may start. A task may wait for hours, so one key could keep all
         places."""
         total, own = len(self._tasks), self._num_own[owner]
-        if not has_room(own, self._most - total, self._num_keys):
+        if places_needed(own, self._most - total, self._num_keys):
             message = (
                 f"{total} requests run in the background, {own} of them with this key; allowed: {self._most} for all "
                 "keys together (max_requests); try again later"

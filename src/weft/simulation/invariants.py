@@ -19,6 +19,7 @@ from weft.request import (
     TokenOutput,
 )
 from weft.scheduling.answer_index import LENGTHS
+from weft.scheduling.policy import PATIENCE
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 from weft.simulation.require import require
@@ -46,6 +47,8 @@ class PlanChecker:
         self._newest_answers: dict[str, list[Sequence]] = {}
         """Those of them that ended last and are long enough for the index."""
         self.preemptions = 0
+        self.passed = 0
+        """How often a waiting request was passed by one that arrived later and was shorter."""
 
     def reset_rotation(self) -> None:
         """Called when a step failed or is retried in halves. Clears `_last_token_step`: the rotation starts anew."""
@@ -65,6 +68,7 @@ class PlanChecker:
         if plan.preempted:
             self._check_victims(plan)
         self._check_order(plan)
+        self._check_patience(plan)
         self._check_sharing(plan)
         if self._scheduler.info.store_blocks:
             check_tiers(plan, self._scheduler)
@@ -232,6 +236,25 @@ class PlanChecker:
             ]
             require(not waiting, "a request started while a CRITICAL one waits")
 
+    def _check_patience(self, plan: IterationPlan) -> None:
+        """With SHORTEST_JOB_FIRST, no request starts while another one waits whose patience ended earlier. Prefix sharing may
+        let requests start out of order."""
+        scheduler = self._scheduler
+        if (
+            scheduler.config.policy is not PriorityPolicy.SHORTEST_JOB_FIRST
+            or scheduler.config.prefix_caching
+        ):
+            return
+        started = [s for s in self._started(plan) if not s.preemptions and not s.is_idle_work]
+        latest = max((_patience_ends(s) for s in started), default=0.0)
+        for waiting in scheduler.queue if started else ():
+            is_next = waiting.state is RequestState.PENDING and _patience_ends(waiting) < latest
+            require(
+                not is_next,
+                f"request {waiting.request_id} waits, and one with a later end of patience starts",
+            )
+            self.passed += waiting.order < max(s.order for s in started)
+
     def _check_sharing(self, plan: IterationPlan) -> None:
         """Requests with different cache salts never read each other's blocks."""
         scheduler, block_size = self._scheduler, self._scheduler.info.block_size
@@ -278,6 +301,10 @@ class PlanChecker:
             for s in self._scheduler.running
             if s.last_step == plan.step and s.request_id not in self._resident
         ]
+
+
+def _patience_ends(sequence: Sequence) -> float:
+    return sequence.arrival + PATIENCE * sequence.cost
 
 
 def _full_table(sequence: Sequence) -> list[int]:

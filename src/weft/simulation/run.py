@@ -47,6 +47,7 @@ class Outcome:
     plans_beside_paused: int = 0
     plans_with_idle_work_added: int = 0
     plans_compared: int = 0
+    passed_by_shorter: int = 0
 
     def add(self, other: Outcome) -> None:
         for name in Outcome.__slots__:
@@ -219,6 +220,7 @@ class Simulation:
         outcome.drafts_accepted += stats.drafts_accepted
         for name in ("plans_beside_paused", "plans_with_idle_work_added", "plans_compared"):
             setattr(outcome, name, getattr(self._idle_checker, name))
+        outcome.passed_by_shorter = self.backend.plan_checker.passed
         two_tier = scheduler.kv_cache.two_tier()
         if two_tier is not None:
             outcome.migrations += two_tier.migrations

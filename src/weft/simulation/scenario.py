@@ -15,6 +15,7 @@ from weft.config import (
     SchedulerConfig,
     ServingEngineConfig,
 )
+from weft.lengths import ExpectedLength
 from weft.plan import IterationPlan, SwapTask
 from weft.request import Failure, FailureKind, Grammar, InferenceRequest, Priority, RequestId, SamplingParams
 
@@ -55,7 +56,8 @@ def draw(seed: int) -> Scenario:
     """Draws a small scenario with scarce resources: tiny blocks, tiny pools, few rows."""
     scenario = _draw_drafts(random.Random(f"drafts {seed}"), _draw_plain(seed))
     scenario = _draw_predictions(random.Random(f"predictions {seed}"), scenario)
-    return _draw_idle_work(random.Random(f"idle {seed}"), scenario)
+    scenario = _draw_idle_work(random.Random(f"idle {seed}"), scenario)
+    return _draw_lengths(random.Random(f"lengths {seed}"), scenario)
 
 
 def _draw_plain(seed: int) -> Scenario:
@@ -289,6 +291,31 @@ def _draw_idle_work(rng: random.Random, scenario: Scenario) -> Scenario:
         arrivals=tuple(
             dataclasses.replace(
                 arrival, request=dataclasses.replace(arrival.request, is_idle_work=rng.random() < share)
+            )
+            for arrival in scenario.arrivals
+        ),
+    )
+
+
+def _draw_lengths(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Returns the same scenario, or one whose requests have expected lengths: right ones, ones that are wrong by up to 100
+    times, or both."""
+    if rng.random() < 0.4:
+        return scenario
+    share_right, share_none = rng.choice((0.0, 0.5, 1.0)), rng.choice((0.0, 0.0, 0.3))
+
+    def expected(request: InferenceRequest) -> ExpectedLength | None:
+        if rng.random() < share_none:
+            return None
+        length = request.params.max_tokens or 20
+        mean = length * (1.0 if rng.random() < share_right else 10 ** rng.uniform(-2, 2))
+        return ExpectedLength(mean, mean, mean)
+
+    return dataclasses.replace(
+        scenario,
+        arrivals=tuple(
+            dataclasses.replace(
+                arrival, request=dataclasses.replace(arrival.request, expected=expected(arrival.request))
             )
             for arrival in scenario.arrivals
         ),

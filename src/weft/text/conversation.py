@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+_MAX_OF_KIND = 4096
+_WORDS_OF_KIND = 32
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -79,6 +81,15 @@ def from_start(conversation: Conversation, start: int) -> Conversation:
     items = conversation.items
     first = _num_leading_instructions(items)
     return msgspec.structs.replace(conversation, items=[*items[:first], *items[start:]])
+
+
+def text_of_kind(items: Sequence[Item]) -> str:
+    """The beginning of the text that conversations of the same kind share: their instructions. Without instructions, the
+    first words."""
+    count = _num_leading_instructions(items)
+    shared = items[:count] or items[:1]
+    texts = "".join(str(item.content) for item in shared if isinstance(item, Message))
+    return texts[:_MAX_OF_KIND] if count else texts[:_WORDS_OF_KIND]
 
 
 def _num_leading_instructions(items: Sequence[Item]) -> int:

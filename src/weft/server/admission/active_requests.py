@@ -10,12 +10,14 @@ from functools import partial
 from typing import Any
 
 from weft.clock import Clock
+from weft.config import PriorityPolicy
 from weft.engine.ipc.client import EngineClient, EngineState
-from weft.request import GenerationResult, InferenceRequest, RequestId
-from weft.server.admission.completion_rate import CompletionRate
+from weft.lengths import LengthDistribution, LengthFeatures, LengthPredictor
+from weft.request import FinishReason, GenerationResult, InferenceRequest, RequestId
 from weft.server.admission.fairness import AnswerJob, FairGate, GateTicket
 from weft.server.admission.keys import ApiKey
-from weft.server.admission.limits import KeyLimits, has_room
+from weft.server.admission.limits import KeyLimits, places_needed
+from weft.server.admission.waiting import Place, WaitEstimate
 from weft.server.errors import ApiError
 from weft.server.metrics import ServerMetrics
 from weft.server.settings import ServerSettings
@@ -77,6 +79,8 @@ class ActiveRequest:
         self.reserved = 0
         """Tokens reserved from the rate limit of the key."""
         self.ticket: GateTicket | None = None
+        self.length: tuple[LengthFeatures, LengthDistribution] | None = None
+        """What the length of its answers was predicted from, and the prediction. None: it is not prepared yet."""
         self.deadline: float | None = None
         self.expiry: asyncio.TimerHandle | None = None
         """Timer that ends the request after its deadline."""
@@ -104,6 +108,10 @@ class ActiveRequest:
         )
 
     @property
+    def num_answers(self) -> int:
+        return sum(request.params.n for request in self.requests)
+
+    @property
     def headers(self) -> dict[str, str]:
         return self.limits.headers() if self.limits else {}
 
@@ -117,7 +125,7 @@ class ActiveRequest:
             "key": self.key.name if self.key else None,
             "state": state,
             "age": round(now - self.began, 3),
-            "answers": sum(request.params.n for request in self.requests),
+            "answers": self.num_answers,
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": num_tokens,
         }
@@ -130,7 +138,10 @@ class ActiveRequests:
         self, settings: ServerSettings, engine: EngineClient, metrics: ServerMetrics, clock: Clock
     ) -> None:
         assert engine.info is not None, "the engine must be started"
-        self.completion_rate = CompletionRate(clock)
+        self._lengths = LengthPredictor()
+        kind = settings.engine.scheduler.policy
+        by_length = kind in (PriorityPolicy.SHORTEST_JOB_FIRST, PriorityPolicy.ADAPTIVE)
+        self._waits = WaitEstimate(clock, is_shortest_first=by_length)
         self._settings = settings
         self._engine = engine
         self._metrics = metrics
@@ -162,10 +173,27 @@ class ActiveRequests:
         """The active requests, oldest first."""
         return iter(self._open)
 
-    @property
-    def seconds_until_free(self) -> float:
-        """Predicted seconds until a request of a client has ended."""
-        return self.completion_rate.seconds_for(self._num_of_clients)
+    def seconds_until_free(
+        self, key: ApiKey | None = None, needed: int = 1, *, is_promise: bool = False
+    ) -> float:
+        """Predicted seconds until `needed` more requests of clients have ended. `key`: of this key only."""
+        scope, num_places = (
+            ("", self._num_of_clients) if key is None else (key.name, self._limits[key.name].num_open)
+        )
+        return self._waits.seconds_until_free(
+            scope, num_places, partial(self._places, key), needed, is_promise=is_promise
+        )
+
+    def _places(self, key: ApiKey | None) -> tuple[list[Place], LengthDistribution]:
+        """The places that requests of clients take, and the lengths of answers to new ones."""
+        anyone = self._lengths.predict(LengthFeatures("", 0, 0, 1, self._engine.max_sequence_length))
+        places = []
+        for one in self._open:
+            if not one.is_idle_work and (key is None or one.key == key):
+                num_answers = max(1, one.num_answers)
+                length = anyone if one.length is None else one.length[1]
+                places.append(Place(length, one.choices.num_tokens // num_answers, num_answers))
+        return places, anyone
 
     async def wait_until_idle(self, seconds: float) -> bool:
         """Returns whether all requests of clients ended within `seconds`."""
@@ -175,11 +203,12 @@ class ActiveRequests:
             return False
         return True
 
-    def check_capacity(self, key: ApiKey | None) -> None:
-        """Raises a 429 if one more request of `key` does not fit. Called before a body is read."""
+    def check_capacity(self, key: ApiKey | None, *, is_probe: bool = False) -> None:
+        """Raises a 429 if one more request of `key` does not fit. Called before a body is read. `is_probe`: none follows."""
         max_requests = self._settings.max_requests
         num_own = self._limits[key.name].num_open if key else 0
-        if has_room(num_own, max_requests - self._num_of_clients, len(self._limits)):
+        needed = places_needed(num_own, max_requests - self._num_of_clients, len(self._limits))
+        if not needed:
             return
         of_key = f", {num_own} of them with the key {key.name!r}" if key else ""
         raise ApiError(
@@ -187,6 +216,7 @@ class ActiveRequests:
             f"the server has {self._num_of_clients} active requests{of_key}; allowed: {max_requests} "
             "for all keys together (max_requests); try again later",
             code="queue_full",
+            retry_after=self.seconds_until_free(needed=needed, is_promise=not is_probe),
         )
 
     def begin(
@@ -204,10 +234,18 @@ class ActiveRequests:
             self.check_capacity(key)  # again: other requests may have arrived while the body was read
             limits = self._limits[key.name] if key else None
             if limits is not None:
-                limits.take_request()
+                try:
+                    limits.take_request()
+                except ApiError as error:
+                    if error.retry_after is None:
+                        error.retry_after = self.seconds_until_free(key, is_promise=True)
+                    raise
                 limits.num_open += 1
             self._num_of_clients += 1
             self._idle.clear()
+            self._waits.accepted("")
+            if key is not None:
+                self._waits.accepted(key.name)
         active = ActiveRequest(key, limits, choices, self._clock(), request_id, given_id, is_idle_work)
         self._open[active] = None
         return active
@@ -230,24 +268,27 @@ class ActiveRequests:
         form: AnswerSyntax | None = None,
         *,
         is_streamed: bool,
+        kind: tuple[int, int] = (0, 0),
     ) -> None:
         """Submits the request to the engine. If the gate holds it back, a background task submits its answers when they
-        are released. `form` is the syntax of its answers; None: plain text."""
+        are released. `form` is the syntax of its answers; None: plain text. `kind`: hashes of its template and tools, as
+        far as they may say how long its answers will be."""
         active.choices.check()
-        active.requests = requests
+        first = requests[0]
+        most = max(self._max_tokens(request, self._engine.max_sequence_length) for request in requests)
+        owner = active.key.name if active.key else ""
+        features = LengthFeatures(owner, *kind, len(first.prompt), most)
+        distribution = self._lengths.predict(features)
+        expected = distribution.expected()
+        active.length = features, distribution
+        active.requests = requests = [request.replaced(expected=expected) for request in requests]
         active.queued_at = self._clock()
         if active.limits is not None:
             answer_tokens = sum(
                 request.params.n * self._max_tokens(request, _DEFAULT_ANSWER_TOKENS) for request in requests
             )
             active.reserved = active.limits.reserve(active.prompt_tokens + answer_tokens)
-        first = requests[0]
-        job = AnswerJob(
-            first.priority,
-            active.prompt_tokens,
-            sum(request.params.n for request in requests),
-            max(self._max_tokens(request, self._engine.max_sequence_length) for request in requests),
-        )
+        job = AnswerJob(first.priority, active.prompt_tokens, active.num_answers, round(expected.mean))
         if active.is_idle_work:
             self._add_idle_answers(active, job.num_answers)
             ticket = None
@@ -286,9 +327,7 @@ class ActiveRequests:
         used = None
         if not isinstance(outcome, ApiError) or (num_generated and outcome.is_client_fault):
             used = num_generated
-            # Text work alone ends too soon to predict the time of answers, and idle work may be paused.
-            if active.requests and not active.is_idle_work:
-                self.completion_rate.record_end()
+        self._learn(active, outcome)
         if active.ticket is not None:
             self._gate.leave(active.ticket, used)
         num_tokens = 0 if used is None else active.prompt_tokens + used
@@ -303,6 +342,22 @@ class ActiveRequests:
         self._num_of_clients -= 1
         if not self._num_of_clients:
             self._idle.set()
+
+    def _learn(self, active: ActiveRequest, outcome: Outcome) -> None:
+        """Adds the lengths and times of the answers to what is known."""
+        if active.length is None:
+            return
+        features = active.length[0]
+        if not isinstance(outcome, list):
+            # A client that has gone, or an error: the answers would have been longer.
+            length = active.choices.num_tokens // max(1, active.num_answers)
+            self._lengths.learn(features, length, was_cut=True)
+            return
+        for result in outcome:
+            was_cut = result.finish_reason is not FinishReason.STOP
+            self._lengths.learn(features, result.completion_token_count, was_cut=was_cut)
+            if not active.is_idle_work:  # idle work may be paused
+                self._waits.record(result.prefill_time, result.decode_time, result.decode_steps)
 
     def described(self) -> list[dict[str, Any]]:
         now = self._clock()

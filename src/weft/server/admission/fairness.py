@@ -3,7 +3,7 @@
 Each key has a virtual time: the tokens that its answers used, divided by its weight. The next answer is one of the key
 with the lowest virtual time (start-time fair queueing; for language models see Sheng et al., "Fairness in Serving Large
 Language Models"). An idle key gains no credit: when it returns, its virtual time is raised to the current one. The
-cost of an answer is estimated from earlier answers of the key, and corrected when the answer ends.
+cost of an answer is its expected length, and is corrected when the answer ends.
 
 The unit is one answer, not one request: a request for a thousand answers is released in a thousand pieces.
 """
@@ -19,10 +19,6 @@ from dataclasses import dataclass
 from weft.request import Priority
 from weft.server.admission.keys import ApiKey
 
-_DEFAULT_ANSWER_TOKENS = 128
-"""Expected tokens of an answer, before the first answer of a key has ended."""
-_SMOOTHING = 0.1
-"""Weight of the newest answer in the moving average of answer lengths."""
 _SLOTS_PER_RESERVED_SLOT = 16
 _MAX_NOT_STARTED = 8
 """When the released answers may not fit the KV cache, at most this many answers without a token may be in the engine.
@@ -31,14 +27,14 @@ The engine admits them as soon as memory is free. They are few, so they hardly d
 
 @dataclass(frozen=True)
 class AnswerJob:
-    """The size and the priority of a request. The gate estimates its cost from them."""
+    """The size and the priority of a request. They give its expected cost."""
 
     priority: Priority
     prompt_tokens: int
     """Tokens of all prompts of the request."""
     num_answers: int
-    max_tokens: int
-    """The maximum length of each answer."""
+    expected_tokens: int
+    """The expected length of each answer."""
 
 
 class GateTicket:
@@ -60,16 +56,14 @@ class GateTicket:
         """Expected tokens of the open answers, as charged at their release."""
         self.charged = 0
         """Tokens charged to the account so far, for all answers."""
-        self.num_tokens = 0
-        """Generated tokens of the answers that ended."""
         self.is_over = False
         self.can_submit = asyncio.Event()
         """Set while there are answers to submit, and when the request is over."""
 
     @property
     def expected_cost(self) -> int:
-        """Expected tokens of one answer: its part of the prompt tokens, and the average answer length of the key."""
-        return self._prompt_tokens_each + self.account.expected_tokens(self.job.max_tokens)
+        """Expected tokens of one answer, and its part of the prompt tokens."""
+        return self._prompt_tokens_each + self.job.expected_tokens
 
     @property
     def _prompt_tokens_each(self) -> int:
@@ -97,15 +91,11 @@ class GateTicket:
         cost = self.cost // self.num_open
         self.num_open -= 1
         self.cost -= cost
-        self.num_tokens += num_tokens
-        self.account.record_length(num_tokens)
         self._charge(self._prompt_tokens_each + num_tokens - cost)
         return cost
 
     def settle(self, answer_tokens: int | None) -> None:
         """Corrects the charge to the tokens that were used; see `FairGate.leave`."""
-        if answer_tokens is not None and self.num_open:
-            self.account.record_length((answer_tokens - self.num_tokens) / self.num_open)
         self._charge((0 if answer_tokens is None else self.job.prompt_tokens + answer_tokens) - self.charged)
         self.is_over = True
         self.can_submit.set()
@@ -124,13 +114,6 @@ class _Account:
         self.waiting: list[GateTicket] = []
         self.num_open = 0
         """Answers that are released and not ended."""
-        self._answer_tokens = float(_DEFAULT_ANSWER_TOKENS)
-
-    def expected_tokens(self, max_tokens: int) -> int:
-        return min(max_tokens, round(self._answer_tokens) or 1)
-
-    def record_length(self, answer_tokens: float) -> None:
-        self._answer_tokens += _SMOOTHING * (answer_tokens - self._answer_tokens)
 
 
 class FairGate:

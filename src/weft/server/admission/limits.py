@@ -12,9 +12,10 @@ _MAX_OWN_PER_FREE = 4
 many requests leaves a fifth of all places to the other keys."""
 
 
-def has_room(num_own: int, num_free: int, num_keys: int) -> bool:
-    """Whether a key with `num_own` of the places may take another one."""
-    return num_free > 0 and (num_keys < 2 or num_own < _MAX_OWN_PER_FREE * num_free)
+def places_needed(num_own: int, num_free: int, num_keys: int) -> int:
+    """How many more places must be free until a key with `num_own` of them may take another one."""
+    least_free = 1 if num_keys < 2 else num_own // _MAX_OWN_PER_FREE + 1
+    return max(0, least_free - num_free)
 
 
 class Bucket:
@@ -56,7 +57,7 @@ class KeyLimits:
         """Counts a request, or raises a 429."""
         key = self.key
         if key.concurrent is not None and self.num_open >= key.concurrent:
-            # This error has no retry time: it is unknown when an active request ends. The app predicts the time.
+            # This error has no retry time: the caller predicts when an active request of the key ends.
             raise self._refused(
                 f"the key {key.name!r} has {self.num_open} active requests; allowed: {key.concurrent} at once; "
                 "wait until one ends",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+from zlib import crc32
 
 from weft.errors import InvalidRequestError, PromptTooLongError
 from weft.request import Grammar, InferenceRequest, RequestId
@@ -28,12 +29,20 @@ from weft.server.text_work.grammar_check import GrammarChecker
 from weft.server.text_work.prompt_tokens import PromptEncoder
 from weft.server.text_work.text_process import Chat, Text
 from weft.text.answer_reader import AnswerSyntax
-from weft.text.conversation import Conversation, from_start, starts_of_rest, template_messages
+from weft.text.conversation import (
+    Conversation,
+    from_start,
+    starts_of_rest,
+    template_messages,
+    text_of_kind,
+)
 from weft.text.model_text import ModelText
 
 _SMALL_BYTES = 16 << 10
 """Parsing the schemas in a body of up to this size takes a few milliseconds, so it runs in the event loop."""
 _MAX_DETOKENIZED = 1 << 18
+_TOKENS_OF_KIND = 16
+"""Prompts that are no conversations are of one kind if they begin with the same tokens."""
 _ANSWER_ROOM = 512
 """A conversation that loses its oldest items leaves room for this many tokens of an answer without max_tokens."""
 
@@ -48,6 +57,8 @@ class Prepared:
     writer: AnswerWriter
     answer_form: AnswerSyntax | None
     is_streamed: bool
+    kind: tuple[int, int] = (0, 0)
+    """Hashes of its template and of its tools. Answers to requests of one kind may have similar lengths."""
 
 
 class Preparer:
@@ -173,7 +184,7 @@ class Preparer:
             writer = await self._run_in_thread_if_large(
                 size, client_id, answer_format.writer, api_request, context
             )
-        return Prepared(requests, writer, answer_form, parsed.is_streamed)
+        return Prepared(requests, writer, answer_form, parsed.is_streamed, _kind(parsed, prompts[0]))
 
     def _cacheable(self, num_tokens: int) -> int:
         """How many tokens of a prompt are in complete blocks. The last token does not count: it is always computed."""
@@ -335,6 +346,15 @@ class Preparer:
         if size <= _SMALL_BYTES:
             return work(*arguments)
         return await self._encoder.run_in_thread(size, client_id, work, *arguments)
+
+
+def _kind(parsed: ParsedRequest, prompt: Sequence[int]) -> tuple[int, int]:
+    if isinstance(parsed.prompt, Conversation):
+        shared = text_of_kind(parsed.prompt.items)
+    else:
+        shared = repr(prompt[:_TOKENS_OF_KIND])
+    tools = "\n".join(sorted(tool.name for tool in parsed.tools.tools))
+    return crc32(shared.encode("utf-8", "surrogatepass")), crc32(tools.encode())
 
 
 def _prompt_id(request_id: RequestId, index: int, num_prompts: int) -> RequestId:
