@@ -171,6 +171,12 @@ class AnswerIndexes:
     def num_bytes(self) -> int:
         return len(self._indexes) * BYTES_PER_INDEX + self.num_tokens * BYTES_PER_TOKEN
 
+    @property
+    def max_text_tokens(self) -> int:
+        """A longer text is cut: one answer takes at most half of the memory."""
+        room = (self._max_bytes - BYTES_PER_INDEX) // (2 * BYTES_PER_TOKEN)
+        return min(room, MAX_WAITING_TOKENS)
+
     def of(self, cache_salt: str) -> AnswerIndex | None:
         return self._indexes.get(cache_salt)
 
@@ -179,8 +185,7 @@ class AnswerIndexes:
         first = max(0, num_prompt_tokens - PROMPT_TOKENS)
         if len(tokens) - num_prompt_tokens < LENGTHS[-1] or self._max_bytes < BYTES_PER_INDEX:
             return
-        room = (self._max_bytes - BYTES_PER_INDEX) // (2 * BYTES_PER_TOKEN)
-        text = array("i", tokens[first : first + min(room, MAX_WAITING_TOKENS)])
+        text = array("i", tokens[first : first + self.max_text_tokens])
         if len(text) <= MAX_WAITING_TOKENS - self.num_waiting:
             self._waiting.append(_WaitingText(cache_salt, text, num_prompt_tokens - first))
             self.num_waiting += len(text)

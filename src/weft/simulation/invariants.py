@@ -18,7 +18,7 @@ from weft.request import (
     TokenLogprobs,
     TokenOutput,
 )
-from weft.scheduling.answer_index import LENGTHS
+from weft.scheduling.answer_index import LENGTHS, PROMPT_TOKENS
 from weft.scheduling.policy import PATIENCE
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
@@ -125,7 +125,9 @@ class PlanChecker:
                 if sequence.state is RequestState.COMPLETED:
                     salt = sequence.request.cache_salt
                     self._answers.setdefault(salt, []).append(sequence)
-                    if len(sequence.tokens) - sequence.prompt_length >= LENGTHS[-1]:
+                    num_tokens = len(sequence.tokens) - max(0, sequence.prompt_length - PROMPT_TOKENS)
+                    is_cut = num_tokens > self._scheduler.speculation.answers.max_text_tokens
+                    if len(sequence.tokens) - sequence.prompt_length >= LENGTHS[-1] and not is_cut:
                         newest.setdefault(salt, []).append(sequence)
         self._newest_answers |= newest
         self._unfinished |= self._scheduler.sequences
