@@ -444,7 +444,7 @@ def learned(
 def lengths(
     device: Annotated[str, typer.Option(metavar="NAME", help="The cost model: CPU or H200.")] = "CPU",
     real: Annotated[bool, typer.Option("--real", help="Measure the default model, at one load.")] = False,
-    seeds: Annotated[int, typer.Option(min=2, metavar="N", help="Runs with other requests.")] = 8,
+    seeds: Annotated[int, typer.Option(min=2, metavar="N", help="Runs with other requests.")] = 4,
     requests: Annotated[int, typer.Option(min=20, metavar="N", help="Requests of a run.")] = 400,
     plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw a chart as SVG or PNG.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="PATH", help="Write all figures as JSON.")] = None,
