@@ -137,12 +137,13 @@ class Program {
     close_up(logits_buffer);
   }
 
-  // Runs the step. Returns the selected rows, [selected, columns], valid until the next call. `sampled`: the caller
-  // will ask for logits of the first `sampled` of them next.
+  // Runs the step. Returns the selected rows, [selected, columns], valid until the next call. `sampled`: the number of
+  // rows, from the first on, whose logits the caller asks for next.
   const float* forward(const Step& step, const Cache& cache, int64_t sampled);
   // Runs a step of whole texts. Returns one row for each text, [texts, columns], valid until the next call.
   const float* forward_texts(const Step& step);
-  // The last instruction writes this buffer. It takes the place of `begin_logits` and `end_logits`.
+  // Ends a program for whole texts, whose last instruction writes `rows_buffer`. Replaces `begin_logits` and
+  // `end_logits`.
   void end_texts(int rows_buffer) {
     begin_logits(rows_buffer);
     prepared_.ratio = text_outlier_ratio;

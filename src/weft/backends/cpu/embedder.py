@@ -232,7 +232,7 @@ def _native(
         _kernels.use(name)
     ops = CpuTextOps(Packing(quantize))
     model = build_model(checkpoint, ops, spec, dense)
-    # The same files may also generate text, with other packed weights.
+    # The prefix `texts-` keeps these packed weights apart from those of a decoder that is made from the same files.
     keep = keep_packed(checkpoint, f"texts-{quantize or 'stored'}-{PACKING_VERSION}", threads)
     pool = _kernels.Pool(threads)
     return model, record_texts(lambda: model.forward(NO_STEP), ops, keep, pool, spec.pooling)

@@ -151,7 +151,10 @@ def kept_by_filters(
     floors_stride,
     USED: tl.constexpr,
 ):
-    """Which scores the filters of an entry keep. Floors [NUM_FLOORS, entries] hold the bits of uint32."""
+    """True for each score that all filters of the entry keep.
+
+    `floors_ptr` [NUM_FLOORS, entries]: the bounds of the filters, uint32 keys stored as int32.
+    """
     by_count = load_floor(floors_ptr + entry, (flags & HAS_TOP_K) != 0)
     by_mass = load_floor(floors_ptr + floors_stride + entry, (flags & HAS_TOP_P) != 0)
     keys = ordered(scores)
