@@ -1,7 +1,7 @@
 """A backend that computes nothing. A linear cost model says how long a step takes on a virtual clock.
 
-The real scheduler and engine use it. So a run shows how a device with these costs would be scheduled: in a fraction of
-the time, and with the same result on every machine.
+The real scheduler and engine use this backend. So a run shows how a device with these costs would be scheduled: in a
+fraction of the time, and with the same result on every machine.
 """
 
 from __future__ import annotations

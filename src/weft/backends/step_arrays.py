@@ -230,8 +230,8 @@ class Rows:
         return np.concatenate([last[:decodes], np.arange(first, end), last[plan.first_prefill :]])
 
     def _prepare_decodes(self, plan: IterationPlan) -> PreparedStep:
-        """`prepare` for a step of decodes without draft tokens. Nearly all steps are of this kind, so it makes few
-        numpy calls."""
+        """`prepare` for a step of decodes without draft tokens. Nearly all steps are of this kind, so this method makes
+        few numpy calls."""
         last = self._last
         if last is not None and last.num_next and plan.starts == last.next_starts and plan.rows == last.rows:
             step, num_next = _one_position_further(last.step), last.num_next - 1
@@ -267,8 +267,8 @@ class Rows:
     def _gather_drafts(self, plan: IterationPlan) -> PreparedStep:
         """`prepare` for a step of decodes, some with draft tokens: every token samples.
 
-        Such a step is planned late, so this does not overlap with the previous step and must be fast. It builds Python
-        lists and converts each once: for so few numbers a numpy call costs more than a list."""
+        Such a step is planned late, so its preparation does not overlap with the previous step and must be fast. Arrays
+        are first built as Python lists: for so few numbers a numpy call costs more than a list."""
         block_size, columns = self.block_size, (plan.request_ids, plan.rows, plan.starts, plan.counts)
         request_ids: list[RequestId] = []
         rows: list[int] = []
@@ -301,7 +301,7 @@ class Rows:
         )
 
     def read_tokens(self, step: PreparedStep) -> None:
-        """Fills in the input tokens of a step. Call it after the previous step has sampled."""
+        """Fills in the input tokens of a step. Called after the previous step has sampled."""
         step.indices.token_ids[:] = self._flat_tokens[step.input_places]
 
     def _store_indices(self, plan: IterationPlan, rows: np.ndarray, longest: int) -> StoreIndices | None:

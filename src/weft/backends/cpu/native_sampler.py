@@ -1,4 +1,4 @@
-"""Calls the C++ sampler, once per step. It gives the same tokens as `weft.sampling.reference` for the same logits."""
+"""Calls the C++ sampler, once per step. For the same logits, its tokens are those of `weft.sampling.reference`."""
 
 from __future__ import annotations
 

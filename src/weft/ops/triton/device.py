@@ -259,8 +259,8 @@ class Device:
         constants: Callable[[], dict[str, Any]],
     ) -> None:
         """Runs `kernel[grid](*arguments, **constants())`, with `launch_options` if the kernel has a parameter
-        DEPENDENT. From the second time on it skips Triton's own lookup of the compiled kernel, which takes 10 to
-        25 us: longer than many kernels run.
+        DEPENDENT. From the second launch on, this method skips Triton's own lookup of the compiled kernel, which takes
+        10 to 25 us: longer than many kernels run.
 
         `arguments` are the kernel's first parameters, `constants` all others (and `num_warps`). `key` contains
         everything that decides how the kernel is compiled: types, constants, and whether sizes and addresses are
