@@ -150,8 +150,8 @@ inline void convert_value(const StoreLayer& store, const uint8_t* from, float* o
 }
 
 // Tiles are copied if the KV block size is not a multiple of the tile. Tiles of the store are also copied if bytes are
-// slow to read, and tiles of values if the head size is not a multiple of the vector. Codes keep their values, so sums
-// have the same bits as without a copy.
+// slow to read and several row tiles read them. So are its tiles of values if a head is not a multiple of the vector.
+// Codes keep their values, so sums have the same bits as without a copy.
 inline void copy_from_store(const QueryBlock& block, int64_t start, TierTiles& tier) {
   const AttendTask& task = block.task;
   const int64_t size = task.cache.head_size;

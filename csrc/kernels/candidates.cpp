@@ -154,7 +154,7 @@ float Candidates::nucleus_floor(double top_p) {
   return find_cutoff(below_.data(), count_, top_p * total, matching_, [&](int64_t i) { return weights_[i]; }).value;
 }
 
-// The same for a whole row. Few of its tokens matter, so exact weights are computed only for tokens that can be in the
+// Does the same for a whole row. Few tokens matter, so exact weights are computed only for tokens that can be in the
 // nucleus, and the total is approximate. If its error could change the result, all weights are summed exactly.
 float Candidates::nucleus_floor(const ScannedRow& row, double top_p) {
   double near[num_near];

@@ -71,8 +71,8 @@ inline int64_t strip_bytes(Layout layout, int64_t inputs) {
 
 // --- activations --------------------------------------------------------------------------------------------------------------------
 
-// One value far larger than the rest of its row would make the scale of its block so large that the other values get
-// codes near 0. Such an outlier gets the code 0 in its scale block, and is multiplied separately, as a float.
+// One value far larger than the rest of its row would make the scale of its block so large that all others get codes near
+// 0. Such an outlier gets the code 0 in its scale block, and is multiplied separately, as a float.
 struct Outlier {
   uint32_t input;
   float value;
@@ -117,8 +117,8 @@ struct RowGroup {
 // rows, then group 1 of all its rows, and so on: memory is read in order.
 constexpr int64_t panel_rows = 8;
 
-// An input that is an outlier in at least one of four rows, with its value in each row (0 in a row where it is no
-// outlier). So the weights of the input are unpacked once for four rows. In prefill most outliers occur in one row
+// An input that is an outlier in at least one of four rows, with its value in each row. The value is 0 in a row where the
+// input is no outlier. So the weights of the input are unpacked once for four rows. In prefill most outliers occur in one row
 // only; in some layers they occur in nearly all rows. Lists for two to four rows are fastest in both cases.
 constexpr int64_t outlier_rows = 4;
 
@@ -389,7 +389,8 @@ struct TextTask {
   float* out;
   int64_t out_stride;
 
-  // Queries whose scores are in memory at a time: whole tiles of every instruction set, and about 128 KB of scores.
+  // How many queries have their scores in memory at a time: a multiple of the row tiles of every instruction set, with
+  // about 128 KB of scores.
   int64_t queries_at_once() const {
     const int64_t fitting = 32768 / padded(tokens) / 12 * 12;
     return fitting < 12 ? 12 : fitting < 48 ? fitting : 48;

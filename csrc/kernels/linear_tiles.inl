@@ -58,7 +58,7 @@ constexpr bool goes_in_pairs(int rows) {
 #endif
 }
 
-// How many bytes ahead weights are prefetched. This makes products with four or more rows up to 1.5 times as fast: the
+// How many bytes ahead weights are prefetched. Prefetching makes products with four or more rows up to 1.5 times as fast: the
 // hardware prefetcher restarts at each page, and loads of activation rows displace its requests. Tiles of many rows
 // read weights more slowly and need less distance. Prefetching past the end is harmless.
 constexpr int64_t ahead_bytes(int rows) { return rows > rows_in_registers ? 3072 : 6144; }

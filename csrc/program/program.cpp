@@ -12,8 +12,8 @@ namespace {
 
 // Work items per thread: enough that a descheduled thread does not delay the others for long.
 constexpr int64_t items_per_thread = 8;
-// Small products have fewer items per thread, of about `item_bytes` each, but at least this many. Handing out an item
-// costs as much as reading some kilobytes.
+// Small products have fewer items: each reads about `item_bytes`, but there are at least this many items per thread.
+// Handing out an item costs as much as reading some kilobytes.
 constexpr int64_t fewest_items_per_thread = 2;
 constexpr int64_t item_bytes = 64 << 10;
 // A product with more rows than this is also divided by rows, evenly, so that the rows of an item stay in the L2 cache.

@@ -1,8 +1,8 @@
 // A decoder as a flat list of instructions over numbered buffers. It is recorded once (src/weft/ops/cpu) and run by one
 // call per step.
 //
-// A buffer holds one row of floats for each token of the step, or for each token that needs logits. Those rows are
-// called selected. How a step is divided among the threads of the pool (program_partition.cpp):
+// A buffer holds one row of floats for each token of the step, or for each token that needs logits. Rows of tokens that
+// need logits are called selected. How a step is divided among the threads of the pool (program_partition.cpp):
 //   - Few rows: each instruction is one or two phases. A phase divides rows or strips; all threads finish before the next.
 //   - Many rows: all instructions between two attentions are one phase. Each RowBlock passes through all of them.
 //   - Row blocks of whole, independent requests: attention is part of the phase too. One phase covers everything up to the

@@ -150,7 +150,7 @@ class CostModelBackend:
 
     def submit(self, plan: IterationPlan) -> _Step:
         # Computes the end times of the swaps first, in the order of their ids. A swap depends only on earlier swaps.
-        # This step may depend on any of them.
+        # This step may depend on any of these swaps.
         for task in sorted((*plan.swap_out, *plan.swap_in)):
             self._start_swap(task)
         seconds = self._costs.seconds(plan)

@@ -96,7 +96,8 @@ class _Step:
 
 
 class NoopBackend:
-    """See the module. Without `random_source` a step runs when its result is requested, and a swap as soon as it can.
+    """A `Backend` that checks plans. Without `random_source`, a step runs when its result is requested, and a swap as
+    soon as it can.
 
     A step with rows takes at least `seconds_per_step`, so that a test can observe a request while it runs."""
 

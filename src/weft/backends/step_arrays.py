@@ -120,7 +120,7 @@ class Rows:
         self.tokens = np.zeros((num_rows, max_context + 1), np.int32)
         self.tables = np.zeros((num_rows, -(-max_context // block_size)), np.int64)
         self.store_tables = np.zeros_like(self.tables if full_blocks is not None else self.tables[:, :0])
-        # The next four arrays are views of one, so that a step gathers all four with one numpy call.
+        # The next four arrays are views of this one, so that a step gathers all four with one numpy call.
         self.numbers = np.zeros((4, num_rows), np.int64)
         self.prompt_lengths = self.numbers[0]
         self.seeds = self.numbers[1].view(np.uint64)

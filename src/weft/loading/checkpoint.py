@@ -86,7 +86,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     Code in the folder is never run. A model that needs code has an architecture that `weft.models.registry` rejects.
     """
     path = Path(path)
-    # Not Path.is_dir: that raises if the parent folder is not accessible; os.path.isdir returns False.
+    # If the parent folder is not accessible, os.path.isdir returns False. Path.is_dir would raise an error.
     if os.path.isdir(path):
         return _open_folder(path)
     if path.suffix == ".safetensors":

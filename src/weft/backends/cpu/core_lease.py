@@ -43,7 +43,7 @@ class _Waiter:
 
 
 class CoreLease:
-    """The lease as one process sees it. Used by the thread that runs its steps."""
+    """The lease as one process sees it. Used by the thread that runs the steps of this process."""
 
     def __init__(self, descriptor: int, place: int) -> None:
         """`descriptor`: the shared file. `place`: the number of this process among those that share it."""

@@ -123,8 +123,8 @@ class DeviceSampler:
         self._counters = device.zeros(max_sampled, dtype=torch.int32)
         sizes = self._cut = _INTERPRETED if INTERPRETED.value else _ON_GPU
         self._survey_pieces = ceil_divide(vocabulary_size, sizes.group * sizes.groups_of_piece)
-        # If the first list lacks tokens, a second one is made. Its threshold is the highest score that the best tokens
-        # of this many groups reach, so each of these groups has a token in the list. If likely tokens are spread evenly
+        # If the first list lacks tokens, a second one is made. The best tokens of at least this many groups reach its
+        # threshold, so each of these groups has a token in the list. If likely tokens are spread evenly
         # over groups of 64, the list has about 1/14 of all tokens: 1 - (1/128) ** (1/64).
         self._most_groups = vocabulary_size // sizes.group * 127 // 128
         self._groups = self._survey_pieces * sizes.groups_of_piece

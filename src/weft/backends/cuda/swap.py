@@ -76,8 +76,8 @@ class _Tier:
 
 
 class GpuSwap:
-    """Swap slots in pinned memory, and the swaps in flight. Ids of store blocks and of their swap slots follow those of
-    the full blocks."""
+    """Swap slots in pinned memory, and the swaps in flight. The ids of store blocks come after the ids of full blocks,
+    and likewise the ids of their swap slots."""
 
     def __init__(
         self, device: Device, cache: Tensor, slots: int, store: Tensor | None = None, store_slots: int = 0

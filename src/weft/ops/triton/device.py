@@ -223,7 +223,7 @@ class Device:
         Graphs that never run at the same time may share a `pool` (from `graph_pool`) for their allocations."""
         if not self.is_gpu:
             return _InterpreterGraph(work)
-        # Not `torch.cuda.graph`: it waits for the GPU and empties torch's memory caches, which would delay a step.
+        # `torch.cuda.graph` is not used: it waits for the GPU and empties torch's memory caches, which would delay a step.
         # With "thread_local", other threads may allocate and copy during the capture.
         graph = torch.cuda.CUDAGraph()
         stream = self._stream_for_captures()
