@@ -5,9 +5,9 @@
 // of a tile. So inputs 0 to 15 of a group need half the multiplications. The additions run on otherwise idle units.
 //
 // Of every eight inputs, the first four take the role of a, the last four the role of b. v and w are codes minus 8. 128
-// is added to a + w, because the instruction reads that operand as unsigned. So the subtracted terms are (a + 128) b and
-// (w + 128) v. Both factors fit a byte, because no activation exceeds 120. All numbers are integers, so the sum of a
-// group is exactly the sum of one product per input.
+// is added to a + w, because the instruction reads that operand as unsigned. So the subtracted terms are (a + 128) b
+// and (w + 128) v. Both factors fit a byte, because no activation exceeds 120. All numbers are integers, so the sum of
+// a group is exactly the sum of one product per input.
 #pragma once
 
 #include "isa/vec_bytes.h"
@@ -39,8 +39,8 @@ inline Bytes only_nibbles(Bytes a) {
   asm("vpandd %1%{1to16%}, %0, %0" : "+v"(a) : "m"(nibbles));
   return a;
 }
-// The weights of 16 of a group's 32 inputs. `in_pairs`: eight of inputs 0 to 15, multiplied in pairs. `others`: eight of
-// inputs 16 to 31.
+// The weights of 16 of a group's 32 inputs. `in_pairs`: eight of inputs 0 to 15, multiplied in pairs. `others`: eight
+// of inputs 16 to 31.
 struct Steps {
   Bytes v, w_and_128, first, last;
 

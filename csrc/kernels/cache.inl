@@ -65,8 +65,9 @@ using vec::Elements;
 inline Elements rounded_fourth(Elements codes) { return (codes + fourth_step / 2) & static_cast<uint16_t>(-fourth_step); }
 inline Elements with_lowest(Elements codes, Elements lowest) { return rounded_fourth(codes - lowest) | lowest; }
 
-// Writes the codes of one key. Of eight features, 0, 2, 4 and 6 are one unit, and 1, 3, 5 and 7 another. Each unit's last
-// code (feature 6 or 7) is rounded to 12 bits. These bits become the lowest 4 bits of the unit's other three codes.
+// Writes the codes of one key. Of eight features, 0, 2, 4 and 6 are one unit, and 1, 3, 5 and 7 another. Each unit's
+// last code (feature 6 or 7) is rounded to 12 bits. These bits become the lowest 4 bits of the unit's other three
+// codes.
 //
 // Only elements of this position are written: other threads may write neighbouring positions at the same time.
 inline void write_key(const float* key, const Coding& coding, int64_t size, uint16_t* out, int64_t distance) {

@@ -71,8 +71,8 @@ inline int64_t strip_bytes(Layout layout, int64_t inputs) {
 
 // --- activations --------------------------------------------------------------------------------------------------------------------
 
-// One value far larger than the rest of its row would make the scale of its block so large that all others get codes near
-// 0. Such an outlier gets the code 0 in its scale block, and is multiplied separately, as a float.
+// One value far larger than the rest of its row would make the scale of its block so large that all others get codes
+// near 0. Such an outlier gets the code 0 in its scale block, and is multiplied separately, as a float.
 struct Outlier {
   uint32_t input;
   float value;
@@ -117,9 +117,9 @@ struct RowGroup {
 // rows, then group 1 of all its rows, and so on: memory is read in order.
 constexpr int64_t panel_rows = 8;
 
-// An input that is an outlier in at least one of four rows, with its value in each row. The value is 0 in a row where the
-// input is no outlier. So the weights of the input are unpacked once for four rows. In prefill most outliers occur in one row
-// only; in some layers they occur in nearly all rows. Lists for two to four rows are fastest in both cases.
+// An input that is an outlier in at least one of four rows, with its value in each row. The value is 0 in a row where
+// the input is no outlier. The weights of the input are unpacked once for four rows. In prefill most outliers occur
+// in one row only; in some layers they occur in nearly all rows. Lists for two to four rows are fastest in both cases.
 constexpr int64_t outlier_rows = 4;
 
 struct SharedOutlier {

@@ -24,7 +24,8 @@ struct Totals {
 
 inline const uint16_t* halves(const uint8_t* data) { return reinterpret_cast<const uint16_t*>(data); }
 
-// The largest number of rows in a tile. The rows of a tile share the weights of a strip, which are read from memory once.
+// The largest number of rows in a tile. The rows of a tile share the weights of a strip, which are read from memory
+// once.
 template <Layout layout>
 constexpr int most_rows() {
 #if defined(WEFT_VNNI)
@@ -58,9 +59,9 @@ constexpr bool goes_in_pairs(int rows) {
 #endif
 }
 
-// How many bytes ahead weights are prefetched. Prefetching makes products with four or more rows up to 1.5 times as fast: the
-// hardware prefetcher restarts at each page, and loads of activation rows displace its requests. Tiles of many rows
-// read weights more slowly and need less distance. Prefetching past the end is harmless.
+// How many bytes ahead weights are prefetched. Prefetching makes products with four or more rows up to 1.5 times as
+// fast: the hardware prefetcher restarts at each page, and loads of activation rows displace its requests. Tiles of
+// many rows read weights more slowly and need less distance. Prefetching past the end is harmless.
 constexpr int64_t ahead_bytes(int rows) { return rows > rows_in_registers ? 3072 : 6144; }
 
 template <int count>

@@ -152,8 +152,8 @@ void copy_floats(const uint8_t* raw, int64_t inputs, const Lane& lane) {
 
 using CopyCodes = void (*)(const uint8_t* raw, int64_t inputs, const Lane& lane);
 
-// Returns the function that copies rows of this format into this layout without changing codes, or null if the rows must
-// be decoded and rounded.
+// Returns the function that copies rows of this format into this layout without changing codes, or null if the rows
+// must be decoded and rounded.
 CopyCodes find_copy(const StoredFormat& format, Layout layout) {
   struct Entry {
     const char* name;
@@ -189,7 +189,8 @@ float round_small(float value) { return (value + 0x1.8p23f) - 0x1.8p23f; }
 
 float clamp(float value, float low, float high) { return value < low ? low : value > high ? high : value; }
 
-// Rounds a group to signed bytes with an f16 scale. The scale is rounded first, so that the codes fit the rounded scale.
+// Rounds a group to signed bytes with an f16 scale. The scale is rounded first, so that the codes fit the rounded
+// scale.
 void round_w8(const float* values, const Lane& lane, int64_t group) {
   uint8_t codes[group_inputs] = {};
   const float largest = largest_magnitude(values);

@@ -1,6 +1,6 @@
-// Attention over whole texts, in floats. Keys and values are packed as weights of the layout f32. So scores and weighted
-// sums are products that use the tiles of linear layers. Sums over keys are computed in key order, so a result depends
-// only on the text.
+// Attention over whole texts, in floats. Keys and values are packed as weights of the layout f32. So scores and
+// weighted sums are products that use the tiles of linear layers. Sums over keys are computed in key order, so a result
+// depends only on the text.
 namespace weft::WEFT_ISA {
 namespace {
 namespace texts {

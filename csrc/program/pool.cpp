@@ -52,8 +52,8 @@ int64_t Pool::take_item() {
   return -1;
 }
 
-// Runs this item, then all items that the thread can still take. All are counted as finished together, at the end: until
-// then the phase is not over.
+// Runs this item, then all items that the thread can still take. All are counted as finished together, at the end:
+// until then the phase is not over.
 void Pool::do_items(int64_t item, int worker) {
   int64_t done = 0;
   for (; item >= 0; item = take_item(), done++) work_(context_, item, worker);

@@ -217,7 +217,8 @@ void Program::execute_row(const Instruction& instruction, int64_t row) {
     case Instruction::Kind::rope_and_write: rope_and_write(instruction, row); break;
     case Instruction::Kind::add: kernels().add_scaled(output, input, instruction.scale, columns, output); break;
     case Instruction::Kind::scale_and_cap: kernels().scale_and_cap(output, columns, instruction.scale, instruction.cap); break;
-    // This case is reached only if all rows are selected (`is_by_row`), so output row and input row have the same index.
+    // This case is reached only if all rows are selected (`is_by_row`), so output row and input row have the same
+    // index.
     case Instruction::Kind::select_rows: std::memcpy(output, input, static_cast<size_t>(columns) * sizeof(float)); break;
     default: break;
   }

@@ -116,8 +116,8 @@ bool Program::partition_requests() {
   return true;
 }
 
-// Returns the allowed cut nearest to `row`. A cut is allowed where a request or a KV block begins, so that no thread reads a KV
-// block while another thread writes to it.
+// Returns the allowed cut nearest to `row`. A cut is allowed where a request or a KV block begins, so that no thread
+// reads a KV block while another thread writes to it.
 int64_t Program::nearest_cut(int64_t row) const {
   const int64_t* starts = step_.query_starts;
   const int64_t* next = std::upper_bound(starts, starts + step_.requests, row);   // start of the next request, or the end
@@ -126,9 +126,9 @@ int64_t Program::nearest_cut(int64_t row) const {
   return row - before <= after - row ? before : after;
 }
 
-// Cuts the rows into row blocks for the pipeline (program_pipeline.cpp), with their attention tasks. Returns false if the
-// step does not suit it: too few rows, experts, moves to the store, KV blocks that are too large, or a request that reads
-// what another one writes.
+// Cuts the rows into row blocks for the pipeline (program_pipeline.cpp), with their attention tasks. Returns false if
+// the step does not suit it: too few rows, experts, moves to the store, KV blocks that are too large, or a request that
+// reads what another one writes.
 bool Program::partition_pipeline() {
   const int64_t rows = step_.tokens, count = ceil_divide(rows, most_rows_per_block);
   if (count < pool_.threads() * blocks_worth_a_pipeline || has_mixture_ || step_.moves > 0 || reads_what_another_writes()) return false;

@@ -28,8 +28,8 @@ const float* Program::forward_texts(const Step& step) {
   return buffers_[static_cast<size_t>(rows_buffer_)].data();
 }
 
-// Makes row blocks of whole texts. A thread takes such a block through all layers up to the pooling, without waiting for
-// other threads. Returns false if a text is too long: it would keep one thread busy while the others wait.
+// Makes row blocks of whole texts. A thread takes such a block through all layers up to the pooling, without waiting
+// for other threads. Returns false if a text is too long: it would keep one thread busy while the others wait.
 bool Program::partition_texts() {
   const int64_t threads = pool_.threads();
   const int64_t most = std::max<int64_t>(1, step_.tokens * most_percent_of_share / (100 * threads));
