@@ -415,7 +415,7 @@ class BoundProgram {
   nb::list kept_;
   int patterns_;
   int64_t last_layer_ = 0;
-  int64_t index_limits_[3] = {INT64_MAX, INT64_MAX, INT64_MAX};   // of token ids, positions and types
+  int64_t index_limits_[3] = {INT64_MAX, INT64_MAX, INT64_MAX};   // limits of token ids, positions and types
   bool selected_ = false;
 };
 

@@ -355,7 +355,7 @@ inline float sum_of_four(const Vec (&sums)[4 * sum_parts]) {
   return sum(joined);
 }
 
-// The sum of a row. each(sum, i, n) adds n elements from i on to the lanes of `sum`. There are four parallel sums,
+// Returns the sum of a row. each(sum, i, n) adds n elements from i on to the lanes of `sum`. There are four parallel sums,
 // because with one sum every addition would wait for the previous one. Which elements go to which sum depends only on
 // `columns`.
 template <typename Each>

@@ -199,7 +199,7 @@ struct SumW8 {
 using Bytes = vec::Unsigned;
 
 struct Codes {
-  vec::Vec at[4];   // by input; one lane for each output
+  vec::Vec at[4];   // one vector for each of four inputs, with a lane for each output
 };
 struct Activations {
   float at[4];

@@ -253,7 +253,7 @@ inline uint32_t write_codes_of(const float* values, const float* factors, Count 
   int32_t both[groups_together][2];
   _mm512_storeu_si512(both, _mm512_permutex2var_epi32(starts, pairs, corrections));
   _mm512_storeu_si512(both + 8, _mm512_permutex2var_epi32(starts, _mm512_add_epi32(pairs, _mm512_set1_epi32(8)), corrections));
-  asm("" : "+m"(both));   // the loop below reads it from memory, as in quantise_row
+  asm("" : "+m"(both));   // makes the loop below read `both` from memory, as in quantise_row
 #pragma GCC unroll 16
   for (int group = 0; group < groups_together; group++)
     if (group < groups) std::memcpy(&into[group * panel_rows].start, both[group], sizeof both[group]);

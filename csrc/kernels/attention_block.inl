@@ -17,7 +17,7 @@ struct QueryBlock {
   float* scores;            // [tile_rows, score_stride]: scores of the current tile and segment, later weights * value scales
   float* sums;              // [tile_rows, width]: weighted sums of values of the current tile and segment
   float *key_scales, *value_scales;   // [segment_keys + 16]: of the current segment
-  Statistics* totals;       // [rows]: of the previous segments
+  Statistics* totals;       // [rows]: largest score and sum of weights over the previous segments
 
   // Used only for positions in full blocks.
   int16_t* queries;         // [rows, width]: codes of all rows

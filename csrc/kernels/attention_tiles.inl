@@ -312,7 +312,7 @@ __attribute__((noinline)) void score_tile(const float* queries, int64_t width, i
   constexpr int step = in_a_line > 2 ? in_a_line : 2;
   int64_t f = 0;
   for (; f + step <= features; f += step) {
-    if (prefetcher) prefetcher->prefetch(Tiles);   // as many lines as this iteration reads: one per tile
+    if (prefetcher) prefetcher->prefetch(Tiles);   // prefetches as many lines as this iteration reads: one per tile
 #pragma GCC unroll 8
     for (int i = 0; i < step; i += unit) add(f + i);
   }

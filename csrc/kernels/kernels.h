@@ -37,7 +37,7 @@ constexpr int w4_codes_bytes = 256;
 constexpr int w4_group_bytes = 320;
 constexpr int w4_units_bytes = 64;
 constexpr int w4_middle = 8;   // subtracted from each code: then the sum of a group's products fits a sign and 15 bits
-constexpr int w4_lift = 1 << 14;   // added to such a sum: the result is positive
+constexpr int w4_lift = 1 << 14;   // added to each such sum, so that the result is positive
 
 // W8, one group of one strip, 544 bytes:
 //   8 x 64 bytes  vector s holds inputs 4s .. 4s+3; byte 4o + i: input 4s + i of output o

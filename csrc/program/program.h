@@ -100,7 +100,7 @@ struct Step {
   const int64_t *token_ids, *positions, *cells, *query_starts, *context_lengths, *block_tables, *logit_indices;
   int64_t table_stride;
 
-  // With a two-tier cache.
+  // Set only with a two-tier cache.
   const int64_t *store_tables = nullptr, *moved_from = nullptr, *moved_to = nullptr;
   int64_t store_table_stride = 0, moves = 0;
 
@@ -318,7 +318,7 @@ class Program {
   Pipeline pipeline_;
   std::vector<int64_t> written_by_;   // per KV block: 1 + index of the request that writes it in this step, or 0
   std::vector<HeadProduct> head_products_;   // per row block
-  bool has_head_products_ = false;           // threads computed a part of this step's logits while they waited
+  bool has_head_products_ = false;           // true: `head_products_` belongs to this step, and `logits` only finishes it
   std::vector<Segment> segments_;
   Aligned<float> partials_;
   std::vector<QueryRun> text_parts_;   // queries of one text that a thread takes at a time

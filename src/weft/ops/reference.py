@@ -56,7 +56,7 @@ class Experts:
 class _SingleQueries:
     """Requests with one token in the step and similar numbers of blocks, computed as one padded batch."""
 
-    tokens: np.ndarray  # [N] into the tokens of the step
+    tokens: np.ndarray  # [N]: indices into the tokens of the step
     blocks: ReadBlocks
     hidden: np.ndarray  # bool [N, cells]: past the end of the context, or before the window
 

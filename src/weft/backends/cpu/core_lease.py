@@ -108,7 +108,7 @@ class CoreLease:
         compute without the lease."""
         with self._mutex:
             if self._waiting is not None:
-                return False  # an earlier step gave up, and the lease was not free since
+                return False  # an earlier step gave up, and its wait has not ended since
             waiter = self._waiting = _Waiter()
         if self._thread is None:
             self._thread = threading.Thread(target=self._take_in_thread, name="weft-cores", daemon=True)

@@ -300,7 +300,7 @@ class Device:
 @triton.jit
 def wait_for_previous(DEPENDENT: tl.constexpr):
     """Waits until the previous kernel has ended. Every program of a dependent kernel calls this before it reads or
-    writes memory that another kernel uses; weights may be read earlier. If kernel B of A, B, C omitted it, C would wait
+    writes memory that another kernel uses; weights may be read earlier. If kernel B of A, B, C omitted this call, C would wait
     only for B and could run before A has ended."""
     if DEPENDENT:
         gdc_wait()
@@ -366,7 +366,7 @@ def prefetch_rows(first, stride, rows, COLUMNS: tl.constexpr):
 
 @triton.jit
 def dot(left, right, sums):
-    """sums + left @ right, in float32. The interpreter would misread bfloat16 bits as integers, so it gets float32.
+    """sums + left @ right, in float32. The interpreter gets float32, because it would misread bfloat16 bits as integers.
     On a GPU, float32 is not rounded to tf32."""
     if INTERPRETED:
         return tl.dot(left.to(tl.float32), right.to(tl.float32), sums)
