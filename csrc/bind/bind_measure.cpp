@@ -13,8 +13,8 @@
 namespace weft {
 namespace {
 
-// The time of the shortest run. Runs repeat for `seconds` seconds, at least three times. Disturbances only make a run
-// longer, so the shortest is the most accurate.
+// Returns the time of the shortest run. Runs repeat for `seconds` seconds, at least three times. Disturbances only make
+// a run longer, so the shortest is the most accurate.
 template <typename Work>
 double least_seconds(double seconds, Work&& work) {
   double least = 1e30, spent = 0.0;
@@ -65,7 +65,7 @@ double measure_linear(int layout_number, int64_t outputs, int64_t inputs, Array<
   }) / static_cast<double>(layers);
 }
 
-// Seconds to read all bytes.
+// Returns the seconds that all threads together need to read all bytes of `data`.
 double measure_read(Array<const uint8_t, 1> data, Pool& pool, double seconds) {
   const int64_t words = static_cast<int64_t>(data.size() / 8), items = 64;
   std::atomic<uint64_t> kept{0};
@@ -84,7 +84,7 @@ double measure_read(Array<const uint8_t, 1> data, Pool& pool, double seconds) {
   });
 }
 
-// Multiplications of two bytes per second, of all threads together.
+// How many products of two bytes all threads together compute per second.
 double measure_products(Pool& pool, double seconds) {
   const int64_t repeats = 1 << 18, products = kernels().multiply_in_registers(1) * repeats * pool.threads();
   nb::gil_scoped_release release;

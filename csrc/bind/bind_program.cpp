@@ -73,7 +73,7 @@ class BoundProgram {
     program_.append(instruction);
   }
 
-  // Adds an instruction that applies only a prologue to rows: a norm or a gate, which a product may also begin with.
+  // Adds an instruction that applies a prologue to rows, without a product: a norm, an activation or a gate.
   void norm(int input, int kind, std::optional<Floats> weight, std::optional<Floats> bias, float epsilon, int output) {
     Instruction instruction = make(Instruction::Kind::norm, input, output);
     set_prologue(instruction, kind, weight, bias, epsilon, program_.columns(output), "norm");
@@ -314,8 +314,8 @@ class BoundProgram {
     return instruction;
   }
 
-  // Sets the prologue of an instruction: the norm or gate that it applies to its input. The input of a gate is wider than
-  // `columns`.
+  // Sets the prologue of an instruction: the norm, activation or gate of its input. The input of a gate has twice
+  // `columns` columns.
   void set_prologue(Instruction& instruction, int kind, const std::optional<Floats>& weight, const std::optional<Floats>& bias, float epsilon,
                     int64_t columns, const char* what) {
     const auto expect = [&](bool holds, const char* problem) { require(holds, (std::string(what) + ": " + problem).c_str()); };
@@ -338,7 +338,7 @@ class BoundProgram {
     last_layer_ = std::max<int64_t>(last_layer_, layer);
   }
 
-  // Keeps the bytes of an instruction alive as long as the program.
+  // Returns the weight of a layer, and keeps its bytes alive as long as the program.
   const Weight& weight_of(nb::handle object) {
     kept_.append(object);
     return nb::cast<LinearWeight&>(object).weight;
@@ -368,7 +368,7 @@ class BoundProgram {
     step.moves = static_cast<int64_t>(moved_from.size());
   }
 
-  // An index past its array would read or write foreign memory.
+  // Checks all indices of a step: an index past its array would read or write foreign memory.
   void check_step(const Step& step, const Cache& cache) const {
     const int64_t cells = cache.blocks * cache.block_size;
     for (int64_t token = 0; token < step.tokens; token++) {
@@ -415,7 +415,7 @@ class BoundProgram {
   nb::list kept_;
   int patterns_;
   int64_t last_layer_ = 0;
-  int64_t index_limits_[3] = {INT64_MAX, INT64_MAX, INT64_MAX};   // of token ids, positions and types
+  int64_t index_limits_[3] = {INT64_MAX, INT64_MAX, INT64_MAX};   // limits of token ids, positions and types
   bool selected_ = false;
 };
 

@@ -1,4 +1,5 @@
-// Reads the strings of a GGUF file in one call: a vocabulary has a hundred thousand, and every start waits for them.
+// Reads the strings of a GGUF file in one call: a vocabulary has a hundred thousand strings, and every start waits for
+// them.
 #include "bind/bindings.h"
 
 namespace weft {

@@ -13,7 +13,7 @@ namespace nb = nanobind;
 template <typename Type, int Dimensions>
 using Array = nb::ndarray<Type, nb::ndim<Dimensions>, nb::c_contig, nb::device::cpu>;
 
-Layout layout_from(int number);   // raises ValueError if it does not exist
+Layout layout_from(int number);   // raises ValueError for an unknown number
 
 void bind_dispatch(nb::module_& module);
 void bind_linear(nb::module_& module);

@@ -1,5 +1,5 @@
 // Compiled with AVX-512 F, BW, DQ, VL, VNNI and VBMI: the kernels of linear.inl, rows.inl and quantise.inl, for Zen 4
-// and 5. All other kernels are those of avx512vnni.
+// and 5. The zen4 table takes all other kernels from avx512vnni.
 #define WEFT_ISA zen4
 #define WEFT_AVX512 1
 #define WEFT_VNNI 1
@@ -7,7 +7,7 @@
 // GCC 12 warns about values that its own intrinsics leave undefined on purpose.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-// Only headers without functions: see isa.inl.
+// Only headers without functions may be included here: see isa.inl.
 #include <cmath>
 #include <cstdint>
 #include <cstring>

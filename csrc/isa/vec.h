@@ -89,14 +89,14 @@ inline Vec add_at_1(Vec a, Vec b) {
 // The sum of the lanes of each of eight vectors: four sums to `out`, four to `second_out`.
 inline void sum8(const Vec* a, float* out, float* second_out) {
   const Vec even = add_at_2(add_at_8(a[0], a[4]), add_at_8(a[2], a[6])), odd = add_at_2(add_at_8(a[1], a[5]), add_at_8(a[3], a[7]));
-  const Vec fours = add_at_1(even, odd);   // two partial sums of each: of a[0] .. a[3] in the lower half, a[4] .. a[7] in the upper
+  const Vec fours = add_at_1(even, odd);   // two partial sums of each vector: a[0] .. a[3] in the lower half, a[4] .. a[7] in the upper
   const Vec sums = fours + _mm512_shuffle_f32x4(fours, fours, 0xb1);
   _mm_storeu_ps(out, _mm512_castps512_ps128(sums));
   _mm_storeu_ps(second_out, _mm512_extractf32x4_ps(sums, 2));
 }
 inline void sum4(const Vec* a, float* out) {
   const Vec quarters = add_at_2(add_at_8(a[0], a[2]), add_at_8(a[1], a[3])), halves = quarters + swap_neighbours(quarters);
-  // every sum occurs twice: those of a[0], a[1] in the lower half, of a[2], a[3] in the upper half
+  // Every sum occurs twice: the sums of a[0] and a[1] in the lower half, the sums of a[2] and a[3] in the upper half.
   const Vec sums = halves + _mm512_shuffle_f32x4(halves, halves, 0xb1);
   _mm_storeu_ps(out, _mm_shuffle_ps(_mm512_castps512_ps128(sums), _mm512_extractf32x4_ps(sums, 2), 0x88));
 }
@@ -105,7 +105,7 @@ inline void sum4(const Vec* a, float* out) {
 using Pairs = __m512i;
 inline Vec load(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))); }
 inline Pairs load_pairs(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
-// Table lookup by the low four bits: faster than masking and converting.
+// A table lookup by the low four bits is faster than masking and converting.
 inline Vec low_codes(Pairs a) {
   return _mm512_permutexvar_ps(a, _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
 }
@@ -151,7 +151,8 @@ inline Vec fnma(Vec a, Vec b, Vec c) { return _mm256_fnmadd_ps(a, b, c); }  // c
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }                // b if either is NaN; the same for min
 inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 inline Vec round(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// a * 2^n for an integer n in -250 .. 250. It multiplies twice, because 2^n alone may be outside the range of floats.
+// Returns a * 2^n for an integer n in -250 .. 250. There are two multiplications, because 2^n alone may be outside the
+// range of floats.
 inline Vec times_power_of_two(Vec a, Vec n) {
   const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), one = _mm256_set1_epi32(127);
   const __m256i first = _mm256_slli_epi32(_mm256_add_epi32(half, one), 23);
@@ -234,7 +235,8 @@ inline Vec max(Vec a, Vec b) { return a > b ? a : b; }   // b if either is NaN; 
 inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
 // Rounds to the nearest integer, for magnitudes below 2^22: the sum with 1.5 * 2^23 has no fraction bits.
 inline Vec round(Vec a) { return a + all(0x1.8p23f) - all(0x1.8p23f); }
-// a * 2^n for an integer n in -250 .. 250. It multiplies twice, because 2^n alone may be outside the range of floats.
+// Returns a * 2^n for an integer n in -250 .. 250. There are two multiplications, because 2^n alone may be outside the
+// range of floats.
 inline Vec times_power_of_two(Vec a, Vec n) {
   const Vec shifted = n + all(0x1.8p23f);
   Bits whole;
@@ -304,7 +306,7 @@ inline Vec load_scales(const uint8_t* p) {
 
 #endif
 
-// A lane count that is known at compile time to be all lanes. With it, loads and stores need no mask.
+// The count of all lanes, known at compile time. With this count, loads and stores need no mask.
 struct Full {
   operator int64_t() const { return lanes; }
 };
@@ -353,7 +355,7 @@ inline float sum_of_four(const Vec (&sums)[4 * sum_parts]) {
   return sum(joined);
 }
 
-// The sum of a row. each(sum, i, n) adds n elements from i on to the lanes of `sum`. There are four parallel sums,
+// Returns the sum of a row. each(sum, i, n) adds n elements from i on to the lanes of `sum`. There are four parallel sums,
 // because with one sum every addition would wait for the previous one. Which elements go to which sum depends only on
 // `columns`.
 template <typename Each>
@@ -379,7 +381,7 @@ inline float first(Vec a) {
   return values[0];
 }
 
-// May ignore NaN lanes; callers check for NaN elsewhere.
+// Returns the largest lane. It may ignore NaN lanes: callers check for NaN elsewhere.
 inline float largest(Vec a) {
 #if defined(WEFT_AVX512)
   const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
@@ -397,14 +399,14 @@ inline float largest(Vec a) {
 #endif
 }
 
-// lane i holds first + i
+// Returns a vector whose lane i holds first + i.
 inline Vec counted_from(int64_t first) {
   static const float steps[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return all(static_cast<float>(first)) + load(steps);
 }
 
 // Calls use(0), use(1) ... Unlike in a loop, the index is a compile-time constant, so arrays indexed by it stay in
-// registers. A loop may be unrolled only after its arrays were placed in memory.
+// registers. The compiler may unroll a loop too late, after it has placed the arrays in memory.
 template <typename Use, int... i>
 __attribute__((always_inline)) inline void each_of(std::integer_sequence<int, i...>, Use&& use) {
   (use(std::integral_constant<int, i>{}), ...);

@@ -4,8 +4,8 @@
 // W4: a group needs two sums for each output: the sum of activation * (code - 8), and the sum of its activations. Both
 // fit 15 bits and a sign, so one 32-bit lane holds them as a pair of 16-bit numbers. `start` (kernels.h) is the pair
 // before the first product. One instruction then multiplies the pair by (scale, offset) and adds both products to the
-// sum of the scale block. Until then the first number of the pair is `w4_lift` too large: a negative number would
-// borrow from the second.
+// sum of the scale block. Until then `w4_lift` is added to the first number of the pair to keep it positive: a negative
+// number would borrow from the second.
 //
 // W8: codes are read as unsigned bytes, 128 too large. `correction`, -128 times the sum of the activations,
 // compensates.
@@ -84,7 +84,7 @@ using CodesW4 = Bytes;
 using Whole = Bytes;   // the sums of a scale block of W4 groups
 
 #if defined(WEFT_AVX512)
-// Looks the low four bits up in a table: gives the pair (code - 8, 1).
+// Looks the low four bits of each lane up in a table. Returns the pairs (code - 8, 1).
 inline Bytes factors_of_codes(Bytes codes) {
   return _mm512_permutexvar_epi32(codes, _mm512_set_epi32(0x10007, 0x10006, 0x10005, 0x10004, 0x10003, 0x10002, 0x10001, 0x10000, 0x1ffff,
                                                           0x1fffe, 0x1fffd, 0x1fffc, 0x1fffb, 0x1fffa, 0x1fff9, 0x1fff8));
@@ -156,7 +156,7 @@ struct FactorsW4 {
       : pairs(load(scales_and_offsets)), scales(either(both(pairs, all_fours(0xffff)), shifted_up(pairs, 16))) {}
 };
 
-// Lanes of 16 bits. Each holds the sum of half a group, which fits: at most 16 products of at most 15 * 120 each.
+// A 16-bit lane holds the sum of half a group. The sum fits: it has at most 16 products of at most 15 * 120 each.
 struct SumW4 {
   Bytes sums;
   void start(CodesW4 codes, Activations activations, int32_t = 0) { sums = multiply_pairs(codes, activations); }
@@ -165,8 +165,8 @@ struct SumW4 {
     asm("" : "+v"(sums));   // otherwise the compiler spills all products and adds them at the end
   }
   Whole added_to(Whole block, const FactorsW4& factors, int32_t start) const {
-    // start - lift is the pair (-8 * s, s), where s is the sum of the group's activation codes (see RowGroup::start). It
-    // is multiplied by the pair (scale, offset).
+    // start - lift is the pair (-8 * s, s), where s is the sum of the group's activation codes (see RowGroup::start).
+    // This pair is multiplied by the pair (scale, offset).
     const Bytes pair = subtract16(all_fours(start), all_fours(w4_lift));
     return add32(add32(block, multiply_and_add_pairs(sums, factors.scales)), multiply_and_add_pairs(pair, factors.pairs));
   }
@@ -195,11 +195,11 @@ struct SumW8 {
 
 #else
 
-// Computed in floats, which hold these integers exactly: every processor multiplies vectors of floats.
+// These sums are computed in floats, which hold such integers exactly: every processor multiplies vectors of floats.
 using Bytes = vec::Unsigned;
 
 struct Codes {
-  vec::Vec at[4];   // by input; one lane for each output
+  vec::Vec at[4];   // one vector for each of four inputs, with a lane for each output
 };
 struct Activations {
   float at[4];
@@ -239,7 +239,7 @@ inline vec::Vec signed_bytes_at(Bytes a, uint32_t bit) {
   return __builtin_convertvector(reinterpret_cast<vec::Bits>(a << (24 - bit)) >> 24, vec::Vec);
 }
 
-// (byte i of each output >> shift & mask) - zero, as floats.
+// Returns (byte i of each output >> shift & mask) - zero, as floats.
 inline Codes codes_of(Bytes a, uint32_t shift, uint32_t mask, int32_t zero) {
   Codes codes;
   for (uint32_t i = 0; i < 4; i++)

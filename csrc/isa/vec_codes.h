@@ -53,7 +53,7 @@ inline Vec larger_bits(Vec a, Vec b) { return _mm512_castsi512_ps(_mm512_max_epu
 inline uint32_t largest_bits(Vec a) { return _mm512_reduce_max_epu32(_mm512_castps_si512(a)); }
 
 #if defined(WEFT_VNNI)
-// A pair for all lanes, multiplied directly from memory: see `Repeated`.
+// One pair for all lanes. The multiply instruction reads it from memory: see `Repeated`.
 struct RepeatedPair {
   const int16_t* at;
 };

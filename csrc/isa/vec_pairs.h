@@ -4,9 +4,10 @@
 // terms are subtracted again. The term a b is computed when activations are quantised, the term v w once for all rows
 // of a tile. So inputs 0 to 15 of a group need half the multiplications. The additions run on otherwise idle units.
 //
-// Of every eight inputs, the first four take the role of a, the last four that of b. v and w are codes minus 8. 128 is
-// added to a + w, because the instruction reads that operand as unsigned. Both factors fit a byte, because no
-// activation exceeds 120. All numbers are integers, so the sum of a group is exactly the sum of one product per input.
+// Of every eight inputs, the first four take the role of a, the last four the role of b. v and w are codes minus 8. 128
+// is added to a + w, because the instruction reads that operand as unsigned. So the subtracted terms are (a + 128) b
+// and (w + 128) v. Both factors fit a byte, because no activation exceeds 120. All numbers are integers, so the sum of
+// a group is exactly the sum of one product per input.
 #pragma once
 
 #include "isa/vec_bytes.h"
@@ -38,7 +39,8 @@ inline Bytes only_nibbles(Bytes a) {
   asm("vpandd %1%{1to16%}, %0, %0" : "+v"(a) : "m"(nibbles));
   return a;
 }
-// Weights of 16 inputs of a group: `in_pairs` holds eight that are multiplied in pairs, `others` the other eight.
+// The weights of 16 of a group's 32 inputs. `in_pairs`: eight of inputs 0 to 15, multiplied in pairs. `others`: eight
+// of inputs 16 to 31.
 struct Steps {
   Bytes v, w_and_128, first, last;
 
@@ -50,7 +52,7 @@ struct Steps {
 
   Bytes add_weights(Bytes sum) const { return _mm512_dpbusd_epi32(sum, w_and_128, v); }
 
-  // This order spreads multiplications and additions evenly over both halves of the processor.
+  // The order of the instructions spreads multiplications and additions evenly over both halves of the processor.
   Bytes add_products(Bytes sum, const int8_t* pairs, const int8_t* others) const {
     const auto four = [](const int8_t* from) -> const int8_t(&)[4] { return *reinterpret_cast<const int8_t(*)[4]>(from); };
     Bytes a, b;

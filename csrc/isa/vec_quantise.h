@@ -82,14 +82,14 @@ inline uint64_t inputs_above(const float* values, float bound) {
   return bits;
 }
 
-// For each block: code = value * factor, and value = code * scale. Returns one bit per block: 1 if the block has no
-// codes, because all its values are negligible or one is not finite.
+// Writes the factor and the scale of each block: code = value * factor, and value = code * scale. Returns one bit per
+// block: 1 if the block has no codes, because all its values are negligible or one is not finite.
 inline uint32_t find_scales(PerBlock largest, float* factors, float* scales) {
   const PerBlock top = _mm256_set1_ps(static_cast<float>(largest_code)), infinite = _mm256_set1_ps(INFINITY);
   const PerBlock finite = _mm256_cmp_ps(largest, infinite, _CMP_LT_OQ);
   const PerBlock coded = _mm256_and_ps(finite, _mm256_cmp_ps(largest, _mm256_set1_ps(0x1p-100f), _CMP_GE_OQ));
   _mm256_storeu_ps(factors, _mm256_and_ps(coded, top / largest));
-  // NaN, so that results computed from the block are NaN
+  // A block with a value that is not finite gets the scale NaN, so that all results of the block are NaN.
   _mm256_storeu_ps(scales, _mm256_blendv_ps(_mm256_set1_ps(NAN), _mm256_and_ps(coded, largest / top), finite));
   return ~static_cast<uint32_t>(_mm256_movemask_ps(coded));
 }
@@ -142,7 +142,7 @@ inline uint32_t find_scales(PerBlock largest, float* factors, float* scales) {
     const float size = largest.of[block];
     const bool coded = size >= 0x1p-100f && size < INFINITY;
     factors[block] = coded ? static_cast<float>(largest_code) / size : 0.0f;
-    // NaN, so that results computed from the block are NaN
+    // A block with a value that is not finite gets the scale NaN, so that all results of the block are NaN.
     scales[block] = coded ? size / static_cast<float>(largest_code) : size < INFINITY ? 0.0f : NAN;
     uncoded |= static_cast<uint32_t>(!coded) << block;
   }
@@ -192,16 +192,16 @@ inline __m512i add_parts(__m512i a, __m512i b, __m512i c, __m512i d) {
   return _mm512_add_epi32(_mm512_mask_blend_epi32(0xf0f0, even, odd), _mm512_shuffle_i32x4(crossed, crossed, 0xb1));
 }
 
-// One sum for each of the 16 groups: each of the eight blocks has two. Lane i is group i. `of[b]` holds the sums of every
-// four codes of block b, or of every eight.
+// Returns one sum for each of the 16 groups, two per block: lane i is the sum of group i. `of[b]` holds the sums of
+// every four codes of block b, or of every eight.
 inline __m512i sums_of_groups(const __m512i (&of)[blocks_together]) {
   return add_parts(add_neighbours(of[0], of[1]), add_neighbours(of[2], of[3]), add_neighbours(of[4], of[5]), add_neighbours(of[6], of[7]));
 }
 
 #if defined(WEFT_PAIRS)
-// What `pairs_start` subtracts, in the lanes of `sums_of_fours`: (a + 128) b for each pair of codes (isa/vec_pairs.h), and
-// 8 times each code that is in no pair. In each 128-bit part of the packed codes, codes 0 to 3 and 8 to 11 are in pairs:
-// even parts hold a, odd parts hold b.
+// Returns what `pairs_start` subtracts, in the lanes of `sums_of_fours`: (a + 128) b for each pair of codes
+// (isa/vec_pairs.h), and 8 times each code that is in no pair. In each 128-bit part of the packed codes, codes 0 to 3
+// and 8 to 11 are in pairs: even parts hold a, odd parts hold b.
 inline __m512i excess_of_fours(__m512i packed) {
   constexpr __mmask16 of_pairs = 0x5555, of_a = 0x0505;
   const __m512i eights = _mm512_maskz_set1_epi32(static_cast<__mmask16>(~of_pairs), w4_middle * 0x01010101);
@@ -253,7 +253,7 @@ inline uint32_t write_codes_of(const float* values, const float* factors, Count 
   int32_t both[groups_together][2];
   _mm512_storeu_si512(both, _mm512_permutex2var_epi32(starts, pairs, corrections));
   _mm512_storeu_si512(both + 8, _mm512_permutex2var_epi32(starts, _mm512_add_epi32(pairs, _mm512_set1_epi32(8)), corrections));
-  asm("" : "+m"(both));   // the loop below reads it from memory, as in quantise_row
+  asm("" : "+m"(both));   // makes the loop below read `both` from memory, as in quantise_row
 #pragma GCC unroll 16
   for (int group = 0; group < groups_together; group++)
     if (group < groups) std::memcpy(&into[group * panel_rows].start, both[group], sizeof both[group]);
@@ -290,7 +290,7 @@ inline SumsOfCodes round_codes(const float* values, float factor, int8_t* codes)
       _mm256_packs_epi16(_mm256_packs_epi32(rounded[0], rounded[1]), _mm256_packs_epi32(rounded[2], rounded[3]));
   const __m256i ordered = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), ordered);
-  // Both sums in parallel: magnitudes are in 64-bit lanes, only their low bits are used.
+  // Both sums are computed in parallel. The magnitudes are in 64-bit lanes whose upper halves are 0.
   const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(rounded[0], rounded[1]), _mm256_add_epi32(rounded[2], rounded[3]));
   const __m256i zero = _mm256_set1_epi8(-128), magnitudes = _mm256_sad_epu8(_mm256_xor_si256(packed, zero), zero);
   const __m128i two_sums = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
@@ -304,7 +304,7 @@ inline SumsOfCodes round_codes(const float* values, float factor, int8_t* codes)
 inline SumsOfCodes round_codes(const float* values, float factor, int8_t* codes) {
   SumsOfCodes sums = {};
   for (int i = 0; i < group_inputs; i++) {
-    // A float of this size has no fraction bits, so the addition rounds.
+    // The sum with 1.5 * 2^23 has no fraction bits, so the addition rounds.
     codes[i] = static_cast<int8_t>(static_cast<int32_t>((values[i] * factor + 0x1.8p23f) - 0x1.8p23f));
     sums.sum += codes[i];
     sums.magnitudes += codes[i] < 0 ? -codes[i] : codes[i];

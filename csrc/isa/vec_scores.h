@@ -37,7 +37,7 @@ inline Vector load(const Element* from) {
   return vector;
 }
 
-// One bit for each true lane of a comparison.
+// Returns one bit for each lane of a comparison: 1 if the lane is true.
 inline uint32_t bits_of(Ints truth) {
 #if WEFT_AVX512
   return _mm512_movepi32_mask(reinterpret_cast<__m512i>(truth));

@@ -26,7 +26,7 @@ class Activations {
     return view_;
   }
 
-  // Merges the outliers of every four rows into one list. Call it after all rows are filled and before the first
+  // Merges the outliers of every four rows into one list. To be called after all rows are filled and before the first
   // product.
   void gather_outliers(int64_t rows) {
     if (!view_.outliers) return;

@@ -78,7 +78,8 @@ inline void read_scales(const QueryBlock& block, int64_t segment, const SegmentT
   const auto stored_scale = [](const uint8_t* bytes) { return vec::load_scales(bytes); };
   const auto zero = [&](const uint8_t* bytes) { return vec::fma(vec::load(reinterpret_cast<const int8_t*>(bytes)), unit, middle); };
   const auto scale = [](const uint16_t* halves) { return vec::load_upper_halves(halves); };
-  // In position order: `read` always writes a whole tile, and the next run overwrites what is past the end of this one.
+  // Runs are read in position order, because `read` always writes a whole tile: the next run overwrites the elements
+  // past the end of this run.
   for_runs(task, start, common(seen, {0, stored}), [&](int64_t k, int64_t n, const CachePosition& place, int64_t, int64_t) {
     const StoredHead head = store.head(task.store_table[place.block], task.kv_head);
     read(head.scales(false) + place.offset, k, n, stored_scale, block.key_scales);

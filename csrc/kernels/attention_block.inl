@@ -17,25 +17,25 @@ struct QueryBlock {
   float* scores;            // [tile_rows, score_stride]: scores of the current tile and segment, later weights * value scales
   float* sums;              // [tile_rows, width]: weighted sums of values of the current tile and segment
   float *key_scales, *value_scales;   // [segment_keys + 16]: of the current segment
-  Statistics* totals;       // [rows]: of the previous segments
+  Statistics* totals;       // [rows]: largest score and sum of weights over the previous segments
 
-  // Used only for positions in the KV cache.
+  // Used only for positions in full blocks.
   int16_t* queries;         // [rows, width]: codes of all rows
   float* query_factors;     // [rows]: value of one query code, times the task's scale; without a cap also times 1 / log 2
   int16_t* weights;         // [tile_rows, code_stride]: weight codes of the current tile and segment
   uint16_t *keys, *values;  // elements of the current segment, if they are copied
 
-  // Used only for positions in the store.
+  // Used only for positions in store blocks.
   int64_t stored;           // all rows read the positions before this one from the store
   float *key_zeros, *value_zeros;           // [segment_keys + 16]: of the current segment
   float *stored_keys, *stored_values;       // [segment_keys, width]: of the current segment, if they are copied
   float* store_queries;     // [rows, width]: scaled (and rotated) queries; zeros past the last feature
-  float* query_sums;        // [rows]: sum of the features of each
+  float* query_sums;        // [rows]: sum of the features of each row of `store_queries`
 
   QueryBlock(const AttendTask& whole, Prefetcher* prefetching, int64_t first, int64_t count, float* scratch)
       : task(whole), prefetcher(prefetching), first_query(first), rows(count * whole.group), width(width_of(whole)),
         stored(whole.stored_before(whole.first_position + first)) {
-    // Aligned: a vector that crosses a cache line needs two loads.
+    // Scratch memory is aligned, because a vector that crosses a cache line needs two loads.
     scratch = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch) + 63) & ~uintptr_t{63});
     const auto take = [&](int64_t floats) {
       float* const taken = scratch;
@@ -133,7 +133,7 @@ inline void for_runs(const AttendTask& task, int64_t start, Span span, Use use) 
   }
 }
 
-// Converts codes to floats: one feature of n keys, or all features of one value.
+// convert_keys and convert_value convert codes to floats: one feature of n keys, or all features of one value.
 inline void convert_keys(const StoreLayer& store, const uint8_t* tile, int64_t tile_width, int64_t f, int64_t n, float* out) {
   const uint8_t* from = tile + (store.bits == 8 ? f : f / 2) * tile_width;
   for (int64_t i = 0; i < n; i++)
@@ -149,9 +149,9 @@ inline void convert_value(const StoreLayer& store, const uint8_t* from, float* o
   }
 }
 
-// Tiles are copied if the KV block size is not a multiple of the tile. Tiles of the store are also copied if a head is
-// not a multiple of the vector, or if bytes are slow to read. Codes keep their values, so sums have the same bits as
-// without a copy.
+// Tiles are copied if the KV block size is not a multiple of the tile. Tiles of the store are also copied if bytes are
+// slow to read and several row tiles read them. So are its tiles of values if a head is not a multiple of the vector.
+// Codes keep their values, so sums have the same bits as without a copy.
 inline void copy_from_store(const QueryBlock& block, int64_t start, TierTiles& tier) {
   const AttendTask& task = block.task;
   const int64_t size = task.cache.head_size;

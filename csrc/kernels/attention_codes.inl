@@ -62,7 +62,8 @@ __attribute__((noinline)) void score_code_tile(const int16_t* queries, int64_t w
   }
 }
 
-// score_code_tile for any number of tiles. Calls before(tile, n) just before it reads n tiles from `tile` on.
+// Does the same as score_code_tile, for any number of tiles. Calls before(tile, n) just before it reads n tiles from
+// `tile` on.
 template <int Rows, typename Prologue>
 inline void score_codes(const int16_t* queries, int64_t width, const float* factors, int64_t features, const void* const* tiles,
                         int64_t count, const float* scales, Prefetcher* prefetcher, int64_t lines, float* scores, Prologue before) {
@@ -142,7 +143,7 @@ __attribute__((noinline)) void sum_code_tiles(const int16_t* codes, const float*
   }
 }
 
-// Sums the values of all features: calls the function above for each group of features.
+// Sums the values of all features: calls sum_code_tiles for each group of features.
 template <int Rows>
 inline void sum_codes(const int16_t* codes, const float* factors, const void* const* tiles, int64_t first, int64_t end, int64_t units,
                       const float* starts, Prefetcher* prefetcher, int64_t lines, const Target* targets) {

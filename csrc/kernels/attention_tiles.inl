@@ -60,13 +60,13 @@ inline int64_t bytes_of_vector(const AttendTask& task, bool values, bool is_stor
   return is_stored ? task.store.vector_bytes() : 2 * elements_of_unit * (values ? value_units(size) : key_units(size));
 }
 
-// Where a position is: its index in the block table, and its offset in that KV block. `step` advances it without a
-// division, which would take as long as ten multiplications.
+// The location of a position: its index in the block table, and its offset in that KV block. `step` advances the
+// position without a division, which would take as long as ten multiplications.
 struct CachePosition {
   int64_t block, offset;
 
   CachePosition(const AttendTask& task, int64_t position) : block(position / task.cache.block_size), offset(position % task.cache.block_size) {}
-  // Must not go past the end of the KV block.
+  // The step must not go past the end of the KV block.
   void step(const AttendTask& task, int64_t positions) {
     offset += positions;
     if (offset == task.cache.block_size) block++, offset = 0;
@@ -90,7 +90,7 @@ inline int64_t bytes_before(const AttendTask& task, const CachePosition& place, 
 }
 
 inline int64_t lines_of(int64_t bytes) { return (bytes + 63) / 64; }
-// Average cache lines of a tile.
+// The average number of cache lines of a tile.
 inline int64_t lines_of_tile(const AttendTask& task, bool values, bool is_stored) {
   return lines_of(key_tile * (bytes_of_vector(task, values, is_stored) + (values ? 0 : 4)));
 }
@@ -113,8 +113,8 @@ class Prefetcher {
     start();
   }
 
-  // The caller is about to read `lines` cache lines. The same number is prefetched meanwhile, or twice as many until
-  // the prefetcher is `distance` lines ahead.
+  // Announces that the caller is about to read `lines` cache lines. As many lines are prefetched meanwhile, or twice as
+  // many until the prefetcher is `distance` lines ahead.
   void expect(int64_t lines) {
     const int64_t more = smaller(lines, distance - lines_ahead_);
     rate_ = more > 0 ? 2 : 1;
@@ -312,7 +312,7 @@ __attribute__((noinline)) void score_tile(const float* queries, int64_t width, i
   constexpr int step = in_a_line > 2 ? in_a_line : 2;
   int64_t f = 0;
   for (; f + step <= features; f += step) {
-    if (prefetcher) prefetcher->prefetch(Tiles);   // as many lines as this iteration reads: one per tile
+    if (prefetcher) prefetcher->prefetch(Tiles);   // prefetches as many lines as this iteration reads: one per tile
 #pragma GCC unroll 8
     for (int i = 0; i < step; i += unit) add(f + i);
   }
@@ -344,7 +344,7 @@ inline void score_tiles(const float* queries, int64_t width, int64_t features, c
   });
 }
 
-// Where the sum of a row is written, and the final factor.
+// The address that the sum of a row is written to, and the final factor of the sum.
 struct Target {
   float* at;
   float factor;
@@ -415,7 +415,7 @@ __attribute__((noinline)) void sum_tile(const float* weights, const void* const*
   }
 }
 
-// Sums all features with the function above. `lines`: cache lines of a tile.
+// Sums all features with sum_tile. `lines`: cache lines of a tile.
 template <int Rows, typename Element>
 inline void sum_tiles(const float* weights, const void* const* tiles, int64_t stride, const Span* spans, const float* starts, Prefetcher* prefetcher,
                       int64_t lines, const Target* targets, int64_t width) {

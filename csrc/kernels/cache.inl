@@ -14,7 +14,8 @@ inline uint32_t largest_magnitude(const float* values, int64_t size) {
   return vec::largest_bits(most);
 }
 
-// The Euclidean length of a vector divided by its largest magnitude; 0 if that is tiny or not finite.
+// The Euclidean length of a vector divided by its largest magnitude; 0 if that magnitude is tiny or not finite. `bits`
+// is the result of largest_magnitude.
 inline float relative_length(const float* values, int64_t size, uint32_t bits) {
   const float largest = float_of_bits(bits);
   if (bits >= bits_of_infinity || largest <= lowest_cache_scale) return 0.0f;
@@ -64,10 +65,11 @@ using vec::Elements;
 inline Elements rounded_fourth(Elements codes) { return (codes + fourth_step / 2) & static_cast<uint16_t>(-fourth_step); }
 inline Elements with_lowest(Elements codes, Elements lowest) { return rounded_fourth(codes - lowest) | lowest; }
 
-// Writes the codes of one key. Of eight features, 0, 2, 4 and 6 are one unit, and 1, 3, 5 and 7 another. Each unit's last
-// code (feature 6 or 7) is rounded to 12 bits. They become the lowest 4 bits of the unit's other three codes.
+// Writes the codes of one key. Of eight features, 0, 2, 4 and 6 are one unit, and 1, 3, 5 and 7 another. Each unit's
+// last code (feature 6 or 7) is rounded to 12 bits. These bits become the lowest 4 bits of the unit's other three
+// codes.
 //
-// Writes only the elements of its own position: other threads may write neighbouring positions at the same time.
+// Only elements of this position are written: other threads may write neighbouring positions at the same time.
 inline void write_key(const float* key, const Coding& coding, int64_t size, uint16_t* out, int64_t distance) {
   constexpr int64_t step = 16, of_two = 2 * codes_of_unit;
   const Elements first = {15, 15}, second = {0, 0, 15, 15}, third = {0, 0, 0, 0, 15, 15};

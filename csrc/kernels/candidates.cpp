@@ -31,8 +31,8 @@ struct Cutoff {
 };
 
 // Each value has a weight. Returns the largest value for which the weights of all smaller values sum up to less than
-// `threshold`. It does not sort: each pass finds the next 11 bits of the result, from the highest bits down. The next
-// pass examines only values that begin with the bits found so far.
+// `threshold`. Values are not sorted: each pass finds the next 11 bits of the result, from the highest bits down. The
+// next pass examines only values that begin with the bits found so far.
 template <typename Value, typename Weight>
 Cutoff<Value> find_cutoff(const Value* values, int64_t count, double threshold, std::vector<int32_t>& matching, Weight&& weight) {
   constexpr int digit_bits = 11;
@@ -79,7 +79,7 @@ Cutoff<Value> find_cutoff(const Value* values, int64_t count, double threshold, 
   return {value, before, through};
 }
 
-// Rounded up, and at most the largest finite float.
+// Returns `distance` as a float: rounded up, and at most the largest finite float.
 float as_limit(double distance) {
   return std::nextafter(static_cast<float>(std::min(distance * (1.0 + 1e-6), static_cast<double>(FLT_MAX))), FLT_MAX);
 }
@@ -146,7 +146,7 @@ void Candidates::filter(const ScannedRow& row, const Parameters& parameters, uin
   if ((noise_bits(key, -1) + 0.5) * 0x1p-32 < parameters.xtc_probability) exclude_top_choices(parameters.log_xtc_threshold);
 }
 
-// The nucleus (top-p) of the candidates. Returns how far below the best score its least likely token is.
+// Returns how far below the best score the least likely token of the nucleus (top-p) of the candidates is.
 float Candidates::nucleus_floor(double top_p) {
   weigh();
   double total = 0.0;
@@ -154,15 +154,15 @@ float Candidates::nucleus_floor(double top_p) {
   return find_cutoff(below_.data(), count_, top_p * total, matching_, [&](int64_t i) { return weights_[i]; }).value;
 }
 
-// The same for a whole row. Few of its tokens matter, so exact weights are computed only for tokens that can be in the
+// Does the same for a whole row. Few tokens matter, so exact weights are computed only for tokens that can be in the
 // nucleus, and the total is approximate. If its error could change the result, all weights are summed exactly.
 float Candidates::nucleus_floor(const ScannedRow& row, double top_p) {
   double near[num_near];
   const float factor = static_cast<float>(std::min(factor_, static_cast<double>(FLT_MAX)));
   const double total = kernels().sum_weights_roughly(row.scores, row.count, row.scan.best, factor, near);
   const double least = top_p * total * (1.0 - rough_share), most = top_p * total * (1.0 + rough_share);
-  // A distance below the best score. The tokens further away have less weight in total than top-p removes, so none of
-  // them is kept.
+  // A limit for (best score - score) / temperature. The tokens past the limit have less weight in total than top-p
+  // removes, so none of them is kept.
   double distance = -std::log((1.0 - top_p) * total * (1.0 - rough_share) / static_cast<double>(row.count));
   for (int i = num_near - 1; i >= 0; i--)
     if (near[i] * (1.0 - rough_share) > most) distance = std::min(distance, static_cast<double>(near_distances[i]));

@@ -37,7 +37,7 @@ constexpr int w4_codes_bytes = 256;
 constexpr int w4_group_bytes = 320;
 constexpr int w4_units_bytes = 64;
 constexpr int w4_middle = 8;   // subtracted from each code: then the sum of a group's products fits a sign and 15 bits
-constexpr int w4_lift = 1 << 14;   // added to such a sum: the result is positive
+constexpr int w4_lift = 1 << 14;   // added to each such sum, so that the result is positive
 
 // W8, one group of one strip, 544 bytes:
 //   8 x 64 bytes  vector s holds inputs 4s .. 4s+3; byte 4o + i: input 4s + i of output o
@@ -71,8 +71,8 @@ inline int64_t strip_bytes(Layout layout, int64_t inputs) {
 
 // --- activations --------------------------------------------------------------------------------------------------------------------
 
-// One value far larger than the rest of its row would make the scale of its block so large that the other values get
-// codes near 0. Such an outlier gets the code 0 in its scale block, and is multiplied separately, as a float.
+// One value far larger than the rest of its row would make the scale of its block so large that all others get codes
+// near 0. Such an outlier gets the code 0 in its scale block, and is multiplied separately, as a float.
 struct Outlier {
   uint32_t input;
   float value;
@@ -81,7 +81,8 @@ struct Outlier {
 // An outlier is larger than this many times the mean magnitude of its row. With 12, about 7% of the groups of a chat
 // prompt have an outlier, and the noise of the logits is halved.
 constexpr int64_t outlier_ratio = 12;
-// For models of whole texts. The vector of a short text shows the noise of every product, and costs little.
+// The same ratio for models of whole texts: the vector of a short text shows the noise of every product, and costs
+// little to compute.
 constexpr int64_t text_outlier_ratio = 8;
 
 // Activation rows in signed bytes. A scale block is 64 inputs of a row (two groups) that share one scale: value = code
@@ -116,9 +117,9 @@ struct RowGroup {
 // rows, then group 1 of all its rows, and so on: memory is read in order.
 constexpr int64_t panel_rows = 8;
 
-// An input that is an outlier in at least one of four rows, with its value in each row (0 in a row where it is no
-// outlier). So the weights of the input are unpacked once for four rows. In prefill most outliers occur in one row
-// only; in some layers they occur in nearly all rows. Lists for two to four rows are fastest in both cases.
+// An input that is an outlier in at least one of four rows, with its value in each row. The value is 0 in a row where
+// the input is no outlier. The weights of the input are unpacked once for four rows. In prefill most outliers occur
+// in one row only; in some layers they occur in nearly all rows. Lists for two to four rows are fastest in both cases.
 constexpr int64_t outlier_rows = 4;
 
 struct SharedOutlier {
@@ -138,14 +139,14 @@ struct QuantisedRows {
     return scales + (row / panel_rows * scale_blocks + block) * panel_rows + row % panel_rows;
   }
 
-  // Outliers of row r, by ascending input: outlier_counts[r] elements from outliers[r * outlier_room] on. Null:
-  // outliers are not separated.
+  // Outliers of row r, by ascending input: outlier_counts[r] elements from outliers[r * outlier_room] on. If `outliers`
+  // is null, outliers are not separated.
   int64_t ratio = outlier_ratio;
   Outlier* outliers = nullptr;
   int32_t* outlier_counts = nullptr;    // [rows]
   int64_t outlier_room = 0;
 
-  // The same outliers, merged for four rows at a time, as products read them. Those of rows 4i .. 4i + 3 are the
+  // The same outliers, merged for four rows at a time, as products read them. The outliers of rows 4i .. 4i + 3 are the
   // elements from shared_begins[i] up to shared_begins[i + 1], by ascending input.
   SharedOutlier* shared_outliers = nullptr;
   int64_t* shared_begins = nullptr;
@@ -379,7 +380,7 @@ struct AttendTask {
 // token of the text. The `group` query heads are contiguous.
 struct TextTask {
   const float *queries, *keys, *values;
-  int64_t stride;            // of the three
+  int64_t stride;            // floats from one token to the next in `queries`, `keys` and `values`
   int64_t tokens, first, end;
   int64_t group, head_size;
   int64_t window;            // position p sees p - window + 1 .. p + window - 1; 0: all
@@ -388,7 +389,8 @@ struct TextTask {
   float* out;
   int64_t out_stride;
 
-  // Queries whose scores are in memory at a time: whole tiles of every instruction set, and about 128 KB of scores.
+  // How many queries have their scores in memory at a time: a multiple of the row tiles of every instruction set, with
+  // about 128 KB of scores.
   int64_t queries_at_once() const {
     const int64_t fitting = 32768 / padded(tokens) / 12 * 12;
     return fitting < 12 ? 12 : fitting < 48 ? fitting : 48;
@@ -407,10 +409,11 @@ constexpr int64_t maxima_lanes = 16;
 
 constexpr int64_t maxima_count(int64_t scores) { return (scores + maxima_section - 1) / maxima_section * maxima_lanes; }
 
-// The nucleus of a row (top-p) nearly always lies within one of these distances of the best score.
+// Limits for (best score - score) / temperature. Top-p uses the smallest one whose tokens have enough weight; nearly
+// always there is one.
 constexpr int num_near = 3;
 constexpr float near_distances[num_near] = {3.0f, 6.0f, 9.0f};
-constexpr double rough_share = 5e-6;
+constexpr double rough_share = 5e-6;   // the largest relative error of `sum_weights_roughly`
 
 struct RowScan {
   float best;
@@ -436,8 +439,8 @@ struct Kernels {
   void (*scale_and_cap)(float* row, int64_t columns, float scale, float cap);   // cap 0: none
   // RoPE of one head of one token: pair i is rotated by (cosine[i], sine[i]); features past the pairs are copied.
   void (*rotate)(const float* head, int64_t head_size, int64_t pairs, bool interleaved, const float* cosine, const float* sine, float* out);
-  // The experts of one token, best first, and their routing weights: softmax over all experts. With `normalise`, the
-  // weights of the chosen experts add up to 1.
+  // Chooses the experts of one token, best first. Their routing weights are the softmax over all experts. With
+  // `normalise`, the weights of the chosen experts add up to 1.
   void (*route)(const float* logits, int64_t experts, int64_t per_token, bool normalise, int32_t* chosen, float* shares);
 
   // cache.inl: writes key and value of one token and KV head to a position of a KV block
@@ -450,8 +453,8 @@ struct Kernels {
   // attention.inl
   void (*attend)(const AttendTask& task, float* scratch);   // also runs the tasks linked by `next`
   int64_t (*attend_scratch)(const AttendTask& task);   // scratch floats for one worker; about 200,000 for heads of 256
-  // Does the same for a task of one query, in two calls, for when there are more threads than tasks. The first writes
-  // each segment to its own partial result. The second merges all partial results, in segment order, into task.out.
+  // These two compute a task of one query, for when there are few tasks per thread. `attend_segment` writes the partial
+  // result of one segment. `attend_merge` merges all partial results, in segment order, into task.out.
   void (*attend_segment)(const AttendTask& task, int64_t segment, float* partial, float* scratch);
   void (*attend_merge)(const AttendTask& task, const float* partials);
 

@@ -61,7 +61,8 @@ void unpack_row(const Weight& weight, int64_t output, float* out) {
   }
 }
 
-// Only the multiplications of W4, on registers. No product that multiplies each input once can be faster than this.
+// Runs only the multiplications of W4, on registers. No product that multiplies each input once can be faster than
+// this.
 int64_t multiply_in_registers(int64_t repeats) {
 #if defined(WEFT_AVX512) || defined(WEFT_AVX2)
   constexpr int sums_at_once = 8;

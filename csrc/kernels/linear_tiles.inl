@@ -24,7 +24,8 @@ struct Totals {
 
 inline const uint16_t* halves(const uint8_t* data) { return reinterpret_cast<const uint16_t*>(data); }
 
-// The largest number of rows in a tile. They share the weights of a strip, which are read from memory once.
+// The largest number of rows in a tile. The rows of a tile share the weights of a strip, which are read from memory
+// once.
 template <Layout layout>
 constexpr int most_rows() {
 #if defined(WEFT_VNNI)
@@ -38,7 +39,7 @@ constexpr int most_rows() {
 #endif
 }
 
-// With at most this many rows, all sums stay in registers: those of a group, of a scale block, and of a whole row. A
+// With at most this many rows, all sums stay in registers: the sums of groups, of scale blocks, and of whole rows. A
 // row sum in memory would be written once for each scale block. On Zen 4 such a write costs more than a byte product.
 // So a quantised tile with more rows is computed in two portions; the first portion is a whole panel.
 #if defined(WEFT_AVX512)
@@ -58,9 +59,9 @@ constexpr bool goes_in_pairs(int rows) {
 #endif
 }
 
-// How many bytes ahead weights are prefetched. This makes products with four or more rows up to 1.5 times as fast: the
-// hardware prefetcher restarts at each page, and loads of activation rows displace its requests. Tiles of many rows
-// read weights more slowly and need less distance. Prefetching past the end is harmless.
+// How many bytes ahead weights are prefetched. Prefetching makes products with four or more rows up to 1.5 times as
+// fast: the hardware prefetcher restarts at each page, and loads of activation rows displace its requests. Tiles of
+// many rows read weights more slowly and need less distance. Prefetching past the end is harmless.
 constexpr int64_t ahead_bytes(int rows) { return rows > rows_in_registers ? 3072 : 6144; }
 
 template <int count>
@@ -94,9 +95,10 @@ Totals<rows> multiply_floats(const LinearTask& task, int64_t first_row, const ui
   return totals;
 }
 
-// A quantised layout, for one vector of outputs in a group. It loads the codes of inputs 8s .. 8s + 7 (first four, last
-// four), adds the sum of a group's products to its scale block, and unpacks the weights of one input. `of_block`
-// converts the sum of a scale block to floats; `of_total` multiplies the sum of a row by the output's unit.
+// One vector of outputs in a group of a quantised layout. `load` returns the codes of inputs 8s .. 8s + 7 (first four,
+// last four) for step s. `join` adds the sum of a group's products to the sum of its scale block. `weights_of` returns
+// the weights of one input. `of_block` converts the sum of a scale block to floats. `of_total` multiplies the sum of a
+// row by the output's unit.
 template <Layout layout>
 struct Group;
 
@@ -329,7 +331,7 @@ void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_stri
   }
 }
 
-// Calls the tile for exactly `count` rows; count <= rows.
+// Calls `multiply_rows` with `count` as its template argument. `count` is at most `rows`.
 template <Layout layout, int rows>
 void multiply_count(const LinearTask& task, int64_t count, int64_t first_row, int64_t first_strip, int64_t end_strip) {
   if (count == rows) return multiply_rows<layout, rows>(task, first_row, first_strip, end_strip);

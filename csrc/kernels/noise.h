@@ -28,7 +28,7 @@ inline uint32_t noise_bits(uint64_t key, int64_t token) {
 inline double gumbel(uint32_t bits) { return -std::log(-std::log1p(-(bits + 0.5) * 0x1p-32)); }
 
 // A cheap upper bound of gumbel(bits), from the number of leading zeros. With v = (bits + 0.5) / 2^32, gumbel(bits) is
-// at most -log(v), and v is at least its highest set bit.
+// at most -log(v), and v is at least the value of its highest set bit.
 inline double gumbel_bound(uint32_t bits) {
   const int leading_zeros = bits == 0 ? 32 : __builtin_clz(bits);
   return (leading_zeros + 1) * 0.69314718055994541;

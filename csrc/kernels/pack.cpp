@@ -11,7 +11,7 @@
 namespace weft {
 namespace {
 
-// One output of a strip: w4 and w8 return the address of its bytes in a group.
+// One output of a strip. `w4` and `w8` return the address of its bytes in a group of that layout.
 struct Lane {
   uint8_t* strip;
   int lane;
@@ -152,8 +152,8 @@ void copy_floats(const uint8_t* raw, int64_t inputs, const Lane& lane) {
 
 using CopyCodes = void (*)(const uint8_t* raw, int64_t inputs, const Lane& lane);
 
-// The function that copies rows of this format into this layout without changing codes. Null: the rows must be decoded
-// and rounded.
+// Returns the function that copies rows of this format into this layout without changing codes, or null if the rows
+// must be decoded and rounded.
 CopyCodes find_copy(const StoredFormat& format, Layout layout) {
   struct Entry {
     const char* name;
@@ -189,12 +189,13 @@ float round_small(float value) { return (value + 0x1.8p23f) - 0x1.8p23f; }
 
 float clamp(float value, float low, float high) { return value < low ? low : value > high ? high : value; }
 
-// Signed bytes with an f16 scale. The scale is rounded first, so that the codes fit the rounded scale.
+// Rounds a group to signed bytes with an f16 scale. The scale is rounded first, so that the codes fit the rounded
+// scale.
 void round_w8(const float* values, const Lane& lane, int64_t group) {
   uint8_t codes[group_inputs] = {};
   const float largest = largest_magnitude(values);
   uint16_t half = std::isfinite(largest) ? float_to_half(largest / 127.0f) : half_nan;
-  // needed only for the smallest f16 scales, where the rounded scale is too small for the largest value
+  // This happens only with the smallest f16 scales, where the rounded scale is too small for the largest value.
   if (half_to_float(half) * 127.5f < largest) half++;
   const float scale = half_to_float(half);
   if (scale > 0.0f && std::isfinite(scale)) {
@@ -245,7 +246,8 @@ Choice choose_codes(const Group& values, float scale, float minimum) {
   return choice;
 }
 
-// Least-squares fit of scale and minimum for given codes. Returns false if all codes are equal.
+// Fits scale and minimum to the given codes by least squares. Returns false if all codes are equal, or if the scale is
+// not positive.
 bool fit_line(const Group& values, const Four* codes, float& scale, float& minimum) {
   Four sum_codes = {}, sum_squares = {}, sum_values = {}, sum_products = {};
   for (int i = 0; i < fours; i++) {
@@ -300,7 +302,7 @@ uint16_t float_to_bfloat(float value) {
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// A row of `inputs` floats, padded with zeros to whole groups.
+// Packs one row of weights into `lane`. `values` has `inputs` floats, followed by zeros up to a whole group.
 void round_row(const float* values, int64_t inputs, Layout layout, const Lane& lane) {
   const int64_t groups = (inputs + group_inputs - 1) / group_inputs;
   if (layout == Layout::w4) {

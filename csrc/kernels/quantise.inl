@@ -6,7 +6,7 @@ namespace {
 namespace quantising {
 
 // Statistics that `write_values` collects: sums of the magnitudes of a row, and the largest magnitude of its current
-// block. There are several sums, because their order of additions must be that of sum_row.
+// block. There are as many sums as in sum_row, so that values are added in the same order.
 struct RowStatistics {
   static constexpr int num_sums = 4 * vec::sum_parts;
   vec::Vec sums[num_sums];
@@ -71,7 +71,7 @@ inline int32_t remove_outliers(float* values, float bound, uint32_t first_input,
     out[count++] = Outlier{first_input + i, values[i]};
   }
   Largest largest;
-  // writes whole vectors: loading a vector after a part of it was written is slow
+  // The loop writes whole vectors: loading a vector after a part of it was written is slow.
   for (int i = 0; i < scale_block_inputs; i += vec::lanes) {
     const vec::Vec value = vec::load(values + i), magnitude = vec::magnitude(value);
     const vec::Vec is_left = vec::where_less(vec::all(bound), magnitude, vec::all(0.0f), value);

@@ -20,9 +20,9 @@ class TimesSigmoid {
   const vec::Vec one_ = vec::in_register(vec::all(1.0f));
 };
 
-// x * Phi(x), where Phi is the normal distribution, to about 2e-7. The polynomial approximates erfc(|x| / sqrt 2) with an
-// absolute error of 1.5e-7 (Abramowitz and Stegun, 7.1.26). It multiplies |x| and is subtracted from max(x, 0). So a
-// negative x loses no digits by cancellation.
+// x * Phi(x), where Phi is the normal distribution, to about 2e-7. It equals max(x, 0) - |x| / 2 * erfc(|x| / sqrt 2).
+// In this form a negative x loses no digits by cancellation. A polynomial approximates erfc with an absolute error of
+// 1.5e-7 (Abramowitz and Stegun, 7.1.26).
 class Gelu {
  public:
   template <int count>

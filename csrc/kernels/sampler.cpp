@@ -33,8 +33,8 @@ Verdict SamplerScratch::sample(const SampleTask& task, int64_t& token) {
   return Verdict::good;
 }
 
-// The scores after mask, penalties, biases and min_tokens. If nothing changes the logits, returns the logits
-// themselves, else a changed copy.
+// Returns the scores after mask, penalties, biases and min_tokens: a changed copy of the logits, or the logits
+// themselves if nothing changes them.
 const float* SamplerScratch::shaped_scores(const SampleTask& task) {
   const RowSettings* settings = task.settings;
   const bool forbids_ends = settings != nullptr && task.output_index < settings->min_tokens;

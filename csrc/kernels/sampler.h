@@ -1,4 +1,4 @@
-// From a row of logits to a token, in the order of operations that src/weft/sampling/reference.py defines.
+// Samples a token from a row of logits, in the order of operations that src/weft/sampling/reference.py defines.
 #pragma once
 
 #include <cstdint>

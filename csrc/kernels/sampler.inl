@@ -176,9 +176,9 @@ int64_t collect_scores(const float* scores, int64_t count, float best, float lim
 //   a token can win only if     gumbel(u) >= x, where x = highest sum so far - score / temperature;
 //   gumbel(u) >= x only if      u <= exp(-x);
 //   so the test is              log2(u) <= -x * log2(e).
-// It needs no logarithm. The bits of a float f > 0, read as an integer, are about (127 + log2(f)) * 2^23. The error in
-// log2(f) is between -0.09 and 0, so the test never rejects a possible winner. For tokens that pass, the sum is
-// computed exactly.
+// The test needs no logarithm. The bits of a float f > 0, read as an integer, are about (127 + log2(f)) * 2^23. The
+// error in log2(f) is between -0.09 and 0, so the test never rejects a possible winner. For tokens that pass, the sum
+// is computed exactly.
 int64_t draw_scores(const float* scores, int64_t count, float best, double temperature, uint64_t key, int64_t likeliest) {
   constexpr float unit = 0x1p23f, log2e = 1.44269504f, margin = 0x1p-8f;
   // The test uses the upper 31 of 32 noise bits: a signed integer converts to float in one instruction on all CPUs.

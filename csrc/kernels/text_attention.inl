@@ -1,11 +1,11 @@
-// Attention over whole texts, in floats. Scores are products with the keys as a weight of the layout f32, and the
-// weighted sums are products with the values, so both use the tiles of linear layers. A sum over keys is computed in their
-// order. So a result depends only on the text.
+// Attention over whole texts, in floats. Keys and values are packed as weights of the layout f32. So scores and
+// weighted sums are products that use the tiles of linear layers. Sums over keys are computed in key order, so a result
+// depends only on the text.
 namespace weft::WEFT_ISA {
 namespace {
 namespace texts {
 
-// The keys as strips: [keys / 16, head size, 16], padded with zeros.
+// Writes the keys as strips: [keys / 16, head size, 16], padded with zeros.
 inline void pack_keys(const TextTask& task, float* out) {
   for (int64_t strip = 0; strip < task.tokens; strip += strip_outputs, out += task.head_size * strip_outputs) {
     const int64_t count = task.tokens - strip < strip_outputs ? task.tokens - strip : strip_outputs;
@@ -18,7 +18,7 @@ inline void pack_keys(const TextTask& task, float* out) {
   }
 }
 
-// The values as strips: [features / 16, keys, 16], padded with zeros.
+// Writes the values as strips: [features / 16, keys, 16], padded with zeros.
 inline void pack_values(const TextTask& task, float* out) {
   for (int64_t strip = 0; strip < task.head_size; strip += strip_outputs) {
     const int64_t count = task.head_size - strip < strip_outputs ? task.head_size - strip : strip_outputs;
@@ -50,7 +50,7 @@ inline void softmax(float* row, int64_t count, float scale, float cap) {
   const vec::Vec base = vec::all(largest_of(row, count)), factor = vec::all(scale * vec::one_by_log_2);
   const float sum = vec::sum_row(count, [&](vec::Vec sum, int64_t i, auto n) {
     vec::store(row + i, vec::exp2_up_to_0((vec::load(row + i, n) - base) * factor), n);
-    return sum + vec::load(row + i, n);   // loaded again: in the unused lanes of the last vector are no weights
+    return sum + vec::load(row + i, n);   // loaded again, so that the unused lanes of the last vector are 0
   });
   const vec::Vec share = vec::all(1.0f / sum);
   vec::for_each(count, [&](int64_t i, auto n) { vec::store(row + i, vec::load(row + i, n) * share, n); });

@@ -44,7 +44,7 @@ class Aligned {
       data_ = static_cast<Type*>(std::aligned_alloc(alignment, bytes));
       if (!data_) throw std::bad_alloc();
 #if defined(__linux__)
-      if (alignment == large_page) madvise(data_, bytes, MADV_HUGEPAGE);   // only a hint: it also works without huge pages
+      if (alignment == large_page) madvise(data_, bytes, MADV_HUGEPAGE);   // only a hint: small pages work too
 #endif
       size_ = static_cast<int64_t>(bytes / sizeof(Type));
     }

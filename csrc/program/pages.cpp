@@ -35,8 +35,8 @@ void touch(uint8_t* begin, uint8_t* end, uintptr_t page) {
 }
 
 // A range of memory in parts, each within one huge page. If two threads faulted in the same huge page, both would clear
-// it, and the operating system would discard one copy. It also holds a lock during a call. Small parts limit how long a
-// thread that maps memory waits for this lock.
+// it, and the operating system would discard one copy. The operating system also holds a lock during a call. Small
+// parts limit how long a thread that maps memory waits for this lock.
 class HugePageParts {
  public:
   HugePageParts(uint8_t* begin, uint8_t* end) : begin_(begin), end_(end), first_(reinterpret_cast<uintptr_t>(begin) / large_page) {}

@@ -43,7 +43,7 @@ Pool::~Pool() {
 
 bool Pool::is_forked_child() const { return forks.load(std::memory_order_relaxed) != forks_at_start_; }
 
-// Takes an item; -1 if none is left.
+// Takes an item and returns its number, or -1 if none is left.
 int64_t Pool::take_item() {
   int64_t left = untaken_.load(std::memory_order_acquire);
   while (left > 0) {
@@ -52,8 +52,8 @@ int64_t Pool::take_item() {
   return -1;
 }
 
-// Does this item and all others that it can take. Counts them as finished once, at the end: until then the phase is not
-// over.
+// Runs this item, then all items that the thread can still take. All are counted as finished together, at the end:
+// until then the phase is not over.
 void Pool::do_items(int64_t item, int worker) {
   int64_t done = 0;
   for (; item >= 0; item = take_item(), done++) work_(context_, item, worker);

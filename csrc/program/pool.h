@@ -1,5 +1,5 @@
-// The threads that share the work of a step. A phase is a number of items. Each free thread takes the next item; the
-// calling thread does so too. So a descheduled thread delays the phase by at most the item that it holds.
+// The threads that share the work of a step. A phase is a number of items. Each free thread, and also the calling
+// thread, takes the next item. So a descheduled thread delays the phase by at most the item that it holds.
 //
 // Between phases workers spin briefly, then yield while they poll, then sleep. Waking a sleeping thread costs as much
 // as a phase. But a waiting thread must not keep a core from other processes.

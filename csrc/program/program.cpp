@@ -12,8 +12,8 @@ namespace {
 
 // Work items per thread: enough that a descheduled thread does not delay the others for long.
 constexpr int64_t items_per_thread = 8;
-// Small products have fewer items per thread, of about `item_bytes` each, but at least this many. Handing out an item
-// costs as much as reading some kilobytes.
+// Small products have fewer items: each reads about `item_bytes`, but there are at least this many items per thread.
+// Handing out an item costs as much as reading some kilobytes.
 constexpr int64_t fewest_items_per_thread = 2;
 constexpr int64_t item_bytes = 64 << 10;
 // A product with more rows than this is also divided by rows, evenly, so that the rows of an item stay in the L2 cache.
@@ -31,7 +31,7 @@ void each_row(Pool& pool, int64_t rows, Work&& work) {
   });
 }
 
-// The input of an instruction with a prologue, for rows that have `columns` columns after the gate, if there is one.
+// The input of an instruction with its prologue. `columns`: columns of the row after the prologue; a gate halves them.
 RowInput row_input(const Instruction& instruction, const float* row, int64_t columns) {
   return RowInput{row, instruction.prologue, is_gated(instruction.prologue) ? row + columns : instruction.norm.data, instruction.epsilon,
                   instruction.norm_bias.data};
@@ -198,7 +198,7 @@ void Program::execute(const Instruction& instruction, int64_t rows) {
   each_row(pool_, rows, [&](int64_t row, int) { execute_row(instruction, row); });
 }
 
-// Memory for the row is allocated already.
+// Runs an instruction on one row, whose memory is allocated already.
 void Program::execute_row(const Instruction& instruction, int64_t row) {
   const float* input = instruction.input < 0 ? nullptr : row_of(instruction.input, row);
   float* output = row_of(instruction.output, row);
@@ -217,7 +217,8 @@ void Program::execute_row(const Instruction& instruction, int64_t row) {
     case Instruction::Kind::rope_and_write: rope_and_write(instruction, row); break;
     case Instruction::Kind::add: kernels().add_scaled(output, input, instruction.scale, columns, output); break;
     case Instruction::Kind::scale_and_cap: kernels().scale_and_cap(output, columns, instruction.scale, instruction.cap); break;
-    // Row by row only if all rows are selected (`is_by_row`): then output row = input row.
+    // This case is reached only if all rows are selected (`is_by_row`), so output row and input row have the same
+    // index.
     case Instruction::Kind::select_rows: std::memcpy(output, input, static_cast<size_t>(columns) * sizeof(float)); break;
     default: break;
   }
@@ -239,7 +240,7 @@ LinearTask Program::PreparedRows::product_task(const Weight& weight, int64_t row
   return LinearTask{&weight, quantised, floats.data(), columns, 0, rows, 0, weight.strips(), out, out_stride, add, scale};
 }
 
-// `get(row)` returns the input and prologue of a row.
+// Prepares rows for a product, on all threads. `get(row)` returns the input and prologue of a row.
 template <typename Get>
 void Program::prepare_rows(int64_t rows, int64_t columns, bool quantised, Get&& get) {
   prepared_.make_room(rows, columns, quantised);
@@ -248,7 +249,7 @@ void Program::prepare_rows(int64_t rows, int64_t columns, bool quantised, Get&& 
   if (quantised) prepared_.activations.gather_outliers(rows);
 }
 
-// Multiplies the prepared rows.
+// Multiplies the prepared rows by `weight`.
 void Program::product(const Weight& weight, int64_t rows, float* out, int64_t out_stride, bool add, float scale) {
   if (rows > 0) product(prepared_.product_task(weight, rows, out, out_stride, add, scale));
 }
@@ -299,7 +300,7 @@ void Program::linear_of_block(const Instruction& instruction, int64_t first, int
                                       strides_[static_cast<size_t>(instruction.output)], instruction.add, instruction.scale));
 }
 
-// Float weights can read the rows where they are.
+// Returns the task of a product with float weights. It reads the rows from their buffer, without preparation.
 LinearTask Program::direct_task(const Instruction& instruction, int64_t first, int64_t count) const {
   return LinearTask{&instruction.weight, {}, row_of(instruction.input, first), strides_[static_cast<size_t>(instruction.input)], 0, count, 0,
                     instruction.weight.strips(), row_of(instruction.output, first) + instruction.column,

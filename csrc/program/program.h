@@ -1,8 +1,8 @@
 // A decoder as a flat list of instructions over numbered buffers. It is recorded once (src/weft/ops/cpu) and run by one
 // call per step.
 //
-// A buffer holds one row of floats for each token of the step, or for each token that needs logits. Those rows are
-// called selected. How a step is divided among the threads of the pool (program_partition.cpp):
+// A buffer holds one row of floats for each token of the step, or for each token that needs logits. Rows of tokens that
+// need logits are called selected. How a step is divided among the threads of the pool (program_partition.cpp):
 //   - Few rows: each instruction is one or two phases. A phase divides rows or strips; all threads finish before the next.
 //   - Many rows: all instructions between two attentions are one phase. Each RowBlock passes through all of them.
 //   - Row blocks of whole, independent requests: attention is part of the phase too. One phase covers everything up to the
@@ -100,7 +100,7 @@ struct Step {
   const int64_t *token_ids, *positions, *cells, *query_starts, *context_lengths, *block_tables, *logit_indices;
   int64_t table_stride;
 
-  // With a two-tier cache.
+  // Set only with a two-tier cache.
   const int64_t *store_tables = nullptr, *moved_from = nullptr, *moved_to = nullptr;
   int64_t store_table_stride = 0, moves = 0;
 
@@ -137,12 +137,13 @@ class Program {
     close_up(logits_buffer);
   }
 
-  // Runs the step. Returns the selected rows, [selected, columns], valid until the next call. `sampled`: the caller
-  // will ask for logits of the first `sampled` of them next.
+  // Runs the step. Returns the selected rows, [selected, columns], valid until the next call. `sampled`: the number of
+  // rows, from the first on, whose logits the caller asks for next.
   const float* forward(const Step& step, const Cache& cache, int64_t sampled);
   // Runs a step of whole texts. Returns one row for each text, [texts, columns], valid until the next call.
   const float* forward_texts(const Step& step);
-  // The last instruction writes this buffer. It takes the place of `begin_logits` and `end_logits`.
+  // Ends a program for whole texts, whose last instruction writes `rows_buffer`. Replaces `begin_logits` and
+  // `end_logits`.
   void end_texts(int rows_buffer) {
     begin_logits(rows_buffer);
     prepared_.ratio = text_outlier_ratio;
@@ -317,7 +318,7 @@ class Program {
   Pipeline pipeline_;
   std::vector<int64_t> written_by_;   // per KV block: 1 + index of the request that writes it in this step, or 0
   std::vector<HeadProduct> head_products_;   // per row block
-  bool has_head_products_ = false;           // threads computed a part of this step's logits while they waited
+  bool has_head_products_ = false;           // true: `head_products_` belongs to this step, and `logits` only finishes it
   std::vector<Segment> segments_;
   Aligned<float> partials_;
   std::vector<QueryRun> text_parts_;   // queries of one text that a thread takes at a time

@@ -72,9 +72,9 @@ void Program::attend_tasks(const Instruction& instruction, const TaskRange& rang
   kernels().attend(list.front(), worker.scratch.data());
 }
 
-// For a few long contexts: divides their segments among threads, and merges the results in order. The bits are the same
-// as without it. Does nothing and returns false if a request has several tokens in the step, or if no request has
-// several segments.
+// Divides the segments of a few long contexts among the threads, and merges the results in order. The bits are the same
+// as without this division. Does nothing and returns false if a request has several tokens in the step, or if no
+// request has several segments.
 bool Program::attend_in_segments(const Instruction& instruction) {
   const int64_t tasks = static_cast<int64_t>(query_runs_.size()) * shape_.kv_heads;
   segments_.clear();

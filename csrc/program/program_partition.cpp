@@ -26,18 +26,18 @@ constexpr int64_t most_rows_of_pipeline = 6 * panel_rows;
 // The cost model of a request. The unit is one product of a weight and a row. Reading a byte of K and V costs
 // products_per_byte. Each row that attends to the byte costs products_per_byte_and_row more.
 constexpr int64_t products_per_byte = 8, products_per_byte_and_row = 4;
-// Row blocks of whole requests are not used if one of them costs this much more than the mean. The other threads would
+// Row blocks of whole requests are not used if one of them costs this much more than the mean: the other threads would
 // wait longer for its thread than they wait in separate phases.
 constexpr int64_t most_percent_over_mean = 15;
 
 // The largest number of queries in a query run: few enough that a single long prompt has work for all threads.
 constexpr int64_t queries_per_run = 16;
-// A task range gets 1 / (threads * this) of the cost that is left.
+// A task range gets 1 / (threads * ranges_per_thread) of the remaining cost.
 constexpr int64_t ranges_per_thread = 2;
 
 }  // namespace
 
-// Query runs are in request order. If row blocks exist already, a query run does not cross their borders.
+// Fills `query_runs_`, in request order. If row blocks exist already, a query run does not cross their borders.
 void Program::cut_into_query_runs() {
   query_runs_.clear();
   size_t block = 0;
@@ -82,10 +82,10 @@ void Program::partition_rows() {
   for (int64_t block = 0; block < count; block++) row_blocks_.push_back(RowBlock{rows * block / count, rows * (block + 1) / count});
 }
 
-// Makes one row block of whole requests for each thread, with the attention tasks of those requests. It requires
-// independent requests and row blocks of about equal cost. Then everything up to the selection (or to the logits, if
-// all rows are selected) is one phase. Otherwise a step of a model with 30 layers waits 60 times for the slower thread.
-// Measured gain: 2 to 4% of a decode of 24 to 64 rows, 4 to 6% on a busy machine.
+// Makes one row block of whole requests for each thread, with the attention tasks of those requests. Returns false
+// unless the requests are independent and the row blocks have about equal cost. With such row blocks, everything up to
+// the selection (or to the logits, if all rows are selected) is one phase. Otherwise a step of a model with 30 layers
+// waits 60 times for the slower thread. Measured gain: 2 to 4% of a decode of 24 to 64 rows, 4 to 6% on a busy machine.
 bool Program::partition_requests() {
   const int64_t rows = step_.tokens, threads = pool_.threads();
   if (rows < threads * rows_worth_a_block(threads) || rows > threads * most_rows_of_requests) return false;
@@ -116,8 +116,8 @@ bool Program::partition_requests() {
   return true;
 }
 
-// The allowed cut nearest to `row`. A cut is allowed where a request or a KV block begins, so that no thread reads a KV
-// block while another thread writes to it.
+// Returns the allowed cut nearest to `row`. A cut is allowed where a request or a KV block begins, so that no thread
+// reads a KV block while another thread writes to it.
 int64_t Program::nearest_cut(int64_t row) const {
   const int64_t* starts = step_.query_starts;
   const int64_t* next = std::upper_bound(starts, starts + step_.requests, row);   // start of the next request, or the end
@@ -126,8 +126,9 @@ int64_t Program::nearest_cut(int64_t row) const {
   return row - before <= after - row ? before : after;
 }
 
-// Row blocks for the pipeline (program_pipeline.cpp), with their attention tasks. Only for many rows, and only if no
-// request reads what another one writes in this step.
+// Cuts the rows into row blocks for the pipeline (program_pipeline.cpp), with their attention tasks. Returns false if
+// the step does not suit it: too few rows, experts, moves to the store, KV blocks that are too large, or a request that
+// reads what another one writes.
 bool Program::partition_pipeline() {
   const int64_t rows = step_.tokens, count = ceil_divide(rows, most_rows_per_block);
   if (count < pool_.threads() * blocks_worth_a_pipeline || has_mixture_ || step_.moves > 0 || reads_what_another_writes()) return false;
@@ -154,7 +155,7 @@ bool Program::partition_pipeline() {
 }
 
 // The cost of a query run in all instructions before the selection of the sampled rows. The unit is one product of a
-// weight and a row, as above.
+// weight and a row, as for products_per_byte.
 int64_t Program::cost_of(const QueryRun& run) const {
   const int64_t bytes = shape_.kv_heads * cache_room(cache_.block_size, shape_.head_size) * static_cast<int64_t>(sizeof(uint16_t));
   const int64_t context = step_.positions[run.first] + run.count;
@@ -169,7 +170,7 @@ int64_t Program::cost_of(const QueryRun& run) const {
   return run.count * products + read * (products_per_byte + run.count * products_per_byte_and_row);
 }
 
-// A prefix hit may be a KV block that another request fills in the same step.
+// True if a request reads a KV block that another request writes in this step: a prefix hit may be such a block.
 bool Program::reads_what_another_writes() {
   written_by_.resize(static_cast<size_t>(cache_.blocks), 0);
   const auto each_token = [&](auto&& use) {

@@ -53,7 +53,8 @@ void Program::work_on_pipeline(Worker& worker) {
   }
 }
 
-// The row block to continue with: the first one in the lowest layer, among those that can continue. -1: none can now.
+// Returns the row block to continue with: among those that can continue now, the first one in the lowest layer. Returns
+// -1 if none can.
 int64_t Program::next_in_pipeline() const {
   const std::vector<Pipeline::Progress>& blocks = pipeline_.blocks;
   const auto can_continue = [&](size_t index) {

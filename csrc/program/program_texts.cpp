@@ -10,7 +10,7 @@ namespace {
 // A row block of whole texts has at least this many rows, if the texts are short: then every weight is read once for many
 // rows, and the rows stay in the L2 cache.
 constexpr int64_t rows_of_block = 64;
-// Row blocks of whole texts are not used if one of them has this much more than the share of a thread.
+// Row blocks of whole texts are not used if one text has more than this percentage of a thread's share of the rows.
 constexpr int64_t most_percent_of_share = 60;
 // Queries of a text that one thread takes at a time, if the texts are divided: few enough that one long text has work for
 // all threads.
@@ -28,8 +28,8 @@ const float* Program::forward_texts(const Step& step) {
   return buffers_[static_cast<size_t>(rows_buffer_)].data();
 }
 
-// Makes row blocks of whole texts. Then a thread takes a block through all layers up to the pooling, without waiting for
-// others. It needs enough blocks of similar size: one long text would keep one thread busy while the others wait.
+// Makes row blocks of whole texts. A thread takes such a block through all layers up to the pooling, without waiting
+// for other threads. Returns false if a text is too long: it would keep one thread busy while the others wait.
 bool Program::partition_texts() {
   const int64_t threads = pool_.threads();
   const int64_t most = std::max<int64_t>(1, step_.tokens * most_percent_of_share / (100 * threads));
@@ -101,7 +101,7 @@ void Program::text_attention(const Instruction& instruction) {
   });
 }
 
-// The mean of the rows of each text, added in order.
+// Writes the mean of the rows of each text. Rows are added in order.
 void Program::mean_rows(const Instruction& instruction) {
   const int64_t columns = columns_[static_cast<size_t>(instruction.input)];
   rows_of(instruction.input, step_.tokens);

@@ -17,8 +17,8 @@ class StepHandle(Protocol):
     def result(self) -> StepResult:
         """Waits for the step to end. For a step without rows, waits until at least one swap in flight has ended.
 
-        If it raises, the step has failed, and so have all accepted swaps that were not reported. None of these swaps
-        may still be copying.
+        If `result` raises, the step has failed, and so have all accepted swaps that were not reported. None of these
+        swaps may still be copying.
         """
         ...
 

@@ -1,7 +1,7 @@
 """A backend that computes nothing. A linear cost model says how long a step takes on a virtual clock.
 
-The real scheduler and engine use it. So a run shows how a device with these costs would be scheduled: in a fraction of
-the time, and with the same result on every machine.
+The real scheduler and engine use this backend. So a run shows how a device with these costs would be scheduled: in a
+fraction of the time, and with the same result on every machine.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class CostModelBackend:
 
     def submit(self, plan: IterationPlan) -> _Step:
         # Computes the end times of the swaps first, in the order of their ids. A swap depends only on earlier swaps.
-        # This step may depend on any of them.
+        # This step may depend on any of these swaps.
         for task in sorted((*plan.swap_out, *plan.swap_in)):
             self._start_swap(task)
         seconds = self._costs.seconds(plan)

@@ -119,7 +119,7 @@ class RowGrammars:
             try:
                 matcher = self._compiler.compile(grammar).deep_copy()
             except InvalidRequestError as error:
-                # It compiled when the request was submitted, but the compiler's cache no longer has it.
+                # The grammar compiled when the request was submitted, but the compiler's cache no longer has it.
                 self._fail(row, str(error))
                 continue
             matcher.consume_tokens(list(generated))

@@ -96,7 +96,8 @@ class _Step:
 
 
 class NoopBackend:
-    """See the module. Without `random_source` a step runs when its result is requested, and a swap as soon as it can.
+    """A `Backend` that checks plans. Without `random_source`, a step runs when its result is requested, and a swap as
+    soon as it can.
 
     A step with rows takes at least `seconds_per_step`, so that a test can observe a request while it runs."""
 
@@ -263,7 +264,7 @@ class NoopBackend:
     # -- the order of steps and swaps
 
     def _run_next(self, must: bool = False) -> bool:
-        """Runs the next step or a swap, at random among those that are ready. False: none is ready."""
+        """Runs the next step or a swap, at random among those that are ready. Returns False if none is ready."""
         steps = self._waiting_steps
         step_is_ready = bool(steps) and (
             steps[0].was_rejected or all(s in self._swaps_over for s in steps[0].plan.after_swaps)
@@ -304,7 +305,7 @@ class NoopBackend:
         self._unreported.append(task.swap_id)
 
     def _lose_swaps(self, failure: str) -> None:
-        """All accepted swaps end without a report. Their targets are poisoned."""
+        """Ends all accepted swaps without a report, and poisons their targets."""
         for task, is_out in self._waiting_swaps:
             for block, slot in zip(task.blocks, task.swap_slots, strict=True):
                 if is_out:
@@ -376,7 +377,7 @@ class NoopBackend:
                 self._blocks[block][cells] = map(quantised, self._blocks[origin][cells])
 
     def _sample_after_drafts(self, row: _Row, start: int, count: int, step: _Step) -> None:
-        """Writes the sampled tokens over all draft tokens, accepted or not. A backend may do so."""
+        """Writes the sampled tokens over all draft tokens, accepted or not, as a backend may do."""
         first = len(step.tokens)
         for length in range(start + 1, start + count + 1):
             known = list(row.tokens)

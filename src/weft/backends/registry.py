@@ -1,6 +1,6 @@
 """Builds backends by name, importing each only when it is needed, and decides what "auto" means on this machine.
 
-It checks for a usable GPU without torch, because importing torch takes seconds.
+This module checks for a usable GPU without torch, because importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ BUILDERS = {
 EMBEDDERS = {"cpu": "embedder", "cuda": "cuda-embedder", "noop": "embedder"}
 """The backend of a model that makes vectors, by the backend of a model that generates."""
 
-# Options of some backends only. The CPU ignores `invariant`: with its C++ kernels, an answer never depends on the rest of
-# the batch.
+# Option -> the backends that have it. The CPU ignores `invariant`: with its C++ kernels, an answer never depends on the
+# rest of the batch.
 _OPTIONS_OF = {
     "threads": ("cpu", "embedder"),
     "quantize": ("cpu", "embedder"),

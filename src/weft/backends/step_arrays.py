@@ -120,7 +120,7 @@ class Rows:
         self.tokens = np.zeros((num_rows, max_context + 1), np.int32)
         self.tables = np.zeros((num_rows, -(-max_context // block_size)), np.int64)
         self.store_tables = np.zeros_like(self.tables if full_blocks is not None else self.tables[:, :0])
-        # The next four arrays are views of one, so that a step gathers all four with one numpy call.
+        # The next four arrays are views of this one, so that a step gathers all four with one numpy call.
         self.numbers = np.zeros((4, num_rows), np.int64)
         self.prompt_lengths = self.numbers[0]
         self.seeds = self.numbers[1].view(np.uint64)
@@ -230,8 +230,8 @@ class Rows:
         return np.concatenate([last[:decodes], np.arange(first, end), last[plan.first_prefill :]])
 
     def _prepare_decodes(self, plan: IterationPlan) -> PreparedStep:
-        """`prepare` for a step of decodes without draft tokens. Nearly all steps are of this kind, so it makes few
-        numpy calls."""
+        """`prepare` for a step of decodes without draft tokens. Nearly all steps are of this kind, so this method makes
+        few numpy calls."""
         last = self._last
         if last is not None and last.num_next and plan.starts == last.next_starts and plan.rows == last.rows:
             step, num_next = _one_position_further(last.step), last.num_next - 1
@@ -267,8 +267,8 @@ class Rows:
     def _gather_drafts(self, plan: IterationPlan) -> PreparedStep:
         """`prepare` for a step of decodes, some with draft tokens: every token samples.
 
-        Such a step is planned late, so this does not overlap with the previous step and must be fast. It builds Python
-        lists and converts each once: for so few numbers a numpy call costs more than a list."""
+        Such a step is planned late, so its preparation does not overlap with the previous step and must be fast. Arrays
+        are first built as Python lists: for so few numbers a numpy call costs more than a list."""
         block_size, columns = self.block_size, (plan.request_ids, plan.rows, plan.starts, plan.counts)
         request_ids: list[RequestId] = []
         rows: list[int] = []
@@ -301,7 +301,7 @@ class Rows:
         )
 
     def read_tokens(self, step: PreparedStep) -> None:
-        """Fills in the input tokens of a step. Call it after the previous step has sampled."""
+        """Fills in the input tokens of a step. Called after the previous step has sampled."""
         step.indices.token_ids[:] = self._flat_tokens[step.input_places]
 
     def _store_indices(self, plan: IterationPlan, rows: np.ndarray, longest: int) -> StoreIndices | None:

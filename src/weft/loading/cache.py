@@ -56,7 +56,7 @@ def partial_path(target: Path) -> Path:
 
 @contextmanager
 def exclusive_lock(lock_path: Path, progress: Progress, seconds: float = math.inf) -> Iterator[None]:
-    """Holds a file lock, so that one process at a time writes. The kernel releases it when the process dies.
+    """Holds a file lock, so that one process at a time writes. The kernel releases the lock when the process dies.
 
     Raises TimeoutError after `seconds` of waiting.
     """

@@ -83,10 +83,10 @@ class Checkpoint:
 def open_checkpoint(path: Path | str) -> Checkpoint:
     """Opens the model at `path`, a GGUF file or a folder. Errors name the file and the field.
 
-    Code in the folder is never run. A model that needs it has an architecture that `weft.models.registry` rejects.
+    Code in the folder is never run. A model that needs code has an architecture that `weft.models.registry` rejects.
     """
     path = Path(path)
-    # Not Path.is_dir: that raises if the parent folder is not accessible; os.path.isdir returns False.
+    # If the parent folder is not accessible, os.path.isdir returns False. Path.is_dir would raise an error.
     if os.path.isdir(path):
         return _open_folder(path)
     if path.suffix == ".safetensors":
@@ -151,7 +151,8 @@ def _read_weights(folder: Path, names: list[str]) -> dict[str, StoredTensor]:
 
 
 def _only_gguf(folder: Path, names: list[str]) -> str:
-    """The name of the only GGUF model in a folder without safetensors. Otherwise an error lists what it holds."""
+    """The name of the only GGUF model in a folder without safetensors. If there is not exactly one, raises an error that
+    lists what the folder holds."""
     found = [name for name in names if name.endswith(".gguf")]
     later_parts = {part for name in found for part in later_part_names(name)}
     models = [name for name in found if name not in later_parts]

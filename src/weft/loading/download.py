@@ -104,7 +104,7 @@ def _append(location: Location, partial: Path, expected: ExpectedFile, advance: 
 
 @contextmanager
 def _open(location: Location, begun: int, expected: ExpectedFile) -> Iterator[tuple[IO[bytes], int]]:
-    """Opens the rest of the file, and returns its offset: `begun`, or 0 if the server does not support ranges."""
+    """Opens the rest of the file. Yields the response and its offset: `begun`, or 0 if the server supports no ranges."""
     request = urllib.request.Request(location.url)
     for name, value in location.headers.items():
         request.add_unredirected_header(name, value)
@@ -137,7 +137,7 @@ def _is_disk_error(error: Exception) -> bool:
 
 
 def _is_transient(error: Exception) -> bool:
-    """Whether a retry may help. It does not after a refusal (most 4xx) or a failed certificate check."""
+    """Whether a retry may help. After a refusal (most 4xx) or a failed certificate check, a retry does not help."""
     if isinstance(error, urllib.error.HTTPError):
         return error.code in (408, 425, 429) or error.code >= 500
     return not isinstance(getattr(error, "reason", None), ssl.SSLCertVerificationError)

@@ -253,7 +253,7 @@ _ORDER = ["Transformer", "LogitScore", "Pooling", "Dense", "Normalize"]
 
 
 def _inside(path: Path, name: Any) -> Path:
-    """The folder of a module. A path of a hostile file could lead anywhere."""
+    """The folder of a module, after a check of its path: the path in a hostile file could lead anywhere."""
     if not isinstance(name, str) or name.startswith(("/", "~")) or "\\" in name or ".." in name.split("/"):
         raise field_error(path, "path", f"{name!r:.80} is not the name of a folder beside modules.json")
     return path.parent / name
@@ -301,7 +301,7 @@ def _dense_layer(path: Path, config: Mapping[str, Any]) -> DenseLayer:
 
 
 def _yes_no(folder: Path, config: Mapping[str, Any], modules: _Modules | None) -> tuple[int, int] | None:
-    """The tokens of a reranker that answers yes or no; None: the model is none."""
+    """The ids of "yes" and "no" of a reranker that answers with one of them. None: the model is no such reranker."""
     if modules is not None and modules.score is not None:
         path, values = modules.score
         limit = _size(folder / "config.json", config, "vocab_size")
@@ -358,7 +358,8 @@ def _score_activation(config: Mapping[str, Any]) -> Literal["none", "sigmoid"]:
 
 
 def _max_tokens(folder: Path, config: Mapping[str, Any]) -> int:
-    """The longest input: that of sentence-transformers, or of the tokenizer, and never more than the positions."""
+    """The most tokens of an input: the limit of sentence-transformers, else of the tokenizer. It is never more than the
+    model has positions."""
     positions = _size(folder / "config.json", config, "max_position_embeddings", _default_positions(config))
     if config.get("model_type") in ("roberta", "xlm-roberta"):
         # The positions begin after the id of the padding token.
@@ -394,8 +395,8 @@ def _default_positions(config: Mapping[str, Any]) -> int | None:
 
 
 def _prompts(folder: Path) -> dict[str, str]:
-    """The texts before an input, by their names in the file. "passage" is another name of "document". The default
-    prompt, if there is one, is "default"."""
+    """The prompts (texts that are put before an input), by their names in the file. "passage" is another name of
+    "document". The default prompt, if there is one, is "default"."""
     path = folder / "config_sentence_transformers.json"
     if not os.path.lexists(path):
         return {}

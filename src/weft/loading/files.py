@@ -146,7 +146,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _depth_exceeds(value: Any, limit: int) -> bool:
-    # Level by level, without recursion: a malicious value could overflow the stack.
+    # The check goes level by level, without recursion: a malicious value could overflow the stack.
     level = [value]
     for _ in range(limit):
         level = [

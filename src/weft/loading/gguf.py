@@ -254,10 +254,10 @@ class _Reader:
         return self.scalars(kind, count, field)
 
     def strings(self, count: int, field: str) -> list[str]:
-        """Reads `count` strings. Start-up waits for this, and a vocabulary has 100,000 of them.
+        """Reads `count` strings. A vocabulary has 100,000 strings, and start-up waits for them.
 
-        So a C++ function reads them. The Python loop runs in installs without it. It also runs after the C++ function
-        returned None for malformed data, and raises the error.
+        So a C++ function reads the strings. The Python loop runs in installs without this function, and after the
+        function returned None for malformed data: then the loop raises the error.
         """
         if _read_strings is not None:
             found = _read_strings(self.data, self.position, count, self.table_end)

@@ -1,8 +1,8 @@
 """Downloads models from the Hugging Face hub into the cache. Later starts need no network.
 
 The library huggingface_hub lists repositories, resolves URLs and finds the token. It honours HF_TOKEN, HF_ENDPOINT,
-HF_HOME and HF_HUB_OFFLINE. It cannot resume a download after the process was killed, so `weft.loading.download`
-downloads the bytes. The cache under `hub/`:
+HF_HOME and HF_HUB_OFFLINE. The library cannot resume a download after the process was killed. So
+`weft.loading.download` downloads the bytes. The cache under `hub/`:
 
     owner--name/COMMIT/...    model files; each gets its final name after its checksum was verified
     NAME.json                 the manifest of one model: its commit and its files; written last
@@ -114,7 +114,7 @@ def parse_hub_name(name: str) -> HubModel:
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """None if the manifest is missing or unreadable for this version: the model is then pulled again."""
+    """Returns None if the manifest is missing, or unreadable for this version. The model is then pulled again."""
     try:
         content = json.loads(path.read_text())
         files = tuple(ExpectedFile(**file) for file in content["files"])
@@ -175,7 +175,7 @@ def remove_hub_model(model: HubModel, progress: Progress) -> None:
 def _fetch(
     repository: _Repository, manifest: Manifest, kept: Manifest | None, progress: Progress, verify: bool
 ) -> None:
-    """Puts every file of the manifest into its folder. Verifies the checksums of new files; with `verify`, of all."""
+    """Puts every file of the manifest into its folder. Verifies the checksums of new files; with `verify`, of all files."""
     total, done = manifest.size, 0
     to_fetch: list[ExpectedFile] = []
     for file in manifest.files:

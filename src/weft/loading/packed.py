@@ -75,7 +75,7 @@ def identity_of(files: Iterable[Path], variant: str) -> str:
 def open_packed(
     path: Path, identity: str, sizes: Sizes, fill: Fill, checksum: Checksum, threads: int
 ) -> dict[str, np.ndarray] | None:
-    """Maps the packed tensors from the file at `path`, by name. Creates it if it is missing, damaged or outdated.
+    """Maps the packed tensors from the file at `path`, by name. Creates the file if it is missing, damaged or outdated.
 
     None if the file cannot be created: no disk space, no write permission, a folder of another user, or another process
     that has been packing for too long. Then the caller packs the weights in memory.
@@ -172,7 +172,7 @@ def _create(path: Path, layout: _Layout, fill: Fill, checksum: Checksum, threads
         os.posix_fallocate(file.fileno(), 0, layout.total)  # a full disk fails here, not with SIGBUS later
         _write(np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8), layout, fill, checksum, threads)
         os.fsync(file.fileno())
-        # Writing filled the page cache with small pages. Drop them, so that the next read uses large pages.
+        # Writing filled the page cache with small pages. They are dropped, so that the next read uses large pages.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     partial.replace(path)
 

@@ -27,8 +27,8 @@ _NORM_SPREAD = 0.1
 class RandomSource:
     """A `weft.ops.base.WeightSource` of normally distributed bfloat16 numbers, drawn on every read.
 
-    They depend on `seed` alone. With `fill_on_device`, a GPU backend may instead draw other numbers from the same
-    distribution in its own memory, which saves the copy.
+    Every read draws the same numbers from `seed`. With `fill_on_device`, a GPU backend may instead draw other numbers
+    from the same distribution in its own memory, which saves the copy.
     """
 
     name: str

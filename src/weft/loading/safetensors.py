@@ -26,7 +26,8 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 _LENGTH_BYTES = 8
-# Enough for 100,000 tensors. The reference implementation allows six times as much; real files need far less.
+# This limit is enough for 100,000 tensors. The reference implementation allows six times as much; real files need far
+# less.
 _MAX_HEADER_BYTES = 16 << 20
 _MAX_DIMENSIONS = 8
 _MAX_FILE_NAME = 255

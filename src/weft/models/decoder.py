@@ -86,15 +86,15 @@ class Decoder:
         return self.hidden_rows(prepared, attend, lambda rows: ops.select_logit_rows(prepared, rows))
 
     def hidden_rows(self, prepared: Any, attend: Attend, select: Callable[[Any], Any] | None) -> Any:
-        """The final hidden states. `select` chooses the tokens that are needed; None: all are."""
+        """The final hidden states. `select` chooses the tokens that are needed. None: all tokens are needed."""
         ops, config = self.ops, self.config
         hidden = ops.embedding(prepared, self._embedding, config.embedding_scale)
         for index, layer in enumerate(self._layers):
             qkv = ops.linear(self._norm(hidden, layer.attention_norm), layer.wqkv)
             attended = attend(qkv, index, layer.pattern, layer.qk_norm)
             if layer is self._layers[-1] and select is not None:
-                # From here on, only the selected tokens are computed. Of the others only K and V are needed, which
-                # are computed already.
+                # From here on, only the selected tokens are computed. Of the other tokens, only K and V are needed,
+                # which are computed already.
                 attended = select(attended)
                 hidden = select(hidden)
             output = self._norm(ops.linear(attended, layer.wo), layer.attention_post_norm)

@@ -1,4 +1,4 @@
-"""Default values of fields that config.json omits: those of transformers' configuration classes.
+"""Default values of fields that config.json omits. They are the defaults of transformers' configuration classes.
 
 The classes differ in rope base, window and head size. A wrong value gives fluent but wrong text. A null in the file
 stays null: it does not select the default.
@@ -141,4 +141,4 @@ ENCODER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "classifier_activation": "gelu",
     },
 }
-"""The same for the encoders of `encoder_architectures`."""
+"""The default values of the encoders in `encoder_architectures`, by `model_type`."""

@@ -97,7 +97,7 @@ class Encoder:
         )
 
     def hidden_rows(self, prepared: Any, select: Callable[[Any], Any] | None) -> Any:
-        """The final hidden states. `select` chooses the tokens that are needed; None: all are."""
+        """The final hidden states. `select` chooses the tokens that are needed. None: all tokens are needed."""
         ops = self.ops
         hidden = ops.embedding(prepared, self._embedding)
         if self._positions is not None:

@@ -14,7 +14,7 @@ from weft.ops.base import WeightSource
 
 Layout = Literal["gguf", "huggingface"]
 
-# Far above every real model. The limits keep a malicious file from causing huge loops or tables.
+# Limits far above every real model. They keep a malicious file from causing huge loops or tables.
 LARGEST_SIZE = (1 << 31) - 1
 LARGEST_LAYERS = 4096
 LARGEST_HEAD = 8192

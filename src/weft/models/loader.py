@@ -19,7 +19,7 @@ class TensorLoader:
         architecture: str,
         file_name: Callable[[str], str],
     ) -> None:
-        """`file_name` maps a name of the model to that of the file, for error messages."""
+        """`file_name` maps a name of the model to the name in the file, for error messages."""
         self.unused = dict(weights)
         self.ops = ops
         self.architecture = architecture

@@ -80,7 +80,7 @@ def find_architecture(layout: Layout, metadata: Mapping[str, Any]) -> Architectu
         key, name = "model_type", metadata.get("model_type")
         known = {entry.model_type: entry for entry in ARCHITECTURES}
     if not isinstance(name, str) or name not in known:
-        # Checkpoints of known architectures may also contain code. It matters only for an unknown architecture.
+        # Checkpoints of known architectures may also contain code. The code matters only for an unknown architecture.
         code = (
             "the model needs its own Python code, and weft never runs code of a checkpoint; "
             if metadata.get("auto_map")

@@ -90,7 +90,7 @@ def _llama3(frequency: float, parameters: RopeParameters) -> float:
 
 
 def _yarn(frequencies: list[float], parameters: RopeParameters) -> list[float]:
-    """Keeps the frequencies of pairs before `low`, and divides those of pairs after `high` by the factor."""
+    """Keeps the frequencies of pairs before `low`, and divides the frequencies of pairs after `high` by the factor."""
     size = parameters.rotated_size
 
     def pair_with_rotations(rotations: float) -> float:

@@ -168,7 +168,7 @@ def _score_head(
     head: dict[str, WeightSource], architecture: EncoderArchitecture, name_of: Callable[[str], str]
 ) -> list[HeadLayer]:
     """The layers between the pooled row of an encoder and its score."""
-    if "head.out" not in head and "head.dense" in head:  # GGUF files of BERT name the last layer so
+    if "head.out" not in head and "head.dense" in head:  # GGUF files of BERT give the last layer this name
         head = {name.replace("dense", "out"): source for name, source in head.items()}
     out, dense = head.pop("head.out", None), head.pop("head.dense", None)
     if out is None:
@@ -193,7 +193,7 @@ def _decoder(
     ops: TextOps,
     spec: EmbeddingSpec,
 ) -> tuple[Decoder, list[HeadLayer]]:
-    if "embed_tokens.weight" in tensors:  # saved without a head: the names lack the prefix
+    if "embed_tokens.weight" in tensors:  # saved without a head: the names lack the prefix "model."
         tensors = {name if name == "score.weight" else f"model.{name}": tensors[name] for name in tensors}
     named = by_decoder_name(layout, tensors, architecture.renamed)
     config = dataclasses.replace(_decoder_config(architecture, layout, metadata, named), has_logits=False)

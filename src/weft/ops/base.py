@@ -110,8 +110,8 @@ class QkNorm:
 
 
 LinearRole = Literal["layer", "vocabulary", "router"]
-"""The role of a linear layer: a layer of the decoder, the output layer or embedding, or the router of a mixture. With
-`quantize`, the last two keep more precision."""
+"""The role of a linear layer: "vocabulary" is the output layer or the embedding, "router" is the router of a mixture,
+and "layer" is any other. With `quantize`, the output layer, the embedding and routers keep more precision."""
 
 
 class WeightSource(Protocol):
@@ -211,12 +211,12 @@ class Ops(Protocol):
         """Takes packed [Q | K | V] rows. Normalises Q and K if there is a norm, rotates them, writes K and V to the
         cache, moves the blocks of this step to the store, and returns Q.
 
-        All rows are written before it returns: a row may read a block that another row of the same step fills.
+        All rows are written before the call returns: a row may read a block that another row of the same step fills.
         """
 
     def paged_attention(self, prepared: Any, queries: Any, cache: Any, layer: int, pattern: int) -> Any:
         """Causal attention of each token over the context of its request, within the window of the pattern: [T, heads *
-        head size]. K and V are read through the block table; those of this step too."""
+        head size]. All K and V are read through the block table, also those of this step."""
 
     def silu_mul(self, gate_up: Any) -> Any:
         """silu(gate) * up, from packed [gate | up] rows."""

@@ -58,7 +58,7 @@ class Gate:
 
 @dataclass(frozen=True, eq=False)
 class TextGate:
-    """An activation of text models. One with "mul" takes rows of [gate | up]."""
+    """An activation of text models. A kind with "mul" takes rows of [gate | up]."""
 
     kind: Literal["gelu_mul", "gelu", "gelu_tanh", "tanh"]
     input: Buffer
@@ -141,7 +141,7 @@ class SelectRows:
 
 @dataclass(frozen=True, eq=False)
 class ScaleAndCap:
-    """values = values * scale, then limited to (-cap, cap) by tanh unless `cap` is None. In place."""
+    """Changes values in place: values * scale, then limited to (-cap, cap) by tanh unless `cap` is None."""
 
     values: Buffer
     scale: float
@@ -257,8 +257,8 @@ class RecordingOps:
 
 @dataclass(frozen=True, eq=False)
 class FusedProduct:
-    """A product, fused with the norm or gate before it, and with the add after it. `added_to`: the buffer that it is
-    added to, if any."""
+    """A product, fused with the norm or gate before it, and with the add after it. `added_to`: the buffer that the
+    product is added to, if any."""
 
     product: Product
     before: Norm | Gate | TextGate | None
@@ -338,8 +338,8 @@ def read_by(instruction: Instruction) -> Iterator[Buffer]:
 def assigned_slots(
     instructions: Sequence[Instruction], kept: set[Buffer], new_slot: Callable[[int], int]
 ) -> dict[Buffer, int]:
-    """Assigns a buffer slot (memory) to every buffer. `new_slot` makes one with a number of columns. A slot is used
-    again for a buffer of the same width after the last read of its content."""
+    """Assigns a buffer slot (memory) to every buffer. `new_slot(columns)` makes a slot and returns its number. A slot
+    is used again for a buffer of the same width after the last read of its content."""
     last_read = {
         buffer: index for index, instruction in enumerate(instructions) for buffer in read_by(instruction)
     }

@@ -34,7 +34,7 @@ _WEIGHT_FIRST_ROWS = 64
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer in the dtype of the ops. Also the embedding, if the model ties it to the output layer."""
+    """A linear layer in the dtype of the ops. The output layer is also the embedding, if the model ties both."""
 
     weight: np.ndarray  # [outputs, inputs]
     bias: np.ndarray | None = None
@@ -56,7 +56,7 @@ class Experts:
 class _SingleQueries:
     """Requests with one token in the step and similar numbers of blocks, computed as one padded batch."""
 
-    tokens: np.ndarray  # [N] into the tokens of the step
+    tokens: np.ndarray  # [N]: indices into the tokens of the step
     blocks: ReadBlocks
     hidden: np.ndarray  # bool [N, cells]: past the end of the context, or before the window
 
@@ -324,7 +324,7 @@ def _single_queries(
         batches.append(
             _SingleQueries(
                 tokens=step.query_starts[requests[chosen]],
-                # A padding column may be beyond the table. It reads any block, and its cells are hidden.
+                # A padding column may be beyond the table. It reads the last column, and its cells are hidden.
                 blocks=read_blocks(
                     step,
                     requests[chosen, None],

@@ -151,8 +151,8 @@ def gelu(rows: np.ndarray) -> np.ndarray:
 
 
 def _erf(x: np.ndarray) -> np.ndarray:
-    """Exact in float64. In float32 to about 2e-7, by the approximation 7.1.26 of Abramowitz and Stegun: calling the
-    exact function for each number would take most of the time of a forward pass."""
+    """The error function. It is exact in float64. In float32 its error is about 2e-7 (Abramowitz and Stegun, 7.1.26):
+    calling the exact function for each number would take most of the time of a forward pass."""
     if x.dtype != np.float32:
         return np.vectorize(math.erf, otypes=[x.dtype])(x)
     size = np.abs(x)
@@ -164,7 +164,7 @@ def _erf(x: np.ndarray) -> np.ndarray:
 
 
 def _hidden(pattern: AttentionPattern, first: int, end: int, count: int) -> np.ndarray | None:
-    """Which of `count` tokens the queries first .. end - 1 do not see; None: they see all."""
+    """A mask, bool [queries, count]: the tokens that the queries first .. end - 1 do not see. None if they see all."""
     distance = np.arange(count) - np.arange(first, end)[:, None]
     hidden = distance > 0 if pattern.causal else np.zeros(distance.shape, bool)
     if pattern.window is not None:

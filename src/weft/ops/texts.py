@@ -34,7 +34,7 @@ class TextOps(Ops, Protocol):
     """The operations of a text encoder. `prepared` is from `prepare_texts`; `Ops.embedding` takes it too."""
 
     def rows_of(self, source: WeightSource, rows: Sequence[int]) -> WeightSource:
-        """A matrix of these rows of another one, in float32."""
+        """A matrix of these rows of the matrix `source`, in float32."""
 
     def prepare_texts(
         self, step: TextIndices, shape: AttentionShape, patterns: Sequence[AttentionPattern]

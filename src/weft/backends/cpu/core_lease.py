@@ -12,7 +12,7 @@ another one waits.
 
 A step of one model may take many times as long as a step of another. Each process writes down how long its last step
 took. A process that takes the cores right after another one keeps them for as long as that step took, if it has so much
-work. So all get the same time.
+work. So all processes get the same time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Waiter:
 
 
 class CoreLease:
-    """The lease as one process sees it. Used by the thread that runs its steps."""
+    """The lease as one process sees it. Used by the thread that runs the steps of this process."""
 
     def __init__(self, descriptor: int, place: int) -> None:
         """`descriptor`: the shared file. `place`: the number of this process among those that share it."""
@@ -60,7 +60,7 @@ class CoreLease:
         self._mutex = threading.Lock()
         self._waiters: SimpleQueue[_Waiter] = SimpleQueue()
         self._waiting: _Waiter | None = None
-        """The wait that a thread does now: locks of files have no timeout."""
+        """The wait that `_thread` does now. File locks have no timeout, so a second thread waits for them."""
         self._thread: threading.Thread | None = None
 
     def take(self) -> float:
@@ -76,8 +76,8 @@ class CoreLease:
         return now - began
 
     def end_step(self) -> None:
-        """Called after a step. Releases the cores if the time of this process is over. Otherwise it keeps them: the next
-        step may follow soon (`KEPT_SECONDS`)."""
+        """Called after a step. Releases the cores if the time of this process is over. Otherwise the process keeps them:
+        its next step may follow soon (`KEPT_SECONDS`)."""
         now = self._ended_at[self._place] = time.monotonic()
         self._seconds[self._place] = now - self._began_at
         if now >= self._keep_until:
@@ -89,7 +89,7 @@ class CoreLease:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _CORES)
 
     def _try(self) -> bool:
-        """Takes the lease if no process holds it or waits for it."""
+        """Takes the lease if no process holds it or waits for it. Returns whether the lease was taken."""
         if self._waiting is not None:
             return False
         try:
@@ -104,11 +104,11 @@ class CoreLease:
         return True
 
     def _wait(self) -> bool:
-        """Waits in a second thread, so that the wait can end. Returns False if this step has to compute without the
-        lease."""
+        """Waits for the lease at most `_MAX_WAIT` seconds, through a second thread. Returns False if this step has to
+        compute without the lease."""
         with self._mutex:
             if self._waiting is not None:
-                return False  # an earlier step gave up, and the lease was not free since
+                return False  # an earlier step gave up, and its wait has not ended since
             waiter = self._waiting = _Waiter()
         if self._thread is None:
             self._thread = threading.Thread(target=self._take_in_thread, name="weft-cores", daemon=True)

@@ -1,7 +1,7 @@
 """The CPU backend of embedding models and rerankers: whole texts in, vectors or scores out, without a KV cache.
 
-A step is one forward pass over the texts that the scheduler put into it. The thread and the report of steps are those
-of the CPU backend (`StepThread`).
+A step is one forward pass over the texts that the scheduler put into it. Steps run and are reported as in the CPU
+backend (`StepThread`).
 
 **Pairs.** A model with token types (BERT) marks the second text of a pair. The tokens of a request do not carry types,
 and need not: a token has type 1 if a separator token comes before it in the same input. The last token of a single text
@@ -70,7 +70,7 @@ class EmbedderBackend:
         self._rows: dict[int, np.ndarray] = {}  # the tokens of the prompt of each row
 
     def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
-        max_context = self.spec.max_tokens + 1  # the token that stands for the vector
+        max_context = self.spec.max_tokens + 1  # one more, for the token that stands for the vector
         if pool.block_size < max_context or not pool.num_blocks:
             raise InvalidRequestError(
                 f"block_size is {pool.block_size}; an embedding model needs one block of {max_context} tokens for each "
@@ -142,7 +142,8 @@ class EmbedderBackend:
         return TextIndices(np.concatenate(texts), positions, types, starts)
 
     def _finished(self, rows: np.ndarray) -> np.ndarray:
-        """Vectors of length 1, or scores. Each row by itself, in float64, so a vector never depends on the others."""
+        """Makes vectors or scores of the rows, as `spec` says. Each row is computed by itself, in float64, so a result
+        never depends on the other rows."""
         spec, wide = self.spec, rows.astype(np.float64)
         with np.errstate(over="ignore", invalid="ignore"):
             if spec.yes_no is not None:
@@ -232,7 +233,7 @@ def _native(
         _kernels.use(name)
     ops = CpuTextOps(Packing(quantize))
     model = build_model(checkpoint, ops, spec, dense)
-    # The same files may also generate text, with other packed weights.
+    # The prefix `texts-` keeps these packed weights apart from those of a decoder that is made from the same files.
     keep = keep_packed(checkpoint, f"texts-{quantize or 'stored'}-{PACKING_VERSION}", threads)
     pool = _kernels.Pool(threads)
     return model, record_texts(lambda: model.forward(NO_STEP), ops, keep, pool, spec.pooling)

@@ -1,4 +1,5 @@
-"""Calls the C++ sampler, once per step. It gives the same tokens as `weft.sampling.reference` for the same logits."""
+"""Calls the C++ sampler, once per step. The sampler gives the same tokens as `weft.sampling.reference`, from the same
+logits."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Prefaulter:
         """
         used = max(num_rows * self._row_bytes, self._used)
         if used > self._prefaulted:
-            # At least one large page per thread, up to 8 pages: in parallel that takes less than twice the time of one.
+            # Prefaults at least one large page per thread, up to 8. In parallel they take less than twice the time of one.
             self._prefault_until(max(used, self._prefaulted + self._bytes_before_step))
         most = min(self._prefaulted + _MOST_PAGES_DURING_STEP * _LARGE_PAGE_BYTES, self._bytes.size)
         next_used = min(used + 2 * (used - self._used), most)
@@ -90,7 +90,7 @@ class Prefaulter:
             self._prefaulted = offered
 
     def prefault_some(self) -> None:
-        """Prefaults one large page. Not more, because a request that arrives meanwhile has to wait."""
+        """Prefaults only one large page, because a request that arrives meanwhile has to wait."""
         self._prefault_until(self._prefaulted + 1)
 
     def _prefault_until(self, end: int) -> None:

@@ -2,7 +2,7 @@
 
 Reporting a result wakes the engine thread, which needs the GIL to apply the result and to plan. If that happened at the
 end of a step, it would delay the start of the next step, and all cores would wait. So the result of step N is reported
-when step N + 1 begins to compute without the GIL. If no step is queued, it is reported at once.
+when step N + 1 begins to compute without the GIL. If no step is queued, the result is reported at once.
 
 For the same reason `submit` waits for its step to start if no other step runs: the engine thread does the rest of its
 work while the step computes.
@@ -53,7 +53,7 @@ class QueuedStep:
             self._start_lock.release()
 
     def wait_until_started(self) -> None:
-        """Called by one thread only."""
+        """Waits until the step has started, at most `_START_SECONDS`. Called by one thread only."""
         self._start_lock.acquire(timeout=_START_SECONDS)
 
     def run(self) -> None:
@@ -79,7 +79,7 @@ class StepThread:
     """Runs steps in the order of submission. Prefaults memory while no step is queued."""
 
     def __init__(self, name: str, lease: CoreLease | None = None) -> None:
-        """`lease`: other engines compute on the same cores."""
+        """`lease` is set if other engines compute on the same cores."""
         self._lease = lease
         self._waited = 0.0
         """Seconds for which the running step has waited for the cores."""
@@ -115,8 +115,8 @@ class StepThread:
     # -- in the thread
 
     def report(self) -> None:
-        """Called by a step right before it computes. Reports the previous step, and marks this one as started. Then waits
-        for the cores if other engines share them."""
+        """Called by a step right before it computes. Reports the previous step, and marks this step as started. Then
+        waits for the cores if other engines share them."""
         self._report()
         if self._lease is not None:
             self._waited += self._lease.take()
@@ -151,7 +151,7 @@ class StepThread:
 
 
 def _work(steps: SimpleQueue[QueuedStep | Prefaulter | None], lease: CoreLease | None) -> None:
-    """The main function of the thread. Refers to no StepThread and no backend, so that both can be collected."""
+    """The main function of the thread. It refers to no StepThread and no backend, so that both can be garbage-collected."""
     memory: Prefaulter | None = None
     while (item := _next(steps, memory, lease)) is not None:
         if isinstance(item, QueuedStep):

@@ -35,8 +35,8 @@ class _Tier:
 
 
 class HostSwap:
-    """Swap slots in host memory, and the swaps in flight. Ids of store blocks and of their swap slots follow those of
-    the full blocks."""
+    """Swap slots in host memory, and the swaps in flight. The ids of store blocks come after the ids of full blocks, and
+    likewise the ids of their swap slots."""
 
     def __init__(
         self, cache: np.ndarray, slots: int, store: np.ndarray | None = None, store_slots: int = 0

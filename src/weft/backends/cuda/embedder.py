@@ -1,4 +1,5 @@
-"""Embedding models and rerankers on a GPU. The backend is that of the CPU; the forward pass runs on the device."""
+"""Embedding models and rerankers on a GPU. The backend is `EmbedderBackend`, as on the CPU; only the forward pass runs on
+the device."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class GpuForward:
         self._model = model
         self._device = device
         self._stream = device.stream()
-        # Waits for the copies of the weights, which may still run.
+        # Steps wait for the copies of the weights, which may still run.
         self._stream.wait_stream(device.current_stream())
 
     def forward(self, step: TextIndices) -> np.ndarray:

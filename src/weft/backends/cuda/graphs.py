@@ -68,7 +68,7 @@ class _CapturedGraph:
 class DecodeGraphs:
     """Runs decode steps, from a graph if there is one.
 
-    `work` launches all kernels of a kind and returns its logits, always in the same memory.
+    `work` launches all kernels of a step of the given `Kind`. It returns the logits, always in the same memory.
     """
 
     device: Device

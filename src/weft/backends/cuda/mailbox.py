@@ -102,7 +102,7 @@ class Mailbox:
         )
 
     def send(self, slot: MailboxSlot, step: MailboxStep) -> None:
-        """Call it when all kernels of the step are launched. The next step uses the next slot."""
+        """Called when all kernels of the step are launched. The next step uses the next slot."""
         slot.event.record()
         slot.step = step
         self._num_sent += 1

@@ -133,7 +133,7 @@ class BlockMemory:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the GPU is out of memory, or the host out of memory to pin. For the latter torch has no error class."""
+    """Whether the GPU is out of memory, or the host out of memory to pin. torch has no error class for pinned memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "out of memory" in str(error)
     )

@@ -43,8 +43,8 @@ def prepare_decodes(
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Makes the index arrays of a step of decodes, padded to `size` entries. One program does all of it, because it
-    reads block-table entries that it has just written."""
+    """Makes the index arrays of a step of decodes, padded to `size` entries. There is only one program, because it reads
+    block-table entries that it has just written."""
     slot = inbox + (tl.load(step_count) % SLOTS) * (2 + 5 * CAPACITY)
     # Loads whole columns, including their unused part: loading the counts first would be a second round trip to host
     # memory.

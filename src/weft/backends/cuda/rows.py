@@ -1,6 +1,6 @@
 """The rows of the backend in GPU memory (tokens and block tables), and the index arrays that kernels make from them.
 
-The host never reads them: a step writes its sampled tokens into the rows, and the next step reads them there.
+The host never reads the rows: a step writes its sampled tokens into them, and the next step reads the tokens there.
 
     row r:  tokens[r, p]        the token at position p
             tables[r, b]        the KV block of positions b * block size to (b + 1) * block size - 1
@@ -160,7 +160,7 @@ class DeviceRows:
         words = slot.pack(
             [[source for source, _ in pairs], [target - self._full_blocks for _, target in pairs]]
         )
-        # Copied to GPU memory, because every program of the kernel reads a pair.
+        # The pairs are copied to GPU memory, because every program of the kernel reads one.
         copied = self._moves[: len(words)]
         if len(words) > len(copied):
             copied = self._device.empty(len(words), dtype=torch.int32)

@@ -86,7 +86,7 @@ class CudaBackend:
         self._invariant = invariant
         self._precompiler = precompiler
         self._stream = device.stream()
-        # Waits for the copies of the weights, which may still run.
+        # Steps wait for the copies of the weights, which may still run.
         self._stream.wait_stream(device.current_stream())
         self._last_step: Event | None = None
         self._cache: Tensor | TwoTierCache
@@ -187,7 +187,7 @@ class CudaBackend:
                 self._swaps.block_stream(self._stream, plan.after_swaps)
                 self._launch(plan, slot, step)
             except Exception as error:
-                # After a GPU error this raises too, and so does every later step.
+                # After a GPU error `restore` raises too, and every later step fails.
                 with suppress(RuntimeError):
                     self._mailbox.restore()
                 step.fail(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Samples tokens from logits on the GPU. `weft.sampling.reference` defines the results; this launches the kernels.
+"""Samples tokens from logits on the GPU. `weft.sampling.reference` defines the results; this module launches the kernels.
 
 Nothing here waits for the GPU. The launches depend only on the `SamplingPath`, and all arrays have fixed addresses. So
 the launches of every path can be part of a CUDA graph.
@@ -78,7 +78,8 @@ class PendingLogprobs:
         self._top_logprobs = _to_host(arrays.top_logprobs[:count], device) if width else None
 
     def read(self, without: Collection[int] = ()) -> list[TokenLogprobs | None]:
-        """One per entry. None if the request needs no logprobs, or if the entry is in `without` (it has no token)."""
+        """Returns the logprobs of each entry. None if the request needs no logprobs, or if the entry is in `without` (the
+        entries that have no token)."""
         values = self._logprobs.tolist()
         tokens = self._top_tokens.tolist() if self._top_tokens is not None else [[]] * len(values)
         tops = self._top_logprobs.tolist() if self._top_logprobs is not None else [[]] * len(values)
@@ -122,8 +123,8 @@ class DeviceSampler:
         self._counters = device.zeros(max_sampled, dtype=torch.int32)
         sizes = self._cut = _INTERPRETED if INTERPRETED.value else _ON_GPU
         self._survey_pieces = ceil_divide(vocabulary_size, sizes.group * sizes.groups_of_piece)
-        # If the first list lacks tokens, a second one is made. Its threshold is the highest score that the best tokens
-        # of this many groups reach, so each of these groups has a token in the list. If likely tokens are spread evenly
+        # If the first list lacks tokens, a second one is made. The best tokens of at least this many groups reach its
+        # threshold, so each of these groups has a token in the list. If likely tokens are spread evenly
         # over groups of 64, the list has about 1/14 of all tokens: 1 - (1/128) ** (1/64).
         self._most_groups = vocabulary_size // sizes.group * 127 // 128
         self._groups = self._survey_pieces * sizes.groups_of_piece
@@ -165,8 +166,8 @@ class DeviceSampler:
     ) -> None:
         """Samples a token for each of `logits` [S, vocabulary] into `tokens` and its row. Does not change `logits`.
 
-        `rows` int32 [S] has -1 for padding; `positions` int32 [S] are those of the sampled tokens. An entry that
-        fails has a code in `errors`, and token 0.
+        `rows` int32 [S] has -1 for padding; `positions` int32 [S] has the positions of the sampled tokens. An entry
+        that fails has a code in `errors`, and token 0.
         """
         assert path.is_masked == (masks is not None), "a masked path needs masks, and only a masked path"
         entries = _Entries(logits, rows, positions, path, masks or self._no_masks)

@@ -16,7 +16,7 @@ from weft.request import MAX_LOGIT_BIAS, Failure, FailureKind, SamplingParams
 from weft.sampling.noise import as_seed
 from weft.sampling.words import sampler_flags, sampler_words
 
-# How many end tokens (stop tokens and the model's own) a row can hold. The kernels need them for min_tokens only.
+# How many end tokens (stop tokens and the model's own) a row can hold. The kernels need end tokens for min_tokens only.
 MAX_ENDS = 1024
 
 _HEADER = kernels.HEADER.value
@@ -24,7 +24,8 @@ _DOUBLES = slice(2, kernels.PROMPT_LENGTH.value)
 _INTEGERS = slice(kernels.PROMPT_LENGTH.value, _HEADER - 1)
 ROW_WORDS = _HEADER + 3 * MAX_LOGIT_BIAS + MAX_ENDS
 
-# More than the steps in flight: when a staging buffer is written again, the GPU has nearly always read it already.
+# The number of staging buffers. There are more than steps in flight: when a buffer is written again, the GPU has nearly
+# always read it already.
 _STAGINGS = 4
 
 _DRAWS, _FILTERS, _TOP_K = kernels.DRAWS.value, kernels.FILTERS.value, kernels.HAS_TOP_K.value
@@ -88,7 +89,7 @@ class SamplingPath:
 
 
 class SamplingRows:
-    """The parameters are written at row starts, and every step reads them. Only one thread may call this."""
+    """The parameters of all rows: written at row starts, and read by every step. Only one thread may call the methods."""
 
     def __init__(
         self, num_rows: int, vocabulary_size: int, eos_token_ids: Collection[int], device: Device
@@ -136,7 +137,7 @@ class SamplingRows:
         self._read[index].record()
 
     def path(self, rows: Sequence[int], masked: bool) -> SamplingPath:
-        """`masked`: one of the rows has a grammar."""
+        """The path of a step that samples these rows. `masked`: one of the rows has a grammar."""
         flags, widest = 0, -1
         if self._special:
             for row in self._special.intersection(rows):

@@ -76,8 +76,8 @@ class _Tier:
 
 
 class GpuSwap:
-    """Swap slots in pinned memory, and the swaps in flight. Ids of store blocks and of their swap slots follow those of
-    the full blocks."""
+    """Swap slots in pinned memory, and the swaps in flight. The ids of store blocks come after the ids of full blocks,
+    and likewise the ids of their swap slots."""
 
     def __init__(
         self, device: Device, cache: Tensor, slots: int, store: Tensor | None = None, store_slots: int = 0
@@ -95,7 +95,7 @@ class GpuSwap:
         """Launches the swaps of a plan. They run after `last_step`."""
         if not plan.swap_out and not plan.swap_in:
             return
-        # A swap in waits for the last step too: that step may still use its target blocks for another sequence.
+        # A swap-in waits for the last step too: that step may still use the target blocks for another sequence.
         if last_step is not None:
             self._stream.wait_event(last_step)
         with self._device.using(self._stream):
@@ -113,7 +113,7 @@ class GpuSwap:
     def take_reports(self, must_wait: bool = False) -> tuple[tuple[int, ...], dict[int, str]]:
         """Swaps that finished, and swaps that failed, since the last call. Each is reported once.
 
-        With `must_wait` it waits until at least one swap ends, if any is in flight."""
+        With `must_wait`, waits until at least one swap ends, if any is in flight."""
         if must_wait and self._in_flight and not self._unreported:
             next(iter(self._in_flight.values())).synchronize()
         for swap_id in [swap_id for swap_id, event in self._in_flight.items() if event.query()]:

@@ -168,7 +168,7 @@ def _append_product(program: _kernels.Program, instruction: FusedProduct, slots:
 def _prologue(
     before: Norm | Gate | TextGate | None,
 ) -> tuple[int, np.ndarray | None, np.ndarray | None, float]:
-    """The operation on rows before a product: its kind, the weight and bias of a norm, and its epsilon."""
+    """The operation on rows before a product: its kind, and the weight, bias and epsilon of a norm."""
     if not isinstance(before, Norm):
         return _BEFORE["nothing" if before is None else before.kind], None, None, 0.0
     kind = "layer_norm" if before.is_centred else "rms_norm"
@@ -206,8 +206,8 @@ class NativeForward:
     def step(
         self, step: StepIndices, cache: np.ndarray | TwoTierCache, sampled: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The logits of the first `sampled` of `logit_indices`, and the hidden rows of the others. The next call
-        overwrites the logits."""
+        """Returns the logits of the first `sampled` of `logit_indices`, and the hidden rows of the others. The next
+        call overwrites the logits."""
         two_tier = None
         if isinstance(cache, TwoTierCache):
             assert step.store is not None, "a step over a two-tier cache has StoreIndices"
@@ -253,6 +253,6 @@ class NativeTexts:
         self._pooling = pooling
 
     def forward(self, step: TextIndices) -> np.ndarray:
-        """One row for each text. The next call overwrites them."""
+        """Returns one row for each text. The next call overwrites the rows."""
         selected = step.starts[1:] - 1 if self._pooling == "last" else step.starts[:-1].copy()
         return self.program.run_texts(step.token_ids, step.positions, step.types, step.starts, selected)

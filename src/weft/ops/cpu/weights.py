@@ -64,7 +64,7 @@ def matrices(source: WeightSource) -> list[Tensor]:
 
 
 def resident_bytes(sources: Iterable[WeightSource]) -> int:
-    """The memory of these tensors after packing. Norms and biases are float32."""
+    """The memory of these tensors after packing without `quantize`. Norms and biases are float32."""
     total = 0
     for source in sources:
         if len(source.shape) < 2:

@@ -333,8 +333,8 @@ class Attention:
         return max(32, self.width) if tiers.bits == 4 else self.width
 
     def _descriptor_of(self, rows: Tensor, tiles: Tiles) -> TensorDescriptor:
-        """The tensor descriptor of the step's rows. It is made once per step, because it costs as much as a launch.
-        All layers use the same buffer."""
+        """The tensor descriptor of the step's rows. All layers use the same buffer, so the descriptor is made once per
+        step: making it takes as long as a launch."""
         key = (rows.data_ptr(), rows.shape[0], tiles)
         if key != self._described_rows:
             self._descriptor = TensorDescriptor.from_tensor(rows, [tiles.positions, self.width])
@@ -342,8 +342,8 @@ class Attention:
         return self._descriptor
 
     def _fitting(self, tiles: Tiles, store_tiles: StoreTiles, tiers: _Tiers) -> tuple[Tiles, StoreTiles]:
-        """Smaller tiles for float32 on a GPU: products without tensor cores are unrolled, and large ones take a
-        minute to compile."""
+        """Returns the given tiles, or smaller ones for float32 on a GPU. There products are unrolled, because they run
+        without tensor cores, and large products take a minute to compile."""
         if tiers.full.dtype == torch.float32 and self.device.is_gpu:
             return Tiles(self.decode_tiles.rows, 32, 4, 1), StoreTiles(32, 1)
         return tiles, store_tiles

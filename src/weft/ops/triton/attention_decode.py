@@ -1,4 +1,5 @@
-"""Attention of requests with one token each. Contexts are split. The program that finishes the last split joins them.
+"""Attention of requests with one token each. Contexts are split. The program that finishes the last split of a request
+joins all its splits.
 
 A program (thread block) works on splits of one KV head, with all query heads that read it. For few requests each
 program has one split: each context is cut into equal splits, as many as there are programs for.

@@ -223,7 +223,7 @@ class Device:
         Graphs that never run at the same time may share a `pool` (from `graph_pool`) for their allocations."""
         if not self.is_gpu:
             return _InterpreterGraph(work)
-        # Not `torch.cuda.graph`: it waits for the GPU and empties torch's memory caches, which would delay a step.
+        # `torch.cuda.graph` is not used: it waits for the GPU and empties torch's memory caches, which would delay a step.
         # With "thread_local", other threads may allocate and copy during the capture.
         graph = torch.cuda.CUDAGraph()
         stream = self._stream_for_captures()
@@ -259,8 +259,8 @@ class Device:
         constants: Callable[[], dict[str, Any]],
     ) -> None:
         """Runs `kernel[grid](*arguments, **constants())`, with `launch_options` if the kernel has a parameter
-        DEPENDENT. From the second time on it skips Triton's own lookup of the compiled kernel, which takes 10 to
-        25 us: longer than many kernels run.
+        DEPENDENT. From the second launch on, this method skips Triton's own lookup of the compiled kernel, which takes
+        10 to 25 us: longer than many kernels run.
 
         `arguments` are the kernel's first parameters, `constants` all others (and `num_warps`). `key` contains
         everything that decides how the kernel is compiled: types, constants, and whether sizes and addresses are
@@ -300,7 +300,7 @@ class Device:
 @triton.jit
 def wait_for_previous(DEPENDENT: tl.constexpr):
     """Waits until the previous kernel has ended. Every program of a dependent kernel calls this before it reads or
-    writes memory that another kernel uses; weights may be read earlier. If kernel B of A, B, C omitted it, C would wait
+    writes memory that another kernel uses; weights may be read earlier. If kernel B of A, B, C omitted this call, C would wait
     only for B and could run before A has ended."""
     if DEPENDENT:
         gdc_wait()
@@ -366,7 +366,7 @@ def prefetch_rows(first, stride, rows, COLUMNS: tl.constexpr):
 
 @triton.jit
 def dot(left, right, sums):
-    """sums + left @ right, in float32. The interpreter would misread bfloat16 bits as integers, so it gets float32.
+    """sums + left @ right, in float32. The interpreter gets float32, because it would misread bfloat16 bits as integers.
     On a GPU, float32 is not rounded to tf32."""
     if INTERPRETED:
         return tl.dot(left.to(tl.float32), right.to(tl.float32), sums)

@@ -74,7 +74,7 @@ FusedOperation = Embed | FusedLinear | FusedNorm | FusedAttention | Mixture | Ad
 
 
 def fuse(operations: Sequence[Operation], kept: set[Buffer]) -> list[FusedOperation]:
-    """Fuses the operations of a part of a recording. `kept` buffers are read after it, so they must be written."""
+    """Fuses the operations of a part of a recording. `kept` buffers are read after this part, so they must be written."""
     readers = Counter(buffer for operation in operations for buffer in read_by(operation))
     norms = {operation.output: operation for operation in operations if isinstance(operation, Norm)}
 
@@ -172,7 +172,7 @@ class Slots:
 
 def assigned_slots(operations: Sequence[FusedOperation], kept: set[Buffer]) -> Slots:
     """Assigns a slot to each buffer. A slot is free for other buffers after the last operation that uses its buffer.
-    Buffers in `kept` keep theirs."""
+    Buffers in `kept` keep their slots."""
     last_used: dict[Buffer, int] = {}
     for index, operation in enumerate(operations):
         for buffer in (*buffers_read(operation), *buffers_made(operation)):

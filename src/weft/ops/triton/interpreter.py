@@ -22,8 +22,8 @@ def patch() -> None:
         patched: set[int] = set()
 
         def patch_tensor(tensor: Any, scope: Any) -> None:
-            """Loop bounds are tensors of one number. Triton calls int() on an array of shape [1], which numpy 2.4
-            rejects."""
+            """Patches the conversion of loop bounds, which are tensors of one number, to int: Triton calls int() on an
+            array of shape [1], which numpy 2.4 rejects."""
             _patch_tensor(tensor, scope)
             scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 

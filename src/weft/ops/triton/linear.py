@@ -1,8 +1,10 @@
 """Products of rows with weights, fused with the operations around them: norm, bias, gate, add.
 
-    one row      `_gemv`: each program reads a few rows of the weight and sums in float32. Small weights: up to four rows
+    one row      `_gemv`: each program reads a few rows of the weight and sums in float32. Also used for up to four
+                 rows if the weight is small
     a few rows   `_tile`: a tile of the weight times all rows, on tensor cores. Weights are read once
-    more rows    cuBLAS, with norm and gate as separate kernels. For some shapes with few rows too: see `linear_tiles`
+    more rows    cuBLAS, with norm and gate as separate kernels. Also used for some shapes with few rows: see
+                 `linear_tiles`
 
 In the batch-invariant mode `_tile` computes any number of rows, and the norm is a separate kernel. So no summation
 order depends on the number of rows.

@@ -37,8 +37,8 @@ class Tile:
     """Number of weights of each output that are prefetched into the L2 cache before the previous kernel has ended. They
     follow the weights that are loaded early."""
     release: int = -1
-    """The next kernel may begin when this kernel has this many loop iterations left; -1: at once. If it begins late, it
-    prefetches its weights at the end of this kernel, when memory is idle."""
+    """The next kernel may begin when this kernel has this many loop iterations left; -1: at once. A next kernel that
+    begins late prefetches its weights at the end of this kernel, when memory is idle."""
     together: int = 1
     """Number of token tiles that use a weight tile one after the other while it is in the L2 cache."""
     norm_inside: bool = True
@@ -47,8 +47,8 @@ class Tile:
 
 @cache
 def gemv_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile | None:
-    """The tile of `_gemv`, for one token. With small weights also for two to four tokens, if that is faster than tensor
-    cores, which have more overhead. None: use `skinny_tile`.
+    """The tile of `_gemv` for one token, and for two to four tokens if the weight is small and tensor cores are not
+    faster. None: use `skinny_tile`.
 
     Each program loads 4 to 16 KiB of bfloat16 weights at a time. With a norm, more work is done per loaded value.
     Then programs with few rows are faster: more of them run at the same time.
@@ -90,8 +90,8 @@ def _few_tokens_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> 
 
 @cache
 def skinny_tile(tokens: int, outputs: int, inputs: int, has_norm: bool) -> Tile | None:
-    """The tile for a few tokens. None: cuBLAS is faster, even with norm and gate as separate kernels. Measured with 2,
-    4, 8, 16, 32 and 64 tokens."""
+    """The tile of `_tile` for a few tokens. None: cuBLAS is faster, even with norm and gate as separate kernels.
+    Measured with 2, 4, 8, 16, 32 and 64 tokens."""
     is_large = outputs * inputs > _LARGE_WEIGHT
     if tokens <= 16:
         few = 8 if tokens <= 8 else 16

@@ -156,7 +156,7 @@ def _rope_and_write(
         is_query = head < HEADS
         is_value = head >= HEADS + KV_HEADS
         to_cache = (head >= HEADS) & (head < HEADS + 2 * KV_HEADS) & (cell >= 0)
-        # V of a layer follows K, so the heads of V come right after those of K.
+        # V of a layer follows K, so the heads of V come right after the heads of K.
         source = row + head * HEAD_SIZE
         target = place + (head - HEADS).to(tl.int64) * (BLOCK_SIZE * HEAD_SIZE)
 

@@ -1,6 +1,6 @@
 """Kernels on single activation rows: look up, normalise, gate, add, scale.
 
-Each one sums in float32, in an order that depends only on the width of a row, so a row has the same bits in any batch.
+Each kernel sums in float32, in an order that depends only on the width of a row. So a row has the same bits in any batch.
 There may be gaps between rows (strided views); the values of a row are contiguous.
 """
 
@@ -113,7 +113,7 @@ def rms_norm(
     added: bool = False,
     scale: float = 1.0,
 ) -> None:
-    """The norm of every row; with `added`, output += norm * scale."""
+    """Stores the norm of every row in `output`; with `added`, output += norm * scale."""
     columns, strides = input.shape[1], (input.stride(0), output.stride(0))
     block = power_of_two(columns)
     device.launch(

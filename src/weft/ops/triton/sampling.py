@@ -1,6 +1,6 @@
 """Chooses tokens on the device: the argmax of scores, or of scores plus noise.
 
-It also defines what the sampling kernels share: the memory layout of a row's parameters, and where the scores of
+The module also defines what the sampling kernels share: the memory layout of a row's parameters, and where the scores of
 an entry are.
 
     entry e of a step -> rows[e] (-1: padding, skipped), positions[e] (the position of its new token)
@@ -56,7 +56,7 @@ FILTERS: tl.constexpr = tl.constexpr(
 )
 TOUCHES: tl.constexpr = tl.constexpr(HAS_REPETITION.value | HAS_COUNTS.value | HAS_LISTS.value)
 
-# Kernels contain the code of these filters only if the step uses them: the kernels are compiled per set (`USED`).
+# Kernels contain the code of these filters only if the step uses them: kernels are compiled per set of filters (`USED`).
 COMPILED_FILTERS: tl.constexpr = tl.constexpr(
     HAS_TOP_K.value | HAS_TOP_P.value | HAS_TYPICAL_P.value | HAS_XTC.value
 )
@@ -65,12 +65,12 @@ NEED_MASSES: tl.constexpr = tl.constexpr(HAS_TOP_P.value | HAS_TYPICAL_P.value |
 NO_CEILING: tl.constexpr = tl.constexpr(0xFFFFFFFF)
 NUM_FLOORS = 4  # of an entry: the floors of top-k, top-p and typical-p, and the ceiling of xtc
 
-# Why an entry has no token.
+# Error codes: why an entry has no token.
 NOT_A_NUMBER: tl.constexpr = tl.constexpr(1)
 FORBIDDEN: tl.constexpr = tl.constexpr(2)
 OVERFLOW: tl.constexpr = tl.constexpr(3)
 
-# What the logits of an entry contained before anything changed them.
+# Flags: what the logits of an entry contained before anything changed them.
 SAW_BAD: tl.constexpr = tl.constexpr(1)
 SAW_FINITE: tl.constexpr = tl.constexpr(2)
 
@@ -115,8 +115,8 @@ def load_scores(logits_line, scores_line, token_ids, vocabulary, touched, TOUCHE
 
 @triton.jit
 def is_last_to_arrive(counter_ptr, arrivals):
-    """True in the last of `arrivals` programs to arrive. It sees what the others stored, and resets the counter for
-    the next launch."""
+    """True in the last of `arrivals` programs to arrive. The last program sees what the others stored. The counter is
+    reset for the next launch."""
     tl.debug_barrier()
     is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == arrivals - 1
     if is_last:
@@ -151,7 +151,10 @@ def kept_by_filters(
     floors_stride,
     USED: tl.constexpr,
 ):
-    """Which scores the filters of an entry keep. Floors [NUM_FLOORS, entries] hold the bits of uint32."""
+    """True for each score that all filters of the entry keep.
+
+    `floors_ptr` [NUM_FLOORS, entries]: the bounds of the filters, uint32 keys stored as int32.
+    """
     by_count = load_floor(floors_ptr + entry, (flags & HAS_TOP_K) != 0)
     by_mass = load_floor(floors_ptr + floors_stride + entry, (flags & HAS_TOP_P) != 0)
     keys = ordered(scores)

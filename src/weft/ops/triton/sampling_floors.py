@@ -63,7 +63,7 @@ def find_floor(
 
     BY_COUNT (top-k): the target is `share` tokens.
     BY_MASS (top-p): the target is the fraction `share` of the probability mass, of the tokens that top-k keeps.
-    BY_SURPRISE (typical-p): the same, of the tokens that top-k, top-p and min-p keep. It ignores keys up to `reach`:
+    BY_SURPRISE (typical-p): the same, of the tokens that top-k, top-p and min-p keep. Keys up to `reach` are ignored:
     a list of the most likely tokens may lack tokens with such keys.
 
     The mass is `known_total`, or the sum over the scores if `known_total` is negative."""

@@ -51,8 +51,8 @@ def logprobs_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """The logprobs of each entry's token and of its `width` most likely tokens. Grid (entries, pieces). Each program
-    finds the best tokens of its piece. The last program of an entry to arrive finds the best of all pieces. BY_ROW:
-    only for entries whose row needs logprobs. Arrays of `width` values are [entries, WIDTH]."""
+    finds the best tokens of its piece. The last program of an entry to arrive finds the best of all pieces. With BY_ROW,
+    entries whose row needs no logprobs are skipped. Arrays of `width` values are [entries, WIDTH]."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     entry = tl.program_id(0)

@@ -34,7 +34,8 @@ def noise_key(seed, output_index):
 
 @triton.jit
 def noise_steps(token_ids):
-    """What to add to a key to get the SplitMix64 state of each token. Token 0 is the first state after the key."""
+    """The numbers that are added to a key to get the SplitMix64 state of each token. Token 0 has the first state after
+    the key."""
     return (token_ids + 1).to(tl.uint64) * tl.full((), _GAMMA, tl.uint64)
 
 

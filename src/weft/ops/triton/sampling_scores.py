@@ -33,7 +33,8 @@ from weft.ops.triton.sampling import (
 
 @triton.jit
 def _masked(scores, token_ids, inside, masks_ptr, mask_words, line):
-    """Sets the scores of tokens that the grammar of the entry forbids to minus infinity. No grammar: no change."""
+    """Sets the scores of tokens that the grammar of the entry forbids to minus infinity. Without a grammar (`line` is
+    negative), the scores stay as they are."""
     words = tl.load(
         masks_ptr + tl.maximum(line, 0).to(tl.int64) * mask_words + token_ids // 32,
         mask=inside & (line >= 0),
@@ -100,8 +101,8 @@ def count_kernel(
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Counts how often each token was generated. The counts are zero before. With CLEARS, sets them to zero again
-    instead. Grid (entries, any number of programs)."""
+    """Counts how often each token was generated. All counts must be zero before. With CLEARS, sets the counts to zero
+    again instead. Grid (entries, any number of programs)."""
     wait_for_previous(DEPENDENT)
     let_next_begin(DEPENDENT)
     entry = tl.program_id(0)

@@ -24,7 +24,7 @@ from weft.ops.triton.weights import Linear, Loader
 
 @dataclass(frozen=True)
 class PreparedTexts:
-    """The index arrays of a step on the device. Those by token have `padded_rows` entries; padded tokens belong to no
+    """The index arrays of a step on the device. Arrays by token have `padded_rows` entries; padded tokens belong to no
     text."""
 
     shape: AttentionShape

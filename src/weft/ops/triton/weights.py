@@ -141,8 +141,8 @@ class Loader:
             staging, copied = self._next_staging()
             buffer = staging[: piece.nbytes].view(piece.dtype).view(piece.shape)
             buffer.copy_(piece)
-            # Converts on the device: torch would convert on the host, and copy a second time if the target is not
-            # contiguous.
+            # Values are converted on the device: torch would convert on the host, and copy a second time if the target
+            # is not contiguous.
             direct = place.dtype == buffer.dtype and place.is_contiguous()
             arrived = place if direct else torch.empty_like(buffer, device=place.device)
             arrived.copy_(buffer, non_blocking=True)
