@@ -14,13 +14,13 @@ _Step = tuple[int, float | None, int, tuple[tuple[int, ...], ...], tuple[int, ..
 
 
 Event = tuple[float, int, str, RequestId, int | FinishReason, int]
-"""The fields of `LiveEvent`. `first` of an end is its reason."""
+"""The fields of `LiveEvent`. If the event is the end of a request, `first` is its finish reason."""
 
 
 class History:
     """Records only while `now < until`. The caller checks that, so that without a viewer a step costs one comparison.
 
-    The loop of the engine only keeps what it has. The thread that takes the entries converts them.
+    The engine loop only appends tuples. The thread that takes them converts them to `LiveStep` and `LiveEvent`.
     """
 
     __slots__ = ("_num_dropped", "_steps", "events", "until")

@@ -45,7 +45,7 @@ class PlanChecker:
         self._answers: dict[str, list[Sequence]] = {}
         """Completed sequences, by cache salt. Only where the scheduler keeps answers for draft tokens."""
         self._newest_answers: dict[str, list[Sequence]] = {}
-        """Those of them that ended last and are long enough for the index."""
+        """Of `_answers`, those that ended last and are long enough for the index."""
         self.preemptions = 0
         self.passed = 0
         """How often a waiting request was passed by one that arrived later and was shorter."""
@@ -131,7 +131,7 @@ class PlanChecker:
         self._unfinished |= self._scheduler.sequences
 
     def _check_answers(self) -> None:
-        """An index loses its oldest answers first: one that remains has an answer of those that ended last."""
+        """An index drops its oldest answers first. So an index that exists has one of the newest answers."""
         answers = self._scheduler._planner.speculation.answers
         if answers.num_waiting:
             return
@@ -143,7 +143,7 @@ class PlanChecker:
             )
 
     def _continues_an_answer(self, sequence: Sequence, drafts: Listing[int]) -> bool:
-        """Whether the tokens that were found, and then the draft tokens, occur in a completed sequence with the same
+        """Whether the tokens of the match, followed by the draft tokens, occur in a completed sequence with the same
         salt."""
         proposer = sequence.draft_proposer
         if proposer is None or not proposer.is_learned:
@@ -315,7 +315,7 @@ def _full_table(sequence: Sequence) -> list[int]:
 
 
 def _last_ngram(sequence: Sequence) -> bytes:
-    """The tokens before the last one."""
+    """The bytes of the `LENGTHS[-1]` tokens before the last one: the shortest n-gram that the answer index finds."""
     return array("i", sequence.tokens[-LENGTHS[-1] - 1 : -1]).tobytes()
 
 
