@@ -88,7 +88,7 @@ class FailureKind(Enum):
     """Why a request did not complete. Callers decide by this, never by the words of an error message."""
 
     CANCELLED = "cancelled"
-    """By the client or an operator."""
+    """The client or an operator cancelled the request."""
     DEADLINE = "deadline"
     NO_ALLOWED_TOKEN = "no_allowed_token"
     """The parameters or the grammar of the request forbid every next token. A retry cannot help."""
@@ -415,7 +415,7 @@ class TokenOutput(NamedTuple):
 
 
 class PreemptedTime(NamedTuple):
-    """From a preemption until the request ran again, or ended. In seconds since its arrival."""
+    """The time from a preemption until the request ran again, or ended. Both ends are seconds since its arrival."""
 
     began: float
     ended: float
