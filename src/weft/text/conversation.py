@@ -55,7 +55,7 @@ class Conversation(msgspec.Struct, frozen=True):
     opens_answer: bool = True
     """The prompt ends with the beginning of an answer. Without effect if `continues_last`."""
     reasoning_effort: str | None = None
-    """How much the model should think: one of `EFFORTS`, from none to much. None: as its template does by default."""
+    """How much the model should think: one of `EFFORTS`, from none to much. None: the default of its template."""
 
 
 def starts_of_rest(items: Sequence[Item]) -> list[int]:

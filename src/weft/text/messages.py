@@ -111,7 +111,7 @@ def with_known_forms(messages: Any, *, keeps_developer: bool) -> Any:
     """The same messages in forms that all templates know. They need not be valid.
 
     An assistant message with calls or thoughts alone gets "" as its content: from null, some templates write "None", and
-    Qwen 3's fails. The role developer becomes system unless `keeps_developer`.
+    that of Qwen 3 fails. The role developer becomes system unless `keeps_developer`.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         return messages
