@@ -23,7 +23,7 @@ CLEAR_SHARE = 0.8
 PROMPT = (16, 256)
 MAX_TOKENS = 1024
 RETRY_SECONDS = 0.05
-"""Refused jobs are checked at this interval. Those that were refused earlier are accepted first."""
+"""Not used: a refused job tries again after the wait that it was given (`Door`)."""
 
 
 @dataclass

@@ -13,7 +13,7 @@ from weft.errors import WeftError
 
 PROBE_SECONDS = 120.0
 _REFUSALS = ("HTTP 400", "HTTP 422", "HTTP 500", "HTTP 501")
-"""The statuses of servers for a request with fields that they do not know. Some send 500 for a prompt that is a list."""
+"""Statuses with which servers refuse fields that they do not know. Some send 500 for a prompt that is a list."""
 
 
 class ServerError(WeftError):

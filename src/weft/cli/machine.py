@@ -51,7 +51,7 @@ class Memory:
 
 
 def processor(info: str | None = None) -> Processor:
-    """`info` is the content of /proc/cpuinfo."""
+    """Describes the processor. `info` is the content of /proc/cpuinfo; None: it is read."""
     if info is None:
         info = _read(_CPU_INFO) or ""
     name, flags, cores = "", None, set()
@@ -85,7 +85,7 @@ def _usable_cores() -> int:
 
 
 def memory(root: Path = Path("/")) -> Memory:
-    """`root` is the folder that contains /proc and /sys."""
+    """Describes the memory of the host. `root` is the folder that contains /proc and /sys."""
     host = host_memory(root)
     return Memory(host.total, host.available, host.limit)
 
