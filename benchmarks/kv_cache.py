@@ -114,7 +114,7 @@ def main(
     for name in parts:
         measure(name, setup, caches, report, text)
         if json_path is not None:
-            # After every part, so that an interrupted run keeps its results.
+            # Written after every part, so that an interrupted run keeps its results.
             json_path.write_text(json.dumps(document(report), indent=2) + "\n")
     print_report(report)
     if plot_path is not None:

@@ -146,7 +146,7 @@ class _Context:
             self.weight = 1.0
 
     def mixed_with(self, parent: tuple[float, ...]) -> tuple[float, ...]:
-        """`reached` of this context (see `LengthDistribution`), mixed with `parent`, that of the next context.
+        """`reached` of this context (see `LengthDistribution`), mixed with `parent`, the `reached` of the next context.
 
         Of a cut answer, only a lower bound of the length is known. So it is at risk of ending up to its own length, and
         not beyond (the estimator of Kaplan and Meier)."""
@@ -176,7 +176,7 @@ class LengthPredictor:
     def __init__(self) -> None:
         self._all = _Context()
         self._owners: OrderedDict[str, OrderedDict[_ContextKey, _Context]] = OrderedDict()
-        """The contexts of each owner. Both are in order of use, the least recent first."""
+        """Owner -> its contexts. Owners and contexts are in order of their newest answers, the oldest first."""
         self.num_contexts = 0
 
     def predict(self, features: LengthFeatures) -> LengthDistribution:

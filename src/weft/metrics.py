@@ -177,7 +177,7 @@ class TwoTierKvCache:
     migrations: int
     """Blocks that left a tail and moved to the store."""
     migrations_shared: int
-    """Of these, blocks whose content the store held already: nothing was copied."""
+    """Of the migrations, blocks whose content the store held already: nothing was copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +322,7 @@ class EngineSeries(NamedTuple):
     kind: Literal["gauge", "counter", "histogram"]
     help: str
     labels: tuple[tuple[str, str], ...] = ()
-    """Names and values. Series with the same name have labels with the same names."""
+    """Names and values of the labels. Series with the same name have labels with the same names."""
     without_engine: float = 0.0
     """The value of a gauge while the engine is down. Counters and histograms keep their values."""
 

@@ -196,7 +196,7 @@ class SamplingParams:
     """Number of top logprobs to return for each generated token. 0: only the logprob of the token itself. None:
     no logprobs."""
     prompt_logprobs: int | None = None
-    """The same for each prompt token but the first. The whole prompt is computed then, without prefix hits."""
+    """Like `logprobs`, for each prompt token but the first. The whole prompt is computed then, without prefix hits."""
     n: int = 1
     """Number of answers to the prompt. Each has its own seed (`child_seed`)."""
     grammar: Grammar | None = None

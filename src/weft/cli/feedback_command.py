@@ -105,7 +105,7 @@ def _pair(prompt: Any, chosen: Any, rejected: Any) -> Record:
 
 
 def _turn(output: Any) -> Any:
-    """The output as trainers read it: that of a conversation is a list of messages."""
+    """The output as trainers read it: the output of a conversation becomes a list of messages."""
     return output if isinstance(output, str) else [output]
 
 

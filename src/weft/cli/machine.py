@@ -43,7 +43,7 @@ class Processor:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. `available` can be allocated without swapping, within the limit of the cgroup."""
+    """Sizes in bytes. `available` can be allocated without swapping, within the limit of the cgroup."""
 
     total: int | None
     available: int | None

@@ -103,7 +103,7 @@ def remove_command(name: str, files: Sequence[str], url: str, api_key: str | Non
 
 
 def source_line(source: Source) -> str:
-    """Where a passage is from, for a terminal."""
+    """Says where a passage comes from, in a form that is safe for a terminal."""
     return f"{printable(source.place)}, characters {source.start:,} to {source.end:,}"
 
 

@@ -39,7 +39,7 @@ class FrameFile:
         self._file = tempfile.TemporaryFile(prefix="weft-replay-")  # noqa: SIM115  # stays open
         self._lock = threading.Lock()
         self._offsets = array("Q", [0])
-        """Where each group begins, and the end of the last one."""
+        """The offset of each group, and the end of the last group."""
         self._last: list[bytes] = []
 
     def __len__(self) -> int:

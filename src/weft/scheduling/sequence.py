@@ -44,7 +44,7 @@ class SeqState(Enum):
 
 
 class Sequence:
-    """Only the scheduler writes to it.
+    """The state of one answer. Only the scheduler writes to it.
 
         tokens    [ prompt ........... | generated .... ]         known to the host
         computed  ---------------------->                         K and V are in the cache
@@ -130,7 +130,7 @@ class Sequence:
         self.needs_last_token = False
         """Whether the host must know its last token before the next one is sampled, for the grammar mask."""
         self.draft_proposer: DraftProposer | None = None
-        """None: it gets no draft tokens."""
+        """None: the sequence gets no draft tokens."""
         self.swap_id: int | None = None
         self.admitted_step = NEVER
         """The first step that it may take part in since it was last admitted."""

@@ -48,7 +48,7 @@ class Conversation(msgspec.Struct, frozen=True):
 
     items: list[Item]
     documents: list[dict[str, Any]] | None = None
-    """For chat templates that read documents. They get each one as the client sent it."""
+    """Documents for chat templates that read them, as the client sent them."""
     template_options: dict[str, Any] = {}
     continues_last: bool = False
     """The answer continues the last message."""

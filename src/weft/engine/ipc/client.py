@@ -161,7 +161,7 @@ class EngineClient:
             return answers
         handles = tuple(answer.handle for answer in answers)
         self._send(wire.Submit.of(handles, request, indices.start, waited))
-        # After sending: if the request cannot be encoded, `_send` raises, and its answers must not stay in `_answers`.
+        # Added after `_send`, which raises if the request cannot be encoded: its answers must not stay in `_answers`.
         self._answers.update(zip(handles, answers, strict=True))
         if key is not None:
             shared_answers.open(key, answers[0], request, waited)

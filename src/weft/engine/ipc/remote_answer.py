@@ -48,7 +48,7 @@ class RemoteAnswer:
         self.request_id = request_id
         self.handle = handle
         self.result: GenerationResult | None = None
-        """Set before the final output can be read. It has no tokens, no text and no logprobs."""
+        """The result, set before the final output can be read. It has no tokens, no text and no logprobs."""
         self.num_tokens = 0
         """All tokens that arrived, read or not."""
         self.first_at: float | None = None

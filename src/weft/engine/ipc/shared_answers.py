@@ -192,7 +192,7 @@ def _times_after(late: float, result: GenerationResult) -> tuple[float, float, f
     first = end if first is None else first
 
     def running(began: float, ended: float) -> float:
-        """Seconds between two times without pauses."""
+        """Seconds from `began` to `ended`, without the pauses."""
         paused = sum(max(0.0, min(one.ended, ended) - max(one.began, began)) for one in pauses)
         return max(0.0, ended - began - paused)
 
