@@ -30,7 +30,7 @@ class History:
         """Steps and events are recorded until this time on the clock of the scheduler."""
         self._steps: deque[_Step] = deque(maxlen=MAX_STEPS)
         self.events: list[Event] = []
-        """The callers append to it, and call `add_end` for ends. Each request has an end, so that bounds the list."""
+        """The callers append events. For ends they call `add_end`, which also drops old events beyond a limit."""
         self._num_dropped = 0
         """Steps that were dropped since `take_events` was last called."""
 

@@ -48,7 +48,7 @@ class PlanChecker:
         """Of `_answers`, those that ended last and are long enough for the index."""
         self.preemptions = 0
         self.passed = 0
-        """How often a waiting request was passed by one that arrived later and was shorter."""
+        """How often a waiting request was overtaken by a shorter one that arrived later."""
 
     def reset_rotation(self) -> None:
         """Called when a step failed or is retried in halves. Clears `_last_token_step`: the rotation starts anew."""
@@ -364,7 +364,7 @@ class OutputChecker:
 def check_result(
     checker: OutputChecker, result: GenerationResult, sequence: Sequence, scheduler: ContinuousBatchScheduler
 ) -> None:
-    """The tokens are those that the request gets alone on an empty engine, or a prefix of them if it ended early."""
+    """Checks that a request got the tokens that it gets alone on an empty engine, or a prefix of them if it ended early."""
     rid = checker.request_id
     params = checker.request.params
     alone = generate_alone(checker.request.prompt, sequence.seed, params, sequence.limit, scheduler.info)
@@ -395,7 +395,7 @@ def check_result(
 def _check_logprobs(
     checker: OutputChecker, result: GenerationResult, scheduler: ContinuousBatchScheduler
 ) -> None:
-    """Logprobs are those that the request gets alone. Those of the prompt are checked if it generated any token."""
+    """Checks that a request got the logprobs that it gets alone. Prompt logprobs are checked if it generated any token."""
     params, prompt, info = checker.request.params, list(checker.request.prompt), scheduler.info
     rid = checker.request_id
     tokens = [*prompt, *result.tokens]
@@ -420,7 +420,7 @@ def _is_stop(tokens: Listing[int], sequence: Sequence) -> bool:
 
 
 def check_empty(scheduler: ContinuousBatchScheduler) -> None:
-    """After the last request, all memory is free."""
+    """Checks that all memory is free after the last request."""
     scheduler.check_integrity()
     stats = scheduler.kv_cache.stats()
     require(stats.blocks_used == 0, f"{stats.blocks_used} blocks are still in use")

@@ -84,7 +84,7 @@ def _texts(content: Any) -> str | list[str] | None:
 
 
 def checked_objects(values: Any, field: str) -> list[Any] | None:
-    """Checks a list of objects, such as tools. None for None and for an empty list."""
+    """Checks a list of objects, such as tools. Returns None for None and for an empty list."""
     if values is None:
         return None
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):

@@ -70,7 +70,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
 
     def lower_case(self) -> None:
-        """Makes `encode` convert texts to lower case first. Call it before other threads use the tokenizer."""
+        """Makes the tokenizer convert texts to lower case first. Call it before other threads use the tokenizer."""
         self._backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), self._backend.normalizer])
 
     def encode(
