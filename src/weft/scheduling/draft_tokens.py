@@ -132,7 +132,7 @@ class DraftProposer:
         self.own_rate = PREDICTED_ACCEPTANCE if prediction else INITIAL_ACCEPTANCE
         """The acceptance rate of matches in the own text and in the prediction."""
         self.num_drafted = self.num_accepted = 0
-        """Draft tokens that steps have checked."""
+        """Draft tokens that steps have checked, and those that were accepted."""
         self.num_predicted_accepted = self.num_predicted_rejected = 0
         """Accepted and rejected draft tokens from the prediction."""
         self._answers = answers

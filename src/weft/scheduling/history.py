@@ -32,7 +32,7 @@ class History:
         self.events: list[Event] = []
         """The callers append events. For ends they call `add_end`, which also drops old events beyond a limit."""
         self._num_dropped = 0
-        """Steps that were dropped since `take_events` was last called."""
+        """Events that were dropped since `take_events` was last called."""
 
     def add_step(self, plan: IterationPlan, seconds: float | None) -> None:
         """Records a step that ended. Keeps no plan: its row starts may hold long prompts."""

@@ -96,7 +96,7 @@ class AdmissionPolicy:
             sequence.cost = model.request_seconds(sequence.prompt_length, sequence.expected_tokens, rows)
 
     def sort_key(self, sequence: Sequence) -> SortKey:
-        """Never changes while the sequence waits."""
+        """The key that orders waiting sequences. It never changes while the sequence waits."""
         return self._sort_key(sequence, self._config)
 
     def prefill_sort_key(self, sequence: Sequence, ttft: float) -> SortKey:

@@ -154,7 +154,7 @@ class Sequence:
         """Tokens of the prefix hit at its first admission. None: not admitted yet."""
         self.preemptions = 0
         self.preempted_times: tuple[PreemptedTime, ...] = ()
-        """The end of the last one is not set while the sequence is preempted."""
+        """The times for which it was preempted. The end of the last one is not set while the sequence is preempted."""
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}
         """Logprobs by position: a prompt that is recomputed writes the same values again."""
@@ -182,7 +182,7 @@ class Sequence:
 
     @property
     def expected_tokens(self) -> float:
-        """The expected tokens of the answer. Without a prediction, all that it may have."""
+        """The expected number of tokens of the answer. Without an expected length: as many as it may have."""
         most, expected = self.limit - self.prompt_length, self.request.expected
         return most if expected is None else min(most, expected.mean)
 

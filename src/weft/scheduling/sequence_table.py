@@ -174,7 +174,7 @@ class SequenceTable:
         return task
 
     def reset_progress(self, sequence: Sequence) -> None:
-        """Its K and V are lost, so it computes all its tokens again."""
+        """Resets a sequence whose K and V are lost: it computes all its tokens again."""
         sequence.allocation = sequence.swap_id = None
         sequence.computed = sequence.scheduled = 0
         sequence.admitted_step = NEVER

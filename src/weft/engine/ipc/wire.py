@@ -96,7 +96,7 @@ class Cancel(Message):
 
 
 class Finish(Message):
-    """The text contains a stop string: the answer ends after its first `num_tokens` tokens."""
+    """Ends an answer after its first `num_tokens` tokens, because its text contains a stop string."""
 
     request_id: RequestId
     handle: int
