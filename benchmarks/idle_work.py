@@ -34,7 +34,7 @@ Pairs = list[tuple[Figures, Figures]]
 
 
 def is_idle_round(number: int) -> bool:
-    """The order alternates from pair to pair: first without idle work, or first with it."""
+    """Whether a round has idle work. The order alternates from pair to pair: first without idle work, or first with it."""
     return number % 4 in (1, 2)
 
 

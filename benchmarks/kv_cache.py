@@ -99,7 +99,8 @@ def main(
     json_path: Path | None,
     plot_path: Path | None,
 ) -> bool:
-    """Measures the chosen parts, prints the report, and writes it to the given files. True if every criterion was met."""
+    """Measures the chosen parts, prints the report, and writes it to the given files. Returns True if every criterion was
+    met."""
     parts = chosen(list(part), PARTS, "--part", default=PARTS)
     device = registry.chosen(device, {"threads": threads})
     caches = kinds(options.tail_length)

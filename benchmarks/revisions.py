@@ -34,7 +34,7 @@ _START_PROMPT = 16
 
 
 def main(before: Path, after: Path, *, work: Sequence[str], rounds: int) -> bool:
-    """Measures and prints. True if no workload counts as slower (see `ALLOWED_LOSS`)."""
+    """Measures and prints. Returns True if no workload counts as slower (see `ALLOWED_LOSS`)."""
     pythons = {"before": _python_of(before), "after": _python_of(after)}
     model = pull("default")
     tokenizer = open_tokenizer(open_checkpoint(model))

@@ -32,7 +32,7 @@ class EmbeddingSpec:
     lower_case: bool = False
     """Inputs are converted to lower case before they are tokenised. Most tokenizers do it themselves, if it is needed."""
     activation: Literal["none", "sigmoid"] = "none"
-    """Applied to the score of a reranker."""
+    """The function that is applied to the score of a reranker."""
     yes_no: tuple[int, int] | None = None
     """The tokens of yes and no, for a reranker that answers with one of them. The score is the probability of yes if only
     these two are possible."""

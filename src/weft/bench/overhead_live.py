@@ -44,7 +44,7 @@ class ViewerCost:
 
 
 def viewer_checks(costs: list[ViewerCost]) -> list[Check]:
-    """A criterion is met if the worse end of the 95% interval meets it."""
+    """Compares the costs with their criteria. A criterion is met if the worse end of the 95% interval meets it."""
     checks = []
     for cost in costs:
         name = f"a live viewer, {cost.sequences} sequences"

@@ -42,7 +42,7 @@ class EventLog:
             self._stop_writing(error)
 
     def write(self, line: bytes) -> None:
-        """Never raises: a broken log must not fail a request."""
+        """Writes a line. Never raises: a broken log must not fail a request."""
         if self._file is None:
             return
         try:

@@ -160,7 +160,8 @@ def _message(message: Any, where: str, content_form: ContentForm, parse_argument
 
 
 def _needs_content(message: Message, reasoning: Any) -> bool:
-    """An assistant message may have only tool calls or reasoning. Unknown roles are left to the template."""
+    """Whether a message must have content. An assistant message may have only tool calls or reasoning. Unknown roles are
+    left to the template."""
     if message["role"] == "assistant":
         return not message.get("tool_calls") and reasoning is None
     return message["role"] in ("system", "developer", "user", "tool")

@@ -219,7 +219,7 @@ def _check_unicode(text: str) -> None:
 
 
 def _any_token() -> tokenizers.Encoding:
-    """An encoding of one token, without a use of the vocabulary."""
+    """An encoding of one placeholder token, which need not be in the vocabulary."""
     lists = {"tokens": [""], "words": [None], "offsets": [[0, 0]], "overflowing": [], "sequence_ranges": {}}
     numbers = {"ids": [0], "type_ids": [0], "special_tokens_mask": [0], "attention_mask": [1]}
     encoding = tokenizers.Encoding()
