@@ -1,7 +1,7 @@
-"""`python -m benchmarks apis`: what a stream of each API costs beside one of chat completions, on the same server.
+"""`python -m benchmarks apis`: what a stream of each API costs, relative to a stream of chat completions on the same server.
 
-Every round measures all APIs, in turn. It gives one ratio for each; the table shows their geometric mean with its 95%
-interval.
+Every round measures all APIs, in turn, and gives one ratio for each API. The table shows the geometric mean of the ratios
+with its 95% interval.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Costs = dict[Api, list[tuple[float, float]]]
 
 
 def main(*, backend: str, rounds: int, streams: int, tokens: int, json: bool) -> bool:
-    """Measures and prints. True if no API costs more processor time than allowed: the upper end of its interval is
-    below `SLOWER_THAN_CHAT`."""
+    """Measures and prints. Returns True if no API costs more processor time than allowed: the upper end of its interval
+    is below `SLOWER_THAN_CHAT`."""
     costs = asyncio.run(_measure(backend, rounds, streams, tokens))
     chat = costs.pop("chat")
     rows, is_met = [], True

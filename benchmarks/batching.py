@@ -36,7 +36,7 @@ from weft.request import numbered_ids
 
 DEVICES = {"CPU": ZEN3_SMOLLM2_135M, "H200": H200_LLAMA_8B}
 TARGETS = {"CPU": 0.1, "H200": 0.006}
-"""Target inter-token latency of the adaptive policy, in seconds. On the H200 it is 1.5 times a decode step."""
+"""Target inter-token latency of the ADAPTIVE policy, in seconds. On the H200 it is 1.5 times a decode step."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class Scaling:
     batch: int
     tokens_per_second: float
     efficiency: float
-    """Relative to `batch` times the speed of one request alone."""
+    """The speed, relative to `batch` times the speed of one request alone."""
     device_limit: float
     """Upper bound of the efficiency for any scheduler, from the cost of a step."""
 

@@ -43,7 +43,7 @@ class Measured:
     continuous: float
     static: float
     padded: float
-    """Static, with every batch padded to its longest prompt and answer."""
+    """Speed of static batching with every batch padded to its longest prompt and answer."""
     ratios: tuple[float, ...]
     """Speed of continuous batching divided by that of static batching, one ratio per round."""
 

@@ -1,8 +1,8 @@
-"""`python -m benchmarks coalescing`: what it saves that identical requests in flight are computed once.
+"""`python -m benchmarks coalescing`: how much is saved if identical requests in flight are computed once.
 
-Two engines run the same model, one of them shares nothing. They get the same requests in turn, since the speed of a
-shared machine changes from minute to minute. Equal requests arrive within 100 ms. Different requests show what the
-look-up costs where there is nothing to share.
+Two engines run the same model; one of them does not coalesce. They get the same requests in turn, since the speed of a
+shared machine changes from minute to minute. Equal requests arrive within 100 ms. Different requests show the cost of the
+look-up when there is nothing to share.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weft.text.model_text import open_tokenizer
 
 ARRIVAL_SECONDS = 0.1
 SLOWER = 0.02
-"""The different requests may take this much longer, at the upper end of the interval."""
+"""Different requests may take this fraction of the time longer, at the upper end of the interval."""
 _TEXT = "Write a long story about a weaver, her loom, and the river that passed behind her house. "
 
 Round = tuple[float, int]
@@ -33,7 +33,7 @@ Round = tuple[float, int]
 
 
 def main(*, backend: str, requests: int, tokens: int, rounds: int, json: bool) -> bool:
-    """Measures and prints. True if equal requests are faster and different ones are not slower."""
+    """Measures and prints. Returns True if equal requests are faster and different ones are not slower."""
     found = asyncio.run(_measure(backend, requests, tokens, rounds))
     rows, changes = [], {}
     for name, (without, shared) in found.items():
@@ -86,7 +86,7 @@ async def _measure(
     number = 0
     try:
         await asyncio.gather(*(engine.start() for engine in engines))
-        # Different requests come first: until then both engines have computed the same, and used as much memory.
+        # Different requests come first, while both engines have computed the same tokens and use equal memory.
         for name, measured in found.items():
             for one in range(rounds + 1):  # the first is not counted
                 texts = [f"{number + index * (name != 'equal')}. {_TEXT}" for index in range(requests)]

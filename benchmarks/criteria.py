@@ -63,7 +63,7 @@ class Scaling:
     batch: int
     tokens_per_second: float
     efficiency: float
-    """Relative to `batch` times the speed of one request alone."""
+    """The speed, relative to `batch` times the speed of one request alone."""
 
 
 @dataclass(frozen=True)

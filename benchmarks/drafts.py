@@ -5,7 +5,8 @@ shared machine changes from minute to minute. Only the time after the first toke
 Both engines must give the same answers, token for token.
 
 `--predictions` measures something else: one engine answers the same prompts without a prediction and with wrong ones,
-in turn. Each round gives one ratio of the whole times; the table shows their geometric mean with its 95% interval.
+in turn. Each round gives one ratio of the whole times; the table shows the geometric mean of these ratios with its 95%
+interval.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Gain:
 
 
 def main(model: str = "default", rounds: int = ROUNDS, json: bool = False) -> bool:
-    """Measures and prints. False if an answer differs with drafts."""
+    """Measures and prints. Returns False if an answer differs with draft tokens."""
     with LLM(model) as with_drafts, LLM(model, max_draft_tokens=0) as without_drafts:
         gains = [
             measure(with_drafts, without_drafts, kind, prompts, temperature, rounds)
@@ -170,7 +171,7 @@ _WRONG_TOKENS = 8
 
 @dataclass(frozen=True)
 class WrongPrediction:
-    """The whole times of answers without a prediction and with a wrong one, in seconds for each round."""
+    """The whole times of an answer without a prediction and with a wrong one, in seconds, for each round."""
 
     kind: str
     without: list[float]
@@ -185,8 +186,9 @@ class WrongPrediction:
 
 
 def main_predictions(model: str = "default", rounds: int = ROUNDS, json: bool = False) -> bool:
-    """Measures and prints. False if an answer differs with a prediction."""
-    # Without finished answers: otherwise every answer would have drafts from that of the round before.
+    """Measures and prints. Returns False if an answer differs with a prediction."""
+    # `max_learned_bytes=0`: no draft tokens from finished answers. Otherwise each answer would get draft tokens from
+    # the same answer of the previous round.
     with LLM(model, max_learned_bytes=0) as llm:
         found = measure_predictions(llm, [prompts[0] for prompts in PROMPTS.values()], rounds)
     is_same = all(one.is_same for one in found)
@@ -216,7 +218,7 @@ def measure_predictions(llm: LLM, prompts: list[str], rounds: int) -> list[Wrong
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
     messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
     requests = [InferenceRequest(tuple(llm.text.encode_chat(one)), params) for one in messages]
-    # Also the warm-up: from here on, every prompt is a prefix hit.
+    # These runs are also the warm-up: from here on, every prompt is a prefix hit.
     answers = [_answer(llm, request)[0].tokens for request in requests]
     other = tuple(llm.tokenizer.encode("Quite another text about fish and chips. " * 20))
     predictions: dict[str, list[tuple[int, ...]]] = {

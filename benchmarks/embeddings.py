@@ -1,9 +1,9 @@
-"""`python -m benchmarks embeddings`: vectors of all-MiniLM-L6-v2, weft beside other engines in one run.
+"""`python -m benchmarks embeddings`: vectors of all-MiniLM-L6-v2, from weft and from other engines in one run.
 
 The engines take turns in every round, in an order that alternates, with the same texts: one batch of 256 passages, and
 single queries. All engines get strings and normalise their vectors. Every round gives one ratio of weft to each peer of
-the same precision; the checks use the worse end of its 95% interval. The cosine is the lowest against
-sentence-transformers.
+the same precision; the checks use the worse end of its 95% interval. The table shows the lowest cosine of each engine's
+vectors with those of sentence-transformers.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ BARS = (
 """(engine of weft, peer of the same precision, required speed of weft relative to the peer)"""
 _PASSAGES, _QUERIES = 256, 64
 _PAUSE_SECONDS = 0.2
-"""Before an engine is measured: threads of the one before it may still spin."""
+"""Pause before an engine is measured: threads of the previous engine may still spin."""
 _DOCUMENTS = Path(__file__).parents[1] / "docs"
 
 Embed = Callable[[Sequence[str], bool], tuple[list[float], np.ndarray]]
@@ -90,7 +90,7 @@ class Times:
 
 
 def main(*, rounds: int, home: Path | None, threads: int | None, json_path: Path | None) -> bool:
-    """Returns false if a peer could not be measured, or a bar is missed."""
+    """Measures and prints. Returns False if a peer could not be measured, or a bar of `BARS` was missed."""
     count, folder = thread_count(threads), pull("all-MiniLM-L6-v2")
     directory = home or peers_directory()
     passages, queries = _texts()

@@ -1,8 +1,8 @@
-"""`python -m benchmarks idle-work`: what interactive clients see with and without a batch beside them.
+"""`python -m benchmarks idle-work`: the latencies of interactive clients with and without a batch beside them.
 
 In every second round the engine also has idle work, as from lines of batches. Rounds alternate, so that other load on
-the machine affects both. The two rounds of a pair have the same requests, but another cache salt: neither finds prompts
-or draft tokens of the other.
+the machine affects both. The two rounds of a pair have the same requests, but different cache salts: neither gets prefix
+hits or draft tokens from the other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Pairs = list[tuple[Figures, Figures]]
 
 
 def is_idle_round(number: int) -> bool:
-    """The order alternates from pair to pair: first without idle work, or first with it."""
+    """Whether a round has idle work. The order alternates from pair to pair: first without idle work, or first with it."""
     return number % 4 in (1, 2)
 
 

@@ -1,7 +1,7 @@
 """Idle work beside interactive requests over HTTP, with the default model or the noop backend.
 
-A server process with the real engine answers streamed requests. Idle work are requests that the server sends to itself,
-as it does for lines of batches.
+A server process with the real engine answers streamed requests. The idle work is made of requests that the server sends
+to itself, as it does for lines of batches.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ async def _interactive(
 
 
 async def _idle_work(app: ServerApp, source: random.Random, figures: Figures) -> None:
-    """Sends lines of a batch one after another: each starts when the one before it has ended."""
+    """Sends lines of a batch one after another: each line starts when the previous one has ended."""
     request = InternalRequest(None, is_idle_work=True)
     while True:
         reply = await app.send_internal("/v1/completions", _body(source, stream=False), request)

@@ -115,7 +115,7 @@ def _uniform(source: random.Random, low: int, high: int) -> int:
 
 
 def _skewed(source: random.Random, low: int, high: int) -> int:
-    """Log-uniform: many short lengths, few long ones, as in real traffic."""
+    """Draws a length from a log-uniform distribution: many short lengths, few long ones, as in real traffic."""
     return round(math.exp(source.uniform(math.log(low), math.log(high))))
 
 
@@ -143,7 +143,7 @@ class Mix:
     first_token_p99_alone: float
     first_token_p99: float
     largest_gap: float
-    """Between two tokens of a short request."""
+    """The longest time between two tokens of a short request."""
     largest_extra_wait: float
     """Largest increase of the time to first token of a short request, caused by the long ones."""
     fragmentation: float

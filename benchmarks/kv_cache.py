@@ -99,7 +99,8 @@ def main(
     json_path: Path | None,
     plot_path: Path | None,
 ) -> bool:
-    """Measures the chosen parts, prints the report, and writes it to the given files. True if every criterion was met."""
+    """Measures the chosen parts, prints the report, and writes it to the given files. Returns True if every criterion was
+    met."""
     parts = chosen(list(part), PARTS, "--part", default=PARTS)
     device = registry.chosen(device, {"threads": threads})
     caches = kinds(options.tail_length)
@@ -114,7 +115,7 @@ def main(
     for name in parts:
         measure(name, setup, caches, report, text)
         if json_path is not None:
-            # After every part, so that an interrupted run keeps its results.
+            # Written after every part, so that an interrupted run keeps its results.
             json_path.write_text(json.dumps(document(report), indent=2) + "\n")
     print_report(report)
     if plot_path is not None:

@@ -20,8 +20,8 @@ from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import Grammar, InferenceRequest, RequestId, RequestState, SamplingParams, TokenOutput
 
 NEW_TOKENS = 32
-"""The length of the shortest answer: that of the context whose prompt is computed last. Earlier contexts generate more
-tokens, so that all end at the same time."""
+"""The length of the shortest answer. It belongs to the context whose prompt is computed last. Earlier contexts generate
+more tokens, so that all end at the same time."""
 _ITERATIONS = 12
 """Maximum iterations of `align_ends`. One is not enough: new lengths change the step in which each prompt is done."""
 

@@ -25,7 +25,7 @@ class Kind:
     tail_length: int = 256
 
     def pool(self, **sizes: Any) -> KvCachePoolConfig:
-        """A pool of this kind, without swap: results must not depend on a second memory."""
+        """A pool of this kind, without swap slots: results must not depend on other memory."""
         if self.bits is None:
             return KvCachePoolConfig(swap_blocks=0, **sizes)
         return KvCachePoolConfig(
@@ -80,8 +80,8 @@ class Setup:
 
 
 def engine_config(pool: KvCachePoolConfig, sequences: int) -> ServingEngineConfig:
-    """First come, first served. A step has room for a decode of every sequence and for STEP_TOKENS prompt tokens. So only
-    memory and `sequences` limit how many requests run together."""
+    """The configuration of an engine with the order FCFS. A step has room for a decode of every sequence and for
+    STEP_TOKENS prompt tokens. So only memory and `sequences` limit how many requests run together."""
     scheduler = SchedulerConfig(
         max_running=sequences,
         max_tokens_per_step=STEP_TOKENS + sequences,

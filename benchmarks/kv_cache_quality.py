@@ -37,7 +37,7 @@ class Reading:
 
 
 def read_text(setup: Setup, kinds: Sequence[Kind], windows: Sequence[tuple[int, ...]]) -> list[Reading]:
-    """Scores the second half of every window. The first kind is the reference."""
+    """Scores the second half of every window with each kind of cache. The first kind is the reference."""
     context = len(windows[0]) + 1
     scores: list[Scores] = []
     for kind in kinds:
@@ -124,7 +124,7 @@ def answer_facts(setup: Setup, kind: Kind, tokenizer: Tokenizer, facts: Sequence
 
 
 def evaluate(kind: Kind, facts: Sequence[Fact], answers: Sequence[str], full: Sequence[str]) -> Retrieval:
-    """Compares with `full`, the answers of the full cache to the same facts."""
+    """Compares `answers` with `full`, the answers of the full cache to the same facts."""
     found = [is_found(fact, answer) for fact, answer in zip(facts, answers, strict=True)]
     expected = [is_found(fact, answer) for fact, answer in zip(facts, full, strict=True)]
     kept = [

@@ -2,7 +2,7 @@
 
 Two engines run the same model. One keeps finished answers; the other keeps none, as at a cold start. They get the same
 requests in turn, since the speed of a shared machine changes from minute to minute. Both must give the same answers,
-token for token. Between the measured requests only the first engine runs: it learns.
+token for token. Requests that are not measured go to the first engine only, so that it learns from them.
 
 One stream: tokens per second after the first token. 8 streams: tokens per second of a wave of 8 requests, prompts included.
 """
@@ -33,9 +33,10 @@ from weft.request import GenerationResult, SamplingParams
 MAX_TOKENS = 160
 STREAMS = (1, 8)
 BARS = {1: 1.6, 8: 1.2}
-"""How many times as fast the last quarter of related requests must be, by the number of streams."""
+"""Number of streams -> required speed in the last quarter of related requests, relative to the engine without finished
+answers."""
 UNRELATED_BAR = 0.98
-"""The same for each quarter of unrelated requests."""
+"""The required relative speed in each quarter of unrelated requests."""
 PARTS = 4
 
 
@@ -68,7 +69,7 @@ def main(
     plot: Path | None = None,
     as_json: bool = False,
 ) -> bool:
-    """Measures and prints. False if an answer differs or a bar is missed."""
+    """Measures and prints. Returns False if an answer differs or a bar is missed."""
     if trace is not None and trace not in {one.name for one in TRACES}:
         names = ", ".join(one.name for one in TRACES)
         raise InvalidRequestError(f"the trace is {trace!r}; allowed: {names}")
@@ -118,7 +119,8 @@ def checks(parts: list[Part]) -> list[Check]:
 
 
 def measure(model: str, trace: Trace, requests: int, streams: int) -> list[Part]:
-    """The parts of a trace. Of related requests: the first tenth and the last quarter. Of unrelated ones: all quarters."""
+    """Runs a trace and returns its parts. A trace of related requests has two: the first tenth and the last quarter. A
+    trace of unrelated requests has its four quarters."""
     quarter = max(1, requests // PARTS)
     if trace.is_related:
         ends = {max(1, requests // 10): "first", requests - quarter: "", requests: "last"}
@@ -136,7 +138,7 @@ def measure(model: str, trace: Trace, requests: int, streams: int) -> list[Part]
 
 
 class _Replay:
-    """The streams of a trace, in waves: one request of each stream at a time."""
+    """Runs the streams of a trace in waves. A wave has one request of each stream."""
 
     def __init__(self, trace: Trace, streams: int, warm: LLM, cold: LLM) -> None:
         self._trace, self._warm, self._cold = trace, warm, cold
@@ -171,7 +173,7 @@ class _Replay:
         )
 
     def _ask(self, llm: LLM, first: int) -> tuple[list[GenerationResult], float]:
-        """The answers to one request of each stream, and the seconds they took."""
+        """The answers to a wave, one for each stream, and the seconds that they took."""
         numbers = range(first, first + len(self._earlier))
         asked = [self._trace.request(*one) for one in zip(numbers, self._earlier, strict=True)]
         params = [
@@ -204,7 +206,7 @@ def _row(part: Part) -> tuple[str, ...]:
 
 
 def _draw(parts: list[dict[str, Any]], path: Path) -> None:
-    """A chart of the parts. matplotlib is in an environment of its own, as for `peers`."""
+    """Draws a chart of the parts. matplotlib is in an environment of its own, as for `peers`."""
     home = peers_directory()
     home.mkdir(parents=True, exist_ok=True)
     command = (str(python_of(PLOT, home, print_line)), str(script("plot_learned")), str(path))

@@ -1,4 +1,4 @@
-"""`python -m benchmarks lengths`: what it is worth to know how long answers will be, and to learn it from earlier ones.
+"""`python -m benchmarks lengths`: how much latency falls if requests are ordered by the lengths of their answers.
 
 The real engine runs traffic of short and long answers (`lengths_traffic.py`) with a cost model on a virtual clock, or with
 `--real` on the default model. Every order gets the same requests. "Known" orders by the real lengths, "learned" by those
@@ -48,11 +48,11 @@ from weft.scheduling import policy
 ROWS = 8
 """Sequences that run at once: few, so that requests wait."""
 PLACES = 2 * ROWS
-"""Requests that the server accepts at once, where refusals are measured."""
+"""Requests that the server accepts at once, in the measurement of refusals."""
 LOADS = (0.7, 0.8, 0.9, 1.0, 1.1)
 BAR_LOAD = 1.0
 REAL_LOAD = 3.0
-"""Few requests queue up only if they arrive nearly at once."""
+"""The load with `--real`, which has few requests: these queue up only if they arrive nearly at once."""
 BEST, BELOW_FCFS, LONG_P99, WAIT_ERROR, WAIT_SHARE = 1.2, 0.7, 1.3, 0.3, 0.8
 
 OpenEngine = Callable[[SchedulerConfig], tuple[ServingEngine, Clock, Callable[[float], None]]]
@@ -72,7 +72,7 @@ ORDERS: dict[str, tuple[PriorityPolicy, str]] = {
 }
 
 REAL_ORDERS = ("FCFS", "shortest first, known", "shortest first, learned")
-"""The model takes a minute for what the cost model does in a second."""
+"""The orders with `--real`. There are few, since the model takes a minute for what the cost model does in a second."""
 
 Figure = tuple[float, float, float]
 """A ratio to FCFS, and the ends of its 95% interval over the seeds."""
@@ -90,21 +90,21 @@ class Cell:
     short_mean: Figure
     long_p99: Figure
     honest: tuple[float, float] | None
-    """The shares of answers that were at most p50 and p90 long, where lengths were learned."""
+    """The fractions of answers that were at most p50 and p90 long. None: the order does not learn lengths."""
 
 
 @dataclass(frozen=True)
 class Report:
     cells: list[Cell]
     waits: list[tuple[float, float]]
-    """For each refusal: the seconds that were named, and those after which a place was free."""
+    """For each refusal: the wait that the client was given (Retry-After), and the wait until a place was free. Seconds."""
 
     def at(self, order: str, load: float) -> Cell | None:
         return next((cell for cell in self.cells if (cell.order, cell.load) == (order, load)), None)
 
     @property
     def share_right(self) -> float:
-        """Named waits that are within 30% of the real ones."""
+        """The fraction of given waits that are within 30% of the real ones."""
         return fmean(abs(named - real) <= WAIT_ERROR * real for named, real in self.waits)
 
     def checks(self, load: float) -> list[Check]:
@@ -136,7 +136,7 @@ def _at_most(name: str, measured: float, bar: float) -> Check:
 def main(
     *, device: str, seeds: int, requests: int, real: bool, plot: Path | None, as_json: Path | None
 ) -> bool:
-    """Measures and prints. True if every bar is met at the load of the bars."""
+    """Measures and prints. Returns True if every bar is met at the load of the bars."""
     if real:
         from benchmarks import lengths_real
 
@@ -192,7 +192,8 @@ def measure(
     orders: Sequence[str] = tuple(ORDERS),
     num_taught: int = 0,
 ) -> Report:
-    """`each`: seconds of the device for a request. `num_taught`: answers that were learned before each run."""
+    """Runs every order at every load. `each`: device seconds for a request. `num_taught`: answers that are learned before
+    each run."""
     cells, waits = [], []
     for load in loads:
         runs: dict[str, list[list[Job]]] = {order: [] for order in orders}
@@ -221,14 +222,14 @@ def _run(
 ) -> None:
     expect: Expect = learner.expect if lengths == "learned" else _known if lengths else lambda job: None
     engine, clock, wait_until = open_engine(_config(kind))
-    # A huge factor leaves only the cost in the sort key.
+    # With a huge factor, arrival has no effect on the sort key: only the cost has.
     patience = policy.PATIENCE if lengths != "known, without ageing" else 1e9
     with patch.object(policy, "PATIENCE", patience):
         run(engine, clock, wait_until, jobs, expect, learner.learn)
 
 
 def _waits(open_engine: OpenEngine, jobs: list[Job], learner: Learner) -> list[tuple[float, float]]:
-    """Runs a server that refuses, and returns the named and the real wait of each refused client."""
+    """Runs the jobs through a `Door`, and returns the given and the real wait of each refused client."""
     engine, clock, wait_until = open_engine(_config(PriorityPolicy.ADAPTIVE))
     door = Door(PLACES, clock, learner.predictor)
     run(engine, clock, wait_until, jobs, learner.expect, learner.learn, door)
@@ -291,7 +292,7 @@ def _print(report: Report, seeds: int, requests: int) -> None:
 
 
 def _draw(report: Report, path: Path) -> None:
-    """matplotlib is in an environment of its own, as for `peers`."""
+    """Draws the chart. matplotlib is in an environment of its own, as for `peers`."""
     home = peers_directory()
     home.mkdir(parents=True, exist_ok=True)
     command = (str(python_of(PLOT, home, print_line)), str(script("plot_lengths")), str(path))

@@ -33,6 +33,6 @@ def seconds_each(rows: int) -> float:
     """Seconds of a request if all rows are in use, from a sample of requests that arrive at once."""
     jobs = traffic(99, 1e6, _SAMPLE)
     run(*open_engine(SchedulerConfig(max_running=rows)), jobs, lambda job: None)
-    # The last ones run with empty rows beside them, so the time until three quarters have ended counts.
+    # The last requests run while other rows are empty. So only the time until three quarters have ended counts.
     ends = sorted(job.ended for job in jobs)
     return ends[3 * _SAMPLE // 4 - 1] / (3 * _SAMPLE / 4)

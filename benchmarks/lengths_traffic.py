@@ -16,19 +16,19 @@ from weft.request import GenerationResult, InferenceRequest, RequestId, Sampling
 from weft.server.admission.waiting import Place, WaitEstimate
 
 SHORT, LONG = (8, 48), (200, 600)
-"""Tokens of an answer, evenly spread."""
+"""Range of the tokens of a short and of a long answer. All numbers in a range are equally likely."""
 SHORT_SHARE = 0.7
 CLEAR_SHARE = 0.8
-"""In this part of the requests the template tells the kind. The others have a third template."""
+"""The fraction of requests with a template that only short or only long answers have. The others share a third one."""
 PROMPT = (16, 256)
 MAX_TOKENS = 1024
 RETRY_SECONDS = 0.05
-"""A refused client tries again this often. Clients that were refused earlier are first."""
+"""Not used: a refused job tries again after the wait that it was given (`Door`)."""
 
 
 @dataclass
 class Job:
-    """A request of the traffic, and when its tokens came."""
+    """A request of the traffic, and the times of its tokens."""
 
     arrival: float
     prompt: int
@@ -39,7 +39,7 @@ class Job:
     ended: float = 0.0
     first: float = 0.0
     named: float | None = None
-    """Seconds that it was named when it was refused. None: it was accepted at once."""
+    """The wait in seconds that the client was given when the job was refused. None: the job was accepted at once."""
     accepted: float = 0.0
 
     @property
@@ -71,17 +71,17 @@ Expect = Callable[[Job], ExpectedLength | None]
 
 @dataclass
 class Learner:
-    """Predicts the lengths of jobs, learns them at their end, and counts how honest the quantiles were."""
+    """Predicts the lengths of jobs, learns them at their end, and counts how often the predicted quantiles held."""
 
     predictor: LengthPredictor = field(default_factory=LengthPredictor)
     expected: dict[int, ExpectedLength] = field(default_factory=dict)
     num_answers: int = 0
-    """Of all runs, like the two counts below."""
+    """This count and the two below are over all runs."""
     below_p50: int = 0
     below_p90: int = 0
 
     def begin(self, earlier: list[Job]) -> None:
-        """A new run begins: only the answers of `earlier` are known."""
+        """Begins a new run, in which only the answers of `earlier` are known."""
         self.predictor, self.expected = LengthPredictor(), {}
         for job in earlier:
             self.learn(job)
@@ -100,7 +100,7 @@ class Learner:
 
 
 class Door:
-    """Accepts at most `num_places` jobs at once. Refuses others, and lets them in by the order of their refusals."""
+    """Accepts at most `num_places` jobs at once. Refuses others, and accepts them in order of arrival once there is room."""
 
     def __init__(self, num_places: int, clock: Clock, predictor: LengthPredictor) -> None:
         self.active: dict[int, tuple[Job, LengthDistribution]] = {}
@@ -109,14 +109,14 @@ class Door:
         self._predictor = predictor
         self._waits = WaitEstimate(clock, is_shortest_first=True)
         self._refused: deque[tuple[Job, float]] = deque()
-        """Refused jobs, and when each comes back."""
+        """Jobs that are not accepted yet, and when each tries again."""
 
     def arrive(self, job: Job) -> None:
         job.named = None if self._has_room else self._named()
         self._refused.append((job, self._clock() + (job.named or 0.0)))
 
     def accepted(self) -> list[Job]:
-        """The jobs that are let in now."""
+        """Accepts jobs while there is room, and returns them."""
         found, now = [], self._clock()
         while self._refused and len(self.active) < self._num_places:
             job, _ = self._refused.popleft()
@@ -125,7 +125,7 @@ class Door:
             self.active[id(job)] = job, self._predictor.predict(job.features)
             found.append(job)
         for index, (job, back_at) in enumerate(self._refused):
-            if back_at <= now:  # it came back at its time, and is refused again
+            if back_at <= now:  # the job tries again now, and is refused again
                 self._refused[index] = job, now + self._named()
         return found
 

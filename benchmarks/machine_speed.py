@@ -21,8 +21,8 @@ READING_SHARE = 0.6
 """A run below this fraction of the best memory bandwidth counts as disturbed. The best is rare: on an idle virtual
 machine the median was 0.7 of it, and with a limit of 0.8 every run counted as disturbed."""
 PRODUCTS_SHARE = 0.9
-"""The same for the second figure, multiplications of bytes: a run below this fraction of the best counts as disturbed.
-They use only registers, so the median is 0.95 of the best."""
+"""A run below this fraction of the best speed of byte products counts as disturbed, too. Byte products use only registers,
+so the median is 0.95 of the best."""
 _PROBE_BYTES = 256 << 20
 _PROBE_SECONDS = 0.2
 """Time for each of the two figures."""

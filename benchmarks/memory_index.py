@@ -1,8 +1,8 @@
 """`python -m benchmarks memory-index`: recall, latency, build rate and memory of the index of vector stores.
 
-The vectors are those of real passages if a file has them (`--passages`, written by `python -m benchmarks passages`), or
-they come from a generator: clusters with the spectrum of the real ones. Searches go through
-`VectorIndex`, as those of the server do, and are compared with an exact search of the same f16 vectors.
+The vectors come from real passages (`--passages`, a file that `python -m benchmarks passages` writes), or from a
+generator: clusters with the spectrum of the real vectors. Searches go through `VectorIndex`, as in the server. They are
+compared with an exact search of the same f16 vectors.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ Vectors = NDArray[np.float32]
 
 RECALL_AT = 10
 ASKED = 50
-"""The server asks for this many passages, to join them with those found by words."""
+"""The server asks the index for this many passages, to merge them with those that a search by words finds."""
 _CLUSTERS = 1000
 _SPREAD = 0.8
 """The median distance of a vector from its centre, where 1 is the length of the centre."""
 _SPREAD_SIGMA = 0.5
 """The standard deviation of the logarithm of that distance: some vectors have very near neighbours, others none."""
 _DECAY = 0.75
-"""Direction k has the variance k ** -_DECAY. With it, the ten largest directions have a quarter of the variance, as those
-of 50,000 real passages (docs/lab/2026-11-19-memory.md)."""
+"""Direction k has the variance k ** -_DECAY. So the ten largest directions have a quarter of the variance, as with the
+vectors of 50,000 real passages (docs/lab/2026-11-19-memory.md)."""
 _MEAN = 0.326
-"""Length of the mean of all vectors, as that of the real ones."""
+"""Length of the mean of all vectors, as measured with real ones."""
 _PIECE = 20_000
 
 
@@ -69,7 +69,7 @@ class Measured:
     memory_mb: float
     """Largest resident memory of the process while it built the index."""
     search_ms: list[float]
-    """Every search, sorted."""
+    """The time of every search, sorted."""
 
 
 def main(
@@ -133,7 +133,7 @@ def _print(measured: Measured, queries: int) -> None:
 
 
 def _draw(results: list[dict[str, Any]], path: Path) -> None:
-    """The times of all searches, as a chart. matplotlib is in an environment of its own, as for `peers`."""
+    """Draws the times of all searches. matplotlib is in an environment of its own, as for `peers`."""
     home = peers_directory()
     home.mkdir(parents=True, exist_ok=True)
     command = (str(python_of(PLOT, home, print_line)), str(script("plot_memory_index")), str(path))

@@ -1,7 +1,7 @@
 """`python -m benchmarks passages`: real passages and their vectors, for `memory-index --passages`.
 
 Reads the documents below some folders, splits them as the server does, and embeds a random part of the passages with the
-default embedder. Interrupted, it continues with the passages that have no vector yet.
+default embedder. After an interruption it continues with the passages that have no vector yet.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`python -m benchmarks peers`: the same workloads on weft and on other engines, in turn, on this machine.
 
 Each engine is started anew for each workload. The engines take turns within a workload, so that the figures of a ratio
-are only minutes apart. An engine that starts slowly is kept, and stopped (SIGSTOP) while others are measured. Before
+are only minutes apart. An engine that starts slowly is kept, and frozen (SIGSTOP) while others are measured. Before
 and after every run the speed of the machine is measured; a disturbed run is repeated.
 """
 
@@ -53,7 +53,7 @@ def main(
     json_path: Path | None,
     plot_path: Path | None,
 ) -> bool:
-    """Measures the chosen engines, and prints the report. True if every engine completed its workloads."""
+    """Measures the chosen engines, and prints the report. Returns True if every engine completed its workloads."""
     engines, columns = choose_engines(peers), choose_work(work)
     if plot_path is not None and columns == [START]:
         raise InvalidRequestError("--plot draws workloads, and --work names none", field="--plot")
@@ -95,7 +95,7 @@ def main(
 
 
 def choose_engines(peers: str | None) -> list[Engine]:
-    """weft and the engines of the named peers; by default the usual ones."""
+    """The engines of weft and of the named peers. `peers` None: the engines with `is_usual`."""
     if peers is None:
         return [engine for engine in ENGINES if engine.is_usual]
     names = tuple(name.strip() for name in peers.split(",") if name.strip())
@@ -106,7 +106,7 @@ def choose_engines(peers: str | None) -> list[Engine]:
 
 
 def choose_work(work: str | None) -> list[str]:
-    """The columns in their order. Wshare-warm needs the prefix cache that Wshare fills, so it adds Wshare."""
+    """The chosen columns, in table order. Wshare-warm needs the prefix cache that Wshare fills, so it adds Wshare."""
     known = (START, *WORKLOADS)
     names = known if work is None else tuple(name.strip() for name in work.split(",") if name.strip())
     for name in names:
@@ -194,7 +194,7 @@ class Bench:
         return [one for one in self._tries.get((engine.name, name), ()) if one.round == number]
 
     def _run_round(self, engine: Engine, names: Sequence[str], number: int) -> None:
-        """Measures once, and again until a try is undisturbed, at most `repeats` more times. Every try is kept."""
+        """Measures one try, and more until one is undisturbed, at most `repeats` more. Every try is kept."""
         measure = self._try_start if names[0] == START else self._try_work
         first = max(len(self._tries_of(engine, name, number)) for name in names)
         for attempt in range(first, first + 1 + self.repeats):
@@ -208,7 +208,7 @@ class Bench:
                 return
 
     def _wait_for_quiet(self) -> None:
-        """Waits until other load has ended, but only some seconds."""
+        """Waits until other load has ended, but at most some seconds (`QUIET_CHECKS`)."""
         self.print_status(f"waiting for an idle machine, about {QUIET_CHECKS * QUIET_PAUSE:g} s at most")
         for _ in range(QUIET_CHECKS):
             before = take_snapshot()
@@ -264,7 +264,7 @@ class Bench:
         ]
 
     def _measure_machine(self, running: RunningEngine) -> Speed | None:
-        """Measures the machine while the engine is stopped: its threads may still spin after the work."""
+        """Measures the machine while the engine is frozen: its threads may still spin after the work."""
         if self.gauge.is_disabled:
             return None
         running.freeze()

@@ -161,5 +161,5 @@ class CellFiles:
 
 
 def plain_name(name: str) -> str:
-    """`name` as part of a file name."""
+    """`name` with only such characters as may be in a file name."""
     return "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in name)

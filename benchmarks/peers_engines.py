@@ -61,7 +61,7 @@ class PeerFiles:
         return self._made(f"{self._stem}.f32", lambda target: write_folder(self.model, target))
 
     def openvino(self) -> Path:
-        """OpenVINO reads a GGUF file and saves its own format beside it."""
+        """The model in OpenVINO's format. OpenVINO reads a GGUF file and saves its own format beside it."""
         python, source = self.python(OPENVINO), self.q4_0()
 
         def make(target: Path) -> None:

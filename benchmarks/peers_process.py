@@ -1,4 +1,5 @@
-"""A running engine: starts, observes and ends its process, sends requests to it, and stops it while others run.
+"""A running engine: starts, observes and ends its process, sends requests to it, and freezes it (SIGSTOP) while others
+are measured.
 
 The load generator of `weft bench serve` sends the requests to a server. A library runs in a driver, which gets the same
 requests as one line of JSON and returns the time of every token.
@@ -77,7 +78,8 @@ class RunningEngine:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def first_token(self, prompt: Sequence[int]) -> tuple[float, MachineUse]:
-        """Seconds from the start of the process to its first token, and the CPU use meanwhile."""
+        """Sends the first request. Returns the seconds from the start of the process to its first token, and the CPU use
+        meanwhile."""
         item = Item(tuple(prompt), 1)
         if self._launch.port is None:
             self._drive(Phase("start", (item,)), START_SECONDS)
@@ -87,7 +89,8 @@ class RunningEngine:
         return seconds, self._use(self._before)
 
     def run(self, phases: Sequence[Phase]) -> Iterator[Outcome]:
-        """Warms the engine up and runs the phases one after another. A phase starts when its outcome is requested."""
+        """Warms the engine up, runs the phases one after another, and yields their outcomes. A phase starts when its
+        outcome is requested."""
         for number, phase in enumerate(phases):
             yield self._outcome(phase, 0 if number else _NUM_WARM_UP)
 
@@ -201,7 +204,7 @@ class RunningEngine:
     # --- process ----------------------------------------------------------------------------------------------------
 
     def freeze(self) -> None:
-        """Stops the process group (SIGSTOP) while others are measured; its memory stays."""
+        """Freezes the process group (SIGSTOP) while other engines are measured; its memory stays."""
         os.killpg(self._process.pid, signal.SIGSTOP)
         self._is_frozen = True
 
@@ -225,7 +228,7 @@ class RunningEngine:
         except subprocess.TimeoutExpired:
             pass
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)  # children that outlived it
+            os.killpg(self._process.pid, signal.SIGKILL)  # children that are still running
         except ProcessLookupError:
             pass
         self._process.wait()
@@ -235,7 +238,7 @@ class RunningEngine:
 
 
 def _end_with_parent() -> None:
-    """Kills the engine if the benchmark dies: a stopped process could not end by itself."""
+    """Kills the engine if the benchmark dies: a frozen process could not end by itself."""
     _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
@@ -333,5 +336,5 @@ def _reject_text(token_ids: Sequence[int]) -> str:
 
 
 def settle(seconds: float = 0.5) -> None:
-    """Waits until the system has freed the memory of the last process and written its files."""
+    """Sleeps, so that the system can free the memory of the last process and write its files."""
     sleep(seconds)

@@ -131,7 +131,7 @@ def print_report(report: Report) -> None:
 def _print(
     report: Report, title: str, work: list[str], figure: Figure, form: str, is_better_high: bool
 ) -> None:
-    """A table of one figure with its ratio to weft; the last rows compare with the best peer."""
+    """Prints a table of one figure with its ratio to weft; the last rows compare weft with the best peer."""
     by_work = {name: ratios(report, name, figure, is_better_high) for name in work}
 
     def text(engine: str, name: str) -> str:
@@ -168,7 +168,7 @@ def _print_pairs(
 def _best_rows(
     report: Report, work: list[str], figure: Figure, is_better_high: bool, of: str = ""
 ) -> list[list[str]]:
-    """weft against the best peer, and, if measured, weft in process against the best peer in process."""
+    """Rows that compare weft with the best peer and, if measured, weft without HTTP with the best peer without HTTP."""
 
     def best(found: Mapping[str, float], peers: list[str]) -> str:
         of_peers = [ratio for name, ratio in found.items() if name in peers]
@@ -188,7 +188,7 @@ def _best_rows(
 
 
 def _print_tries(report: Report) -> None:
-    """The spread of the tries, if any cell has more than one."""
+    """Prints the spread of the tries, if any cell has more than one."""
     if all(len(cell.tries) == 1 for cell in report.cells):
         return
 
@@ -235,7 +235,7 @@ def _ratios_document(
 
 
 def _cell_document(cell: Cell) -> dict[str, Any]:
-    """The try that counts, and a short form of every try."""
+    """A cell for the JSON report: the try that counts, and a short form of every try."""
     tries = [
         {
             **{
@@ -255,7 +255,7 @@ def write_report(report: Report, path: Path) -> None:
 
 
 def draw(report: Report, path: Path, files: PeerFiles) -> None:
-    """A bar chart, drawn by matplotlib in its own environment: weft does not depend on it."""
+    """Draws a bar chart, with matplotlib in its own environment: weft does not depend on it."""
     columns = []
     for work in report.work:
         found = [cell for name in report.rows() if (cell := report.cell(name, work))]

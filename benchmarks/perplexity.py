@@ -147,7 +147,7 @@ def score(
     pool: KvCachePoolConfig | None = None,
     **options: Any,
 ) -> Scores:
-    """Scores every window through the engine. The default `pool` is a full cache for all windows at once."""
+    """Scores every window through the engine. `pool` None: a full cache for all windows at once."""
     context = len(windows[0])
     backend = registry.build(device, checkpoint=checkpoint, max_context=context + 1, **options)
     if pool is None:

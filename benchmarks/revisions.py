@@ -2,7 +2,7 @@
 
 A revision is a checkout with its own `.venv` (`make kernels` there). Each round starts the server of both, one after
 the other, and sends both the same requests over HTTP. The order alternates. Every round gives one ratio for each
-workload; the table shows their geometric mean with its 95% interval.
+workload; the table shows the geometric mean of the ratios with its 95% interval.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _START_PROMPT = 16
 
 
 def main(before: Path, after: Path, *, work: Sequence[str], rounds: int) -> bool:
-    """Measures and prints. True if no workload counts as slower (see `ALLOWED_LOSS`)."""
+    """Measures and prints. Returns True if no workload counts as slower (see `ALLOWED_LOSS`)."""
     pythons = {"before": _python_of(before), "after": _python_of(after)}
     model = pull("default")
     tokenizer = open_tokenizer(open_checkpoint(model))

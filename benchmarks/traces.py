@@ -1,8 +1,8 @@
 """Traces for `python -m benchmarks learned`: requests whose answers resemble earlier ones, and unrelated requests.
 
-A trace is a function of the number of a request and of what the stream asked and got before. So edits build on the
-model's own file, and an agent has its own earlier answers in its history. No request of a trace occurs twice. Nothing
-has to be downloaded.
+A trace is a function of the number of a request and of the earlier requests and answers of its stream. So edits build on
+the file that the model wrote, and an agent has its own earlier answers in its history. No request of a trace occurs twice.
+Nothing has to be downloaded.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Earlier = Sequence[tuple[int, str]]
 """The requests of a stream so far: their numbers, and the model's answers."""
 
 EDITS_OF_A_FILE = 6
-"""After so many edits a stream begins again with the first version of the file."""
+"""After this many edits a stream begins again with the first version of the file."""
 LONGEST_FILE = 1200
-"""Characters. A stream with a longer file begins again."""
+"""Maximum characters of a file. A stream whose file is longer begins again with the first version."""
 TURNS_OF_AN_AGENT = 4
 
 _NAMES = ("Anna", "Ben", "Carla", "David", "Elena", "Frank", "Gina", "Hans", "Iris", "Jack", "Kim")
@@ -75,7 +75,7 @@ class Trace:
 
 
 def _edit(number: int, earlier: Earlier) -> Messages:
-    """An edit of a file. It builds on the file that the model printed last."""
+    """Asks for an edit of a file: the one that the model printed last."""
     verb, noun = _pick(_VERBS, number), _pick(_NOUNS, number // len(_VERBS))
     edit = f"Add a method {verb}_{noun}. Print the whole new file."
     return _asked(f"Here is the file account.py:\n```python\n{_newest_file(earlier)}```\n{edit}")
@@ -89,7 +89,7 @@ def _newest_file(earlier: Earlier) -> str:
 
 
 def _letter(number: int, earlier: Earlier) -> Messages:
-    """A letter of a shop. All requests name the same form of letter."""
+    """Asks for a letter of a shop. All requests ask for the same form of letter."""
     good, name, colour = _pick(_GOODS, number), _pick(_NAMES, number), _pick(_COLOURS, number)
     form = "greeting, thanks, order details, delivery time of 3 days, return policy of 30 days, closing"
     return _asked(
@@ -98,7 +98,8 @@ def _letter(number: int, earlier: Earlier) -> Messages:
 
 
 def _agent(number: int, earlier: Earlier) -> Messages:
-    """A turn of an agent that repairs one module after another. Its own earlier answers of the task are its history."""
+    """A request of an agent that repairs modules. Up to TURNS_OF_AN_AGENT - 1 earlier requests, with the answers, are its
+    history."""
     num_turns = len(earlier) % TURNS_OF_AN_AGENT
     messages: Messages = [
         {

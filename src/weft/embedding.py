@@ -20,7 +20,7 @@ class EmbeddingSpec:
 
     kind: Literal["embed", "rerank"]
     pooling: Literal["mean", "cls", "last"]
-    """The vector is the mean over all tokens, or that of the first or the last token."""
+    """How a text gets one vector: the mean of its token vectors, or the vector of its first or last token."""
     dimensions: int
     """Numbers in a vector. A reranker has 1: the score."""
     max_tokens: int
@@ -32,7 +32,7 @@ class EmbeddingSpec:
     lower_case: bool = False
     """Inputs are converted to lower case before they are tokenised. Most tokenizers do it themselves, if it is needed."""
     activation: Literal["none", "sigmoid"] = "none"
-    """Applied to the score of a reranker."""
+    """The function that is applied to the score of a reranker."""
     yes_no: tuple[int, int] | None = None
     """The tokens of yes and no, for a reranker that answers with one of them. The score is the probability of yes if only
     these two are possible."""
@@ -50,6 +50,6 @@ class EmbeddingSpec:
                 prefix_caching=False,
                 max_draft_tokens=0,
             ),
-            # One block for each input: it stands for the right to run. The backend keeps no K and V.
+            # One block for each input. It only counts the inputs that run: the backend keeps no K and V.
             cache=KvCachePoolConfig(num_blocks=_MAX_RUNNING, block_size=self.max_tokens + 1, swap_blocks=0),
         )

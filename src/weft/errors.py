@@ -22,7 +22,7 @@ class InvalidRequestError(WeftError, ValueError):
 
 
 class PromptTooLongError(InvalidRequestError):
-    """A prompt has more tokens than the context allows: `num_tokens`, or at least that many, of `most`."""
+    """A prompt has more tokens than the context allows. `num_tokens`: how many it has at least. `most`: the limit."""
 
     def __init__(self, message: str, field: str, num_tokens: int, most: int) -> None:
         super().__init__(message, field, "context_length_exceeded")

@@ -12,7 +12,7 @@ _MAX = 1e15
 @dataclass(frozen=True)
 class LearnedCosts:
     """Sums of `StepCostModel` and means of `DecodeCosts`. They are a hint: a scheduler that restores them gives them little
-    weight, and measures on. The default has learned nothing."""
+    weight and continues to measure. The default has no measurements."""
 
     steps: float = 0.0
     moments: tuple[tuple[float, ...], ...] = ((0.0,) * NUM_FEATURES,) * NUM_FEATURES

@@ -1,7 +1,7 @@
-"""Predicts how long an answer will be, from the lengths of earlier answers. Pure: no clock, no chance, no I/O.
+"""Predicts how long an answer will be, from the lengths of earlier answers. Pure: no clock, no randomness, no I/O.
 
-Earlier answers are counted by context, from special to general: the template, tools and sizes of a request, its template
-and tools, its owner, all requests. Few answers in a context say little, so each context is mixed with the next one.
+Earlier answers are counted in four contexts, from special to general: equal template, tools and sizes; equal template and
+tools; the same owner; all requests. A context may have few answers, so its lengths are mixed with those of the next one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from weft.parameters import check_number
 
 NUM_BUCKETS = 48
 HALF_LIFE = 500
-"""After this many later answers of the same context, an answer counts half."""
+"""After this many later answers in the same context, an answer has half the weight of a new one."""
 _PARENT_WEIGHT = 4.0
-"""The next context counts as this many answers."""
+"""In the mix, the next more general context counts as this many answers."""
 MAX_CONTEXTS = 4096
-"""Each takes about 1 KiB. The least recently used one is dropped."""
+"""Maximum number of contexts. Each takes about 1 KiB. Beyond it, the owner without an answer for the longest time loses
+its least recently used context."""
 _MAX_OF_ONE_OWNER = MAX_CONTEXTS // 4
 _GROWTH = 2 ** (1 / HALF_LIFE)
 _LARGEST_WEIGHT = 1e9
@@ -84,19 +85,19 @@ class LengthDistribution:
 
     @property
     def mean(self) -> float:
-        """Of the length, cut at `max_tokens`."""
+        """The mean length. Lengths above `max_tokens` count as `max_tokens`."""
         total, reached = 0.0, self._reached
         for bucket, edge in enumerate(EDGES):
             if edge > self.max_tokens:
                 break
             count = min(_WIDTHS[bucket], self.max_tokens + 1 - edge)
-            # The sum of P(length >= n) over the first `count` lengths of the bucket. It falls linearly within it.
+            # The sum of P(length >= n) over the first `count` lengths n of the bucket. P falls linearly in the bucket.
             fall = self._fall(bucket) / _WIDTHS[bucket]
             total += count * reached[bucket] - fall * count * (count - 1) / 2
         return max(1.0, total)
 
     def quantile(self, share: float, beyond: int = 0) -> int:
-        """The length that `share` of the answers do not exceed, of those with more than `beyond` tokens."""
+        """The length that the fraction `share` of the answers with more than `beyond` tokens does not exceed."""
         reached = self._reached
         wanted = (1 - share) * self._reached_at(beyond + 1)
         if wanted <= 0:
@@ -134,7 +135,7 @@ class _Context:
         self.ended = array("d", bytes(8 * NUM_BUCKETS))
         self.cut = array("d", bytes(8 * NUM_BUCKETS))
         self.weight = 1.0
-        """Of the next answer. It grows; dividing by it lets all earlier answers fade."""
+        """The weight of the newest answer. It grows with each answer, and counts are divided by it: older ones fade."""
 
     def add(self, bucket: int, was_cut: bool) -> None:
         self.weight *= _GROWTH
@@ -145,8 +146,10 @@ class _Context:
             self.weight = 1.0
 
     def mixed_with(self, parent: tuple[float, ...]) -> tuple[float, ...]:
-        """`reached` of this context, where `parent` counts as some answers. A cut answer only says that the length is at
-        least its own, so it counts among those that may end up to there, and not later (Kaplan and Meier)."""
+        """`reached` of this context (see `LengthDistribution`), mixed with `parent`, the `reached` of the next context.
+
+        Of a cut answer, only a lower bound of the length is known. So it is at risk of ending up to its own length, and
+        not beyond (the estimator of Kaplan and Meier)."""
         scale = 1 / self.weight
         after = (*parent[1:], 0.0)
         ends = [
@@ -168,12 +171,12 @@ _ContextKey = tuple[int, ...]
 
 
 class LengthPredictor:
-    """Owns what is known about the lengths of answers."""
+    """Owns the counts of the lengths of earlier answers, by context."""
 
     def __init__(self) -> None:
         self._all = _Context()
         self._owners: OrderedDict[str, OrderedDict[_ContextKey, _Context]] = OrderedDict()
-        """The contexts of each owner. Both are in order of use, the least recent first."""
+        """Owner -> its contexts. Owners and contexts are in order of their newest answers, the oldest first."""
         self.num_contexts = 0
 
     def predict(self, features: LengthFeatures) -> LengthDistribution:
@@ -188,7 +191,7 @@ class LengthPredictor:
         return LengthDistribution(reached, features.max_tokens)
 
     def learn(self, features: LengthFeatures, num_tokens: int, *, was_cut: bool) -> None:
-        """Adds an answer. `was_cut`: by its limit, a cancel or a deadline. It would have been longer."""
+        """Adds an answer. `was_cut`: its limit, a cancel or a deadline ended it, so it would have been longer."""
         if num_tokens < 1:
             return
         bucket = bisect_right(EDGES, num_tokens) - 1

@@ -1,6 +1,7 @@
-"""What the live page shows of an engine: one frame has its requests, its blocks, its last steps and what happened since the frame before.
+"""Frames for the live page. A frame has the requests and blocks of an engine, its last steps, and the events since the
+previous frame.
 
-The engine makes a frame only when it is asked for one. The server adds what only it knows (`weft.server.live`).
+Frames are made on demand. The server adds its own data (`weft.server.live`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ BLOCK_STATES = {
 """A letter for each state of a full block. A store block of a two-tier cache has the same letter in upper case."""
 
 FINISH_REASONS = tuple(FinishReason)
-"""An event that a request has ended has the index of its reason in this list."""
+"""In the event of a request's end, `first` is the index of its finish reason in this list."""
 
 MAX_REQUESTS = 512
 """Requests in a frame: running ones first, then the head of the queue."""
@@ -118,7 +119,7 @@ class LiveFrame:
     requests: tuple[LiveRequest, ...]
     num_running: int
     num_waiting: int
-    """Requests in all, also those that `requests` leaves out."""
+    """The two counts include requests that `requests` leaves out."""
     steps: tuple[LiveStep, ...]
     steps_left_out: int
     events: tuple[LiveEvent, ...]
@@ -137,4 +138,4 @@ class LiveFrame:
     """Counts since the start by bucket of `weft.metrics.Histogram`. The page subtracts an older frame. A request counts
     at its first token."""
     gap_counts: dict[int, int]
-    """The same for the gaps between tokens."""
+    """Counts of the gaps between tokens, likewise."""

@@ -31,8 +31,8 @@ class Feeder:
         self.ended: queue.SimpleQueue[tuple[Any, LocalChoices | WeftError] | None] = queue.SimpleQueue()
         """The answers that have ended. None follows the last one."""
         self.capacity = threading.Semaphore(max_unread)
-        """Limits the requests whose results are not read yet. Reading a result releases it, so `source` is not read
-        faster than its results are."""
+        """Limits the requests whose results are not read yet. The reader of the results releases it once for each, so
+        that `source` is not read faster than they are."""
         self.failure: BaseException | None = None
         """The error that `source` raised."""
         self._engine = engine
@@ -134,7 +134,8 @@ class LocalChoices:
         try:
             answer.take(output)
         except BaseException:
-            # The engine fails the request and does not call again, but `on_end` must still be called.
+            # After this exception the engine fails the request and does not call `_take` again. `on_end` must still be
+            # called.
             is_over = True
             raise
         finally:

@@ -83,7 +83,7 @@ class LocalVectors:
         vectors = np.zeros((len(texts), self.spec.dimensions), np.float32)
         errors: dict[int, WeftError] = {}
         indices: dict[RequestId, int] = {}
-        """By request: the index of its text. Only requests that have not ended."""
+        """Id of a request that has not ended -> the index of its text."""
         has_ended = threading.Semaphore(0)
 
         def take(output: TokenOutput) -> None:

@@ -76,7 +76,7 @@ class Buckets:
 
     bounds: tuple[float, ...]
     counts: list[int]
-    """One more than there are bounds: the last bucket has no bound."""
+    """One for each bound, and one for the last bucket, which has no bound."""
     total: float = 0.0
     """The sum of all values."""
 
@@ -177,7 +177,7 @@ class TwoTierKvCache:
     migrations: int
     """Blocks that left a tail and moved to the store."""
     migrations_shared: int
-    """Of these, blocks whose content the store held already: nothing was copied."""
+    """Of the migrations, blocks whose content the store held already: nothing was copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +224,11 @@ class SchedulerStats:
     """Of the draft tokens, those from finished answers."""
     learned_drafts_accepted: int = 0
     learned_seconds_saved: float = 0.0
-    """An estimate: seconds of steps that these saved, less what the rejected ones cost."""
+    """Estimated seconds that the accepted learned draft tokens saved, minus those that the rejected ones cost."""
     preemptions_by_recompute: int = 0
     preemptions_by_swap: int = 0
     preemptions_for_memory: int = 0
-    """A running sequence needed the KV blocks, of another one or its own."""
+    """A running sequence lacked KV blocks: another sequence, or itself, was preempted."""
     preemptions_for_priority: int = 0
     """A waiting sequence of higher priority needed the row or the KV blocks."""
     preemptions_for_interactive: int = 0
@@ -322,7 +322,7 @@ class EngineSeries(NamedTuple):
     kind: Literal["gauge", "counter", "histogram"]
     help: str
     labels: tuple[tuple[str, str], ...] = ()
-    """Names and values. Series with the same name have labels with the same names."""
+    """Names and values of the labels. Series with the same name have labels with the same names."""
     without_engine: float = 0.0
     """The value of a gauge while the engine is down. Counters and histograms keep their values."""
 
@@ -339,7 +339,7 @@ def _labelled(
     figures: Mapping[str, str],
     *more_labels: tuple[str, str],
 ) -> tuple[EngineSeries, ...]:
-    """A series for each value of a label. `figures`: the figure by value."""
+    """One series for each value of `label`. `figures`: value of the label -> figure."""
     return tuple(
         EngineSeries(name, figure, kind, help, (*more_labels, (label, value)))
         for value, figure in figures.items()
@@ -347,7 +347,7 @@ def _labelled(
 
 
 def _blocks_of_tier(tier: str, prefix: str) -> tuple[EngineSeries, ...]:
-    """`prefix`: of the fields of `ServingMetrics`."""
+    """The series of one tier. The names of its fields in `ServingMetrics` begin with `prefix`."""
     states = ("free", "used", "cached", "hot", "idle")
     return (
         *_labelled(

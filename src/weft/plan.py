@@ -27,7 +27,8 @@ class BackendInfo:
     eos_token_ids: frozenset[int] = frozenset()
     recompute_seconds_per_token: float = 1e-4
     swap_seconds_per_block: float = 1e-4
-    """For one direction. This number and the one above decide between preemption by swap and by recompute."""
+    """Seconds to copy a block in one direction. This number and the one above decide between preemption by swap and by
+    recompute."""
     weight_bytes: int = 0
     device: str = ""
     """The name of the device that computes, if it is not the host's processor."""

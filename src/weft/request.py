@@ -88,7 +88,7 @@ class FailureKind(Enum):
     """Why a request did not complete. Callers decide by this, never by the words of an error message."""
 
     CANCELLED = "cancelled"
-    """By the client or an operator."""
+    """The client or an operator cancelled the request."""
     DEADLINE = "deadline"
     NO_ALLOWED_TOKEN = "no_allowed_token"
     """The parameters or the grammar of the request forbid every next token. A retry cannot help."""
@@ -196,7 +196,7 @@ class SamplingParams:
     """Number of top logprobs to return for each generated token. 0: only the logprob of the token itself. None:
     no logprobs."""
     prompt_logprobs: int | None = None
-    """The same for each prompt token but the first. The whole prompt is computed then, without prefix hits."""
+    """Like `logprobs`, for each prompt token but the first. The whole prompt is computed then, without prefix hits."""
     n: int = 1
     """Number of answers to the prompt. Each has its own seed (`child_seed`)."""
     grammar: Grammar | None = None
@@ -415,7 +415,7 @@ class TokenOutput(NamedTuple):
 
 
 class PreemptedTime(NamedTuple):
-    """From a preemption until the request ran again, or ended. In seconds since its arrival."""
+    """The time from a preemption until the request ran again, or ended. Both ends are seconds since its arrival."""
 
     began: float
     ended: float

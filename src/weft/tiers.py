@@ -42,7 +42,7 @@ class TierSizes:
 
 
 def tier_sizes(info: BackendInfo, pool: KvCachePoolConfig) -> TierSizes | None:
-    """None: the cache has one tier."""
+    """The capacity of both tiers. None: the cache has one tier."""
     if not info.store_blocks:
         return None
     return TierSizes(

@@ -94,7 +94,7 @@ scheduling, torch.compile, 256 sequences, no prefix cache. Tokens per second; fo
 
 BYTES_PER_SECOND = 4.38e12
 OPERATIONS_PER_SECOND = 785e12
-"""Measured on that H200: memory bandwidth, and bf16 operations per second with matrices of 8192 x 8192."""
+"""Measured on the H200 of `RECORDED`: memory bandwidth, and bf16 operations per second with matrices of 8192 x 8192."""
 _BYTES_PER_VALUE = 2
 
 _TOKEN_IDS = (10, 10_000)
@@ -108,7 +108,7 @@ class Work:
     prompts: tuple[list[int], ...]
     new_tokens: tuple[int, ...]
     counts_prompts: bool = False
-    """The speed is in prompt tokens, not in generated tokens."""
+    """Whether the speed is in prompt tokens, not in generated tokens."""
 
     @property
     def tokens(self) -> int:
@@ -180,7 +180,7 @@ def open_shape(shape: str) -> Checkpoint:
 
 
 def least_seconds(work: Work, shape: str) -> float:
-    """Lower bound of the time on that H200.
+    """Lower bound of the time of a workload on the H200 of `RECORDED`.
 
     All prompts are computed in one step. Then every step gives each running request a token. The time of a step is that
     of its memory reads or of its arithmetic, whichever is longer. Activations, sampling and the host cost nothing.

@@ -37,8 +37,8 @@ _STREAMS = ((128, 200), (500, 200))
 API_STREAMS = (8, 128)
 _API_ROUNDS = 10
 NOOP_STEP_SECONDS = 0.005
-"""Duration of a step of the noop backend while APIs are compared: that of a small model. Without it one event has
-several tokens, and how many depends on the load of the machine."""
+"""Duration of a step of the noop backend while APIs are compared, as with a small model. If steps took no time, an event
+would have several tokens, and their number would depend on the load of the machine."""
 SLOWER_THAN_CHAT = 0.05
 
 
@@ -206,7 +206,7 @@ async def _throughput(client: Client, streams: int, tokens: int, prompt: list[in
 async def costs_by_api(
     client: Client, rounds: int, streams: int, tokens: int
 ) -> dict[Api, list[tuple[float, float]]]:
-    """CPU seconds of the server, and seconds, for each streamed token: a pair for each round. The APIs take turns, in
+    """For each API and round: CPU seconds of the server, and elapsed seconds, per streamed token. The APIs take turns, in
     another order in each round, so that other load on the machine affects all of them."""
     item = Item(_TEXT, tokens)
     bodies = {

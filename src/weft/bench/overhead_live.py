@@ -44,7 +44,7 @@ class ViewerCost:
 
 
 def viewer_checks(costs: list[ViewerCost]) -> list[Check]:
-    """A criterion is met if the worse end of the 95% interval meets it."""
+    """Compares the costs with their criteria. A criterion is met if the worse end of the 95% interval meets it."""
     checks = []
     for cost in costs:
         name = f"a live viewer, {cost.sequences} sequences"
@@ -135,7 +135,7 @@ async def _measure(client: Client, engine: int, prompt: list[int], sequences: in
 
 
 async def _round(client: Client, engine: int, message: bytes) -> tuple[float, float, float]:
-    """CPU seconds of the engine's thread and of its process, and the time that passed."""
+    """Runs one round. Returns CPU seconds of the engine's thread and of its process, and the elapsed seconds."""
     before, began = _cpu_seconds(engine), time.perf_counter()
     answer, _ = await client.send(message, 120.0)
     seconds = time.perf_counter() - began
@@ -147,7 +147,7 @@ async def _round(client: Client, engine: int, message: bytes) -> tuple[float, fl
 
 @asynccontextmanager
 async def _viewer(client: Client) -> AsyncIterator[list[int]]:
-    """Reads live data during the `with` block. Yields the sizes of the frames, of which there will be more."""
+    """Reads live data during the `with` block. Yields the list of frame sizes, which grows as frames arrive."""
     reader, writer = await asyncio.open_connection(client.host, client.port, limit=1 << 20)
     writer.write(client.message("GET", "/live"))
     sizes: list[int] = []
@@ -172,7 +172,7 @@ async def _viewer(client: Client) -> AsyncIterator[list[int]]:
 
 
 def _cpu_seconds(pid: int) -> tuple[float, float]:
-    """CPU time of the main thread, which is the loop of the engine, and of all threads, in nanoseconds resolution."""
+    """CPU seconds of the main thread, which runs the engine loop, and of all threads. The resolution is a nanosecond."""
     total = own = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         spent = int((task / "schedstat").read_text().split()[0])

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
 _T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
-"""Student's t for 95% with 1, 2, ... degrees of freedom; 2.1 after them."""
+"""Student's t for 95% with 1, 2, ... degrees of freedom. With more than this table has, t is taken as 2.1."""
 
 
 def t_95(degrees: int) -> float:
-    """Student's t for a 95% interval with so many degrees of freedom, at least 1."""
+    """Student's t for a 95% interval with `degrees` degrees of freedom, at least 1."""
     return _T_95[degrees - 1] if degrees <= len(_T_95) else 2.1
 
 

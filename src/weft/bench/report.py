@@ -54,7 +54,7 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """The first column is text, the others are figures."""
+    """Prints a table. Its first column is text, the others are figures."""
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")

@@ -37,7 +37,7 @@ def main(
     json_path: Path | None,
     html_path: Path | None,
 ) -> bool:
-    """Measures, prints and writes. True if every request was answered."""
+    """Measures, prints and writes. Returns True if every request was answered."""
 
     def decode(token_ids: Sequence[int]) -> str:
         return _open_tokenizer(tokenizer).decode(token_ids)
@@ -76,7 +76,7 @@ def parse_api(name: str) -> Api:
 
 
 def parse_duration(text: str | None, option: str) -> float | None:
-    """Seconds from '250ms' or '2s'. A bare number is an error: some tools read it as ms, others as s."""
+    """Parses '250ms' or '2s' to seconds. A bare number is an error: some tools read it as ms, others as s."""
     if text is None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s)", text.strip())
@@ -88,7 +88,7 @@ def parse_duration(text: str | None, option: str) -> float | None:
 
 
 def parse_lengths(text: str, option: str) -> Lengths:
-    """'128', or '16-512' for lengths drawn uniformly from that range."""
+    """Parses '128', or '16-512' for lengths drawn uniformly from that range."""
     low, dash, high = text.partition("-")
     if not (low.isdecimal() and (high.isdecimal() or not dash)):
         raise InvalidRequestError(f"{option} is {text!r}; write a count such as 128, or 16-512", field=option)
@@ -102,7 +102,7 @@ def parse_lengths(text: str, option: str) -> Lengths:
 
 
 def parse_rates(text: str | None, option: str) -> tuple[float, ...]:
-    """'4', or '1,2,4,8' for a sweep."""
+    """Parses '4', or '1,2,4,8' for a sweep."""
     if text is None:
         return ()
     try:

@@ -13,7 +13,7 @@ from weft.errors import WeftError
 
 PROBE_SECONDS = 120.0
 _REFUSALS = ("HTTP 400", "HTTP 422", "HTTP 500", "HTTP 501")
-"""The statuses of servers for a request with fields that they do not know. Some send 500 for a prompt that is a list."""
+"""Statuses with which servers refuse fields that they do not know. Some send 500 for a prompt that is a list."""
 
 
 class ServerError(WeftError):
@@ -38,9 +38,9 @@ class Dialect:
     model: str
     api: Api = "completions"
     takes_ids: bool = True
-    """Prompts are sent as token ids; otherwise as text."""
+    """Whether prompts are sent as token ids; otherwise they are sent as text."""
     takes_exact_length: bool = True
-    """Accepts `ignore_eos` and `min_tokens`: every answer has exactly `max_tokens` tokens."""
+    """Whether the server accepts `ignore_eos` and `min_tokens`: then every answer has exactly `max_tokens` tokens."""
     takes_usage: bool = True
     """Whether the server accepts `stream_options` and so reports token counts. APIs other than chat and completion
     always report them."""

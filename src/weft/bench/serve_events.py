@@ -43,7 +43,7 @@ _RESPONSE_ENDS = frozenset({"response.completed", "response.incomplete"})
 
 
 def read_event(event: Mapping[str, Any]) -> Event:
-    """Raises TypeError if a part of the event has the wrong type."""
+    """Reads one event of any API. Raises TypeError if a part of the event has the wrong type."""
     kind = event.get("type")
     if isinstance(kind, str) and kind.startswith("response."):
         return _response_event(kind, event)
@@ -123,7 +123,7 @@ def _message_event(kind: str, event: Mapping[str, Any]) -> Event:
 
 
 def _message_usage(usage: Any) -> Usage:
-    """Input tokens of this API exclude those that the cache served or took."""
+    """The usage in the Messages API. Its `input_tokens` exclude tokens that were read from or written to the cache."""
     parts = [_count(usage, name) for name in ("input_tokens", "cache_creation_input_tokens")]
     cached = _count(usage, "cache_read_input_tokens")
     prompt = None if parts[0] is None else sum(one or 0 for one in (*parts, cached))

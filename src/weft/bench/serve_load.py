@@ -42,7 +42,7 @@ class Phase:
     rate: float | None = None
     """Average requests per second; None if the arrivals have no rate."""
     warm_up: tuple[Item, ...] = ()
-    """Sent before the clock starts, and not measured."""
+    """Requests that are sent before the clock starts. They are not measured."""
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class Summary:
     answered: int
     failures: dict[str, int]
     seconds: float
-    """From the start of the first request to the end of the last."""
+    """Time from the start of the first request to the end of the last."""
     requests_per_second: float
     output_tokens_per_second: float
     prompt_tokens_per_second: float

@@ -79,7 +79,7 @@ class ResponseReader:
         return data
 
     def end_of_stream(self) -> None:
-        """The server closed the connection. This ends a body that has neither chunks nor a content-length."""
+        """Called when the server has closed the connection. This ends a body without chunks and content-length."""
         if self.status and not self._is_chunked and self._length_left is None:
             self.is_complete = True
 

@@ -65,7 +65,7 @@ class SoakWork:
 
 
 def main(work: SoakWork, json_path: Path | None) -> bool:
-    """Runs the soak test, prints and writes. True if every check was met."""
+    """Runs the soak test, prints and writes. Returns True if every check was met."""
     soaked = asyncio.run(_soak(work))
     print_soak(soaked)
     if json_path is not None:
@@ -87,7 +87,8 @@ async def _soak(work: SoakWork) -> Soaked:
 
 
 async def _run(work: SoakWork, host: str, port: int, noop: Tokenizer | None, sizes: Sizes) -> Soaked:
-    """`noop` is the tokenizer if the server runs the noop backend, whose answers can be computed here."""
+    """Runs the soak test against a server. `noop` is the tokenizer if the server runs the noop backend, whose answers can
+    be computed here."""
     server = Target(host, port, (), (), (), work.api_key)
     max_context = (await _fetch_json(server, "GET", "/v1/models"))["data"][0].get("max_model_len", 1 << 17)
     _print_status("determining the expected answers")

@@ -17,14 +17,14 @@ HEALTH_P99_SECONDS = 0.1
 LOOP_LAG_P99_SECONDS = 0.05
 NOTICED_SECONDS = 1.0
 GROWTH_MIB = 1.0
-"""Memory does not grow if 0 MiB a minute is inside the 95% interval of the slope. An interval that reaches above this
-is too wide to say so."""
+"""Memory does not grow if 0 MiB a minute is inside the 95% interval of the slope. If the interval reaches above this
+value, it is too wide to exclude growth."""
 MAX_LATE_SHARE = 0.001
 """Allowed fraction of requests that failed because the clients were late. With more, the run says little about the
 server."""
 LONG_ENOUGH_SECONDS = 600.0
-"""Growth is checked only for a process that was observed this long: before, its caches are still filling in the last
-half."""
+"""Growth is checked only for a process that was observed for this long. It is measured over the last half; in shorter
+runs, caches are still filling then."""
 SHOWN_VIOLATIONS = 20
 
 

@@ -55,8 +55,8 @@ class ProcessHistory:
     files: list[int] = field(default_factory=list)
 
     def growth(self) -> Growth:
-        """Over the last half of the samples. Neighbouring samples are nearly equal, and an interval from each of them
-        would be far too small. So the line goes through the means of `_PARTS` parts."""
+        """The growth over the last half of the samples. Neighbouring samples are nearly equal, so an interval computed from
+        single samples would be far too small. So the line goes through the means of `_PARTS` parts."""
         half = len(self.times) // 2
         count = len(self.times) - half
         bounds = [half + count * part // _PARTS for part in range(_PARTS + 1)]

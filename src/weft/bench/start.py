@@ -67,7 +67,7 @@ class Peak:
 
 
 def main(model: str, starts: int, streams: Sequence[int], json: bool) -> bool:
-    """Measures and prints. True if every criterion was met."""
+    """Measures and prints. Returns True if every criterion was met."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that SIGTERM ends the servers too
     try:
         measured = _measure(model, starts)
@@ -167,7 +167,7 @@ def _is_answering(port: int) -> bool:
 
 
 def _request_stream(port: int, text: str, max_tokens: int, *, until_first: bool = False) -> bool:
-    """Requests a streamed answer. False if the server is not ready (503)."""
+    """Requests a streamed answer. Returns False if the server is not ready (503)."""
     fields = {"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, "stream": True}
     body = json_module.dumps({**fields, "temperature": 0, "ignore_eos": True})
     connection = http.client.HTTPConnection(_HOST, port, timeout=_TIMEOUT_SECONDS)

@@ -119,7 +119,7 @@ class BatchClient:
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     def send(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        """The JSON of the response."""
+        """Sends `body` as JSON. Returns the JSON of the response."""
         content = b"" if body is None else json.dumps(body).encode()
         with self._response(method, path, content, {"Content-Type": "application/json"}) as response:
             return self._json(response)
@@ -185,7 +185,7 @@ class BatchClient:
     def _response(
         self, method: str, path: str, body: bytes | Iterator[bytes], headers: dict[str, str]
     ) -> Iterator[http.client.HTTPResponse]:
-        """Raises WeftError with the message of the server for an error status."""
+        """Sends a request and yields the response. For an error status, raises WeftError with the server's message."""
         kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=_SECONDS)
         try:
@@ -270,7 +270,7 @@ def _progress_of(batch: dict[str, Any]) -> str:
 
 
 def at_url(url: str) -> str:
-    """The option for a server at another address than the default."""
+    """The option --url, with a space before it, for a server that is not at the default address; else nothing."""
     return "" if url == BatchClient.default_url else f" --url {url}"
 
 

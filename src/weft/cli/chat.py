@@ -264,7 +264,7 @@ class _Conversation:
         try:
             if self._recall is not None:
                 sources = self._recall(text)
-            # The conversation keeps the question alone: the next one has passages of its own.
+            # The conversation keeps the question without its passages: the next question gets other passages.
             asked = {"role": "user", "content": question_with_passages(text, sources)}
             answer = self._answer([*self._messages, asked], params)
         except WeftError as error:

@@ -37,9 +37,9 @@ _PACKAGES = ("numpy", "tokenizers", "minijinja", "msgspec", "starlette", "uvicor
 _CUDA_PACKAGES = {"torch": ((2, 11), (2, 14)), "triton": ((3, 6), (4,))}
 """Packages of the extra `cuda`: the first supported release, and the first later release that is not supported."""
 _FLOAT_BYTES = 4
-"""numpy computes with float32 weights."""
+"""Bytes of a weight with numpy, which computes with float32."""
 _GPU_BYTES = 2
-"""A GPU computes with bfloat16 weights."""
+"""Bytes of a weight on a GPU, which computes with bfloat16."""
 _LOW_DISK = 1 << 30
 _TYPICAL_SHARE = 0.55
 """Typical speed, as a fraction of the speed that the memory bandwidth allows. Measured over HTTP, with the client on

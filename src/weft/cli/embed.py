@@ -84,7 +84,7 @@ def _run(
     truncate: bool,
     plain: bool,
 ) -> tuple[int, int]:
-    """Returns how many texts failed, and how many there were."""
+    """Computes and writes the vectors of all inputs. Returns how many texts failed, and how many there were."""
     num_failed = num_lines = 0
     while group := list(islice(inputs, _GROUP)):
         good = [one for one in group if not one.error]
@@ -97,7 +97,7 @@ def _run(
             if plain and not error:
                 line = " ".join(f"{number:.9g}" for number in rows[index].tolist())
             elif plain:
-                # An empty line, so that line N of the output still belongs to line N of the input.
+                # An empty line is printed, so that line N of the output still belongs to line N of the input.
                 print(f"line {num_lines + 1}: {error}", file=sys.stderr)
                 line = ""
             else:
@@ -114,7 +114,8 @@ def _arguments(texts: list[str]) -> Iterator[_Text]:
 
 
 def _plain_lines(source: IO[bytes]) -> Iterator[_Text]:
-    """One text in each line. An empty line is an error, so that outputs stay beside their inputs."""
+    """One text in each line. An empty line is an error and not skipped: line N of the output belongs to line N of the
+    input."""
     for index, line in zip(count(), read_lines(source, MAX_LINE_BYTES)):
         names = {"index": index}
         if isinstance(line, InvalidRequestError):

@@ -78,7 +78,7 @@ def _sft(prompt: Any, answers: list[Record]) -> Iterator[Record]:
 
 
 def _dpo(prompt: Any, answers: list[Record]) -> Iterator[Record]:
-    """A correction is better than its answer, and the best answer of a prompt better than the worst."""
+    """Pairs of a better and a worse answer: a correction and its answer, the best and the worst answer of a prompt."""
     for answer in answers:
         if answer["correction"]:
             yield _pair(prompt, _corrected(answer), answer["output"])
@@ -105,12 +105,12 @@ def _pair(prompt: Any, chosen: Any, rejected: Any) -> Record:
 
 
 def _turn(output: Any) -> Any:
-    """The completion of a conversation is a list of messages."""
+    """The output as trainers read it: the output of a conversation becomes a list of messages."""
     return output if isinstance(output, str) else [output]
 
 
 def _good(answer: Record) -> Any:
-    """The answer to learn. None: there is none."""
+    """The answer to train on: the correction, or an output with a positive score. None: there is neither."""
     if answer["correction"]:
         return _corrected(answer)
     return answer["output"] if answer["score"] is not None and answer["score"] > 0 else None

@@ -43,7 +43,7 @@ class Processor:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. `available` can be allocated without swapping, within the limit of the cgroup."""
+    """Sizes in bytes. `available` can be allocated without swapping, within the limit of the cgroup."""
 
     total: int | None
     available: int | None
@@ -51,7 +51,7 @@ class Memory:
 
 
 def processor(info: str | None = None) -> Processor:
-    """`info` is the content of /proc/cpuinfo."""
+    """Describes the processor. `info` is the content of /proc/cpuinfo; None: it is read."""
     if info is None:
         info = _read(_CPU_INFO) or ""
     name, flags, cores = "", None, set()
@@ -85,7 +85,7 @@ def _usable_cores() -> int:
 
 
 def memory(root: Path = Path("/")) -> Memory:
-    """`root` is the folder that contains /proc and /sys."""
+    """Describes the memory of the host. `root` is the folder that contains /proc and /sys."""
     host = host_memory(root)
     return Memory(host.total, host.available, host.limit)
 

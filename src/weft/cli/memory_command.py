@@ -20,7 +20,7 @@ _SHOWN_CHARACTERS = 400
 
 
 def add_command(name: str, paths: Sequence[Path], url: str, api_key: str | None, as_json: bool) -> None:
-    """Uploads files, attaches them, waits, and prints what became of each."""
+    """Uploads files, attaches them, waits until the server has read them, and prints the result of each."""
     files = list(_files(paths))
     if not files:
         raise InvalidRequestError("the folders have no files; name at least one file", field="path")
@@ -103,7 +103,7 @@ def remove_command(name: str, files: Sequence[str], url: str, api_key: str | Non
 
 
 def source_line(source: Source) -> str:
-    """Where a passage is from, for a terminal."""
+    """Says where a passage comes from, in a form that is safe for a terminal."""
     return f"{printable(source.place)}, characters {source.start:,} to {source.end:,}"
 
 
@@ -128,7 +128,7 @@ class MemoryClient:
         return self._client.send("POST", _STORES, {"name": name})
 
     def add(self, store: str, path: Path | None, name: str) -> str:
-        """Uploads and attaches a file. Returns its id. None: standard input."""
+        """Uploads and attaches a file. Returns its id. `path` None: standard input."""
         with opened(Path("/dev/stdin") if path is None else path) as source:
             file_id: str = self._client.upload(source, name, "assistants")["id"]
         self._client.send("POST", f"{_STORES}/{store}/files", {"file_id": file_id})
@@ -173,7 +173,7 @@ class MemoryClient:
 
 
 def _source(result: dict[str, Any]) -> Source:
-    """A result of a search."""
+    """Converts a result of a search."""
     return Source(
         result["file_id"],
         result["filename"],

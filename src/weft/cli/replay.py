@@ -11,7 +11,7 @@ from weft.engine.replay import ReplayReport, replay
 from weft.errors import WeftError
 
 _SWITCH_SECONDS = 0.001
-"""A response waits about this long for the thread that replays."""
+"""Switch interval of the interpreter: a response waits about this long for the thread that replays."""
 
 
 def replay_command(path: Path) -> None:
@@ -21,7 +21,7 @@ def replay_command(path: Path) -> None:
 
 
 def show_command(path: Path, port: int) -> None:
-    """Serves until a signal arrives."""
+    """Serves the live page of an event log until a signal arrives."""
     from weft.engine.replay_frames import ReplayFrames
     from weft.server.replay_server import serve_replay
     from weft.terminal import one_line

@@ -32,7 +32,7 @@ _MIB = 1 << 20
 
 
 def serve_command(flags: Mapping[str, Any], config: Path | None, print_config: bool) -> None:
-    """`flags` has the values of flags by the keys of their settings. A flag that was not given is missing or None."""
+    """Runs the server. `flags`: key of a setting -> value of its flag. A flag that was not given is missing or None."""
     gc.disable()  # nearly all objects of a start stay alive; the server enables the collector later
     gathered = gather(config, os.environ, flags)
     # All settings are checked before a model is fetched.

@@ -46,7 +46,7 @@ def with_vector_models(
             raise InvalidRequestError(
                 f"MODEL {settings.names[0]!r} {_DOES[kind]} itself; leave --{setting} out", field=setting
             )
-        found.append(_opened(settings, setting, kind, model))  # type: ignore[arg-type]
+        found.append(_fetched_model(settings, setting, kind, model))  # type: ignore[arg-type]
     _check_names(settings, found)
     settings = _quantising_floats(settings, found)
     return *_sharing_cores(settings, found), spec
@@ -84,7 +84,7 @@ def _spec(path: str) -> EmbeddingSpec | None:
 
 
 def _quantisation(settings: ServerSettings, path: str) -> str | None:
-    """`quantize` for a model of several. It applies to weights that are stored as floats; other models keep theirs."""
+    """`quantize` for one of several models. None if its weights are not stored as floats: they stay as they are."""
     from weft.loading.checkpoint import open_checkpoint
 
     quantize = settings.quantize
@@ -92,17 +92,19 @@ def _quantisation(settings: ServerSettings, path: str) -> str | None:
 
 
 def _quantising_floats(settings: ServerSettings, found: Sequence[VectorModelFiles]) -> ServerSettings:
-    """Leaves `quantize` out for MODEL if its weights are quantised already and those of another model are not. If no
-    model has floats, the engine of MODEL refuses it."""
+    """Removes `quantize` for MODEL if its weights are quantised already, but those of another model are not. If no model
+    has float weights, `quantize` stays, and the engine of MODEL refuses it."""
     if settings.backend not in ("cpu", EMBEDDER) or not any(one.backend_options["quantize"] for one in found):
         return settings
     options = {**settings.backend_options, "quantize": _quantisation(settings, settings.model)}
     return dataclasses.replace(settings, backend_options=options)
 
 
-def _opened(
+def _fetched_model(
     settings: ServerSettings, setting: str, kind: Literal["embed", "rerank"], model: str
 ) -> VectorModelFiles:
+    """Fetches the model of --embedder or --reranker. Raises if it is of another kind. "default" is only for
+    --embedder."""
     if setting == "embedder":
         path = embedder_path(model)
     else:
@@ -129,7 +131,7 @@ def _opened(
 def _sharing_cores(
     settings: ServerSettings, found: Sequence[VectorModelFiles]
 ) -> tuple[ServerSettings, tuple[VectorModelFiles, ...]]:
-    """Lets the engines on the CPU take turns, if there are several."""
+    """If several engines compute on the CPU, makes them share the cores with a lease (`core_lease`)."""
     is_on_cpu = settings.backend in ("cpu", EMBEDDER)
     if len(found) + is_on_cpu < 2:
         return settings, tuple(found)

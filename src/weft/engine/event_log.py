@@ -18,7 +18,7 @@ from weft.errors import InvalidRequestError
 _KEPT = 5
 """Older logs that are kept. NAME.1 is the newest of them."""
 _LOOP_SECONDS = 600.0
-"""Logs that ended this soon after each other are of an engine that crashes again and again. The first one says why."""
+"""Logs that ended within this time of each other come from a crash loop. The first of them shows its cause."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class EventLog:
             self._stop_writing(error)
 
     def write(self, line: bytes) -> None:
-        """Never raises: a broken log must not fail a request."""
+        """Writes a line. Never raises: a broken log must not fail a request."""
         if self._file is None:
             return
         try:
@@ -88,8 +88,8 @@ def _open(path: Path) -> int:
 
 
 def _least_useful(names: list[Path]) -> int:
-    """The index of the older log to replace; the newest is first. It is the last index, unless all names are in use and
-    two older logs ended soon after each other: then it is the later one of these."""
+    """The index of the older log to replace; the newest is first. Usually it is the last. If all names are in use and two
+    older logs ended soon after each other, it is the newer of these: the first log of a crash loop is kept."""
     try:
         ended = [name.stat().st_mtime for name in names[1:]]
     except FileNotFoundError:

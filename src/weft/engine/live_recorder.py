@@ -12,7 +12,7 @@ from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 
 LAPSE_SECONDS = 5.0
-"""Seconds after the last frame of the live page. Then the scheduler stops recording steps and events."""
+"""The scheduler stops recording steps and events this many seconds after the last frame of the live page."""
 
 _TOTALS = tuple(field.name for field in dataclasses.fields(SchedulerStats))
 

@@ -40,7 +40,7 @@ from weft.scheduling.sequence import Sequence
 LOG_VERSION = 7
 _MAX_START_BYTES = 1 << 20
 _MAX_LINE_BYTES = 1 << 30
-"""Limits for the length of the first line and of the others: a file that is no log may be a single endless line."""
+"""Maximum lengths of the first line and of the others: a file that is no log may be a single endless line."""
 
 Event = dict[str, Any]
 """An event: the JSON object of one line of the log."""
@@ -76,7 +76,7 @@ class _ReplayClock:
         self._readings: Iterator[float] = iter(())
 
     def begin(self, readings: Iterable[float]) -> None:
-        """The readings of the next event."""
+        """Begins an event, which has these clock readings."""
         self._readings = iter(readings)
 
     def __call__(self) -> float:
@@ -87,7 +87,7 @@ class _ReplayClock:
         return self.now
 
     def end(self) -> None:
-        """The event is over: it must have used all its readings."""
+        """Ends an event. Raises ReplayDifference if it has not used all its readings."""
         if next(self._readings, None) is not None:
             raise ReplayDifference("the clock is read less often than in the recorded run")
 
@@ -285,7 +285,7 @@ class LogReplay:
 
     @contextmanager
     def _errors_as_differences(self, kind: type[ReplayDifference]) -> Iterator[None]:
-        """Adds the line to errors, and the version of weft that wrote the log if it is another one."""
+        """Adds to each error the line of the log, and the version of weft that wrote the log if it is another one."""
         is_other = self._weft not in ("", __version__)
         hint = f". Weft {self._weft:.40} wrote the log; this is weft {__version__}" if is_other else ""
         try:

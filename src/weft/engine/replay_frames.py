@@ -21,7 +21,7 @@ from weft.errors import WeftError
 from weft.request import RequestId
 
 _FRAMES_PER_GROUP = 32
-"""Frames that are compressed together. A larger group is smaller, but takes longer to read."""
+"""Frames that are compressed together. A larger group compresses better, but takes longer to read."""
 _LEVEL = 1
 _FRAME_SECONDS = 1.0
 """While no step ends, there is a frame for the events of each period of this length."""
@@ -32,14 +32,14 @@ _STEP_ENDS = frozenset({"apply", "fail"})
 class FrameFile:
     """Owns a temporary file without a name, so nothing is left of it after a crash. One thread appends, others read.
 
-    The memory has the offsets of the groups, and the frames of the last group.
+    Only the offsets of the groups, and the frames of the last, incomplete group, are in memory.
     """
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="weft-replay-")  # noqa: SIM115  # stays open
         self._lock = threading.Lock()
         self._offsets = array("Q", [0])
-        """Where each group begins, and the end of the last one."""
+        """The offset of each group, and the end of the last group."""
         self._last: list[bytes] = []
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""What the page asks of a whole log: the events of one request, the next preemption, and an overview of all frames."""
+"""Indexes of a whole log for the live page: the events of one request, the next preemption, an overview of all frames."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Overview:
         self._frames_per_bin *= 2
 
     def describe(self) -> dict[str, object]:
-        """As JSON values."""
+        """The bins as JSON values."""
         with self._lock:
             return {
                 "frames_per_bin": self._frames_per_bin,

@@ -245,7 +245,7 @@ class ServingEngine:
         return finished
 
     def drop_deadline(self, request_id: RequestId) -> bool:
-        """Removes the deadline of a request. The caller cancels the request instead. Returns False if it had ended already."""
+        """Removes the deadline of a request: from now on its caller must cancel it. Returns False if it had ended already."""
         with self._lock:
             return self.scheduler.drop_deadline(request_id)
 
@@ -360,8 +360,8 @@ class ServingEngine:
 
     @property
     def progress(self) -> int | None:
-        """None while `run` is idle, else a number that changes with every step. Takes no lock, because it is read to
-        find out whether the loop is stuck."""
+        """Shows whether the loop is stuck: a number that changes with every step, or None while `run` is idle. Takes no
+        lock, which a stuck loop may hold."""
         stats = self.scheduler.stats
         return None if self._is_waiting else stats.steps + stats.steps_failed
 

@@ -25,8 +25,8 @@ class TokenBuffer:
         self._arrived = asyncio.Event()
 
     def put(self, output: TokenOutput) -> bool:
-        """Returns False if the buffer is full or the reader's event loop is closed. Accepts the final output even if
-        the buffer is full."""
+        """Adds an output. Returns False if the buffer is full or the reader's event loop is closed. Accepts the final
+        output even if the buffer is full."""
         with self._lock:
             if len(self._outputs) >= self._capacity and not output.is_final:
                 return False

@@ -227,7 +227,7 @@ def _exclude_top_choices(scores: np.ndarray, params: SamplingParams, key: np.uin
 
 def _nucleus_floor(scores: np.ndarray, top_p: float) -> float:
     """The lowest score among the most likely tokens whose probabilities sum up to `top_p`."""
-    # Without removed tokens: their probability is 0, and np.partition is slow for equal values.
+    # Removed tokens are left out: their probability is 0, and np.partition is slow for equal values.
     candidates = scores[scores > -np.inf]
     best = candidates.max()
     total = np.exp(candidates - best).sum()

@@ -1,6 +1,6 @@
 """Finished answers, indexed by their n-grams: a source of draft tokens for later answers.
 
-Each cache salt has an index of its own. So the speed of a request shows nothing of requests with other salts.
+Each cache salt has an index of its own. So the speed of a request reveals nothing about requests with other salts.
 """
 
 from __future__ import annotations
@@ -14,29 +14,31 @@ from zlib import crc32
 LENGTHS = (12, 4)
 """Lengths of the indexed n-grams: a match has one of these lengths. The longest is tried first."""
 RESUMED_LENGTHS = (2, 1, 0)
-"""After a mismatch in an answer, so many of the last tokens must occur soon after it in that answer. 0: the next token is
-taken for a replaced one."""
+"""Lengths of the match with which an answer resumes after a mismatch. 0: the answer resumes after the token that
+differs."""
 RESUMED_WINDOW = 64
-"""How many tokens of an answer are searched after a mismatch."""
+"""To resume an answer, this many of its tokens are searched, from the mismatch on."""
 PROMPT_TOKENS = 12
-"""An answer is indexed after this many last tokens of its prompt. They let a prompt find the beginning of an answer."""
+"""This many of the last tokens of a prompt are stored before its answer. With them, the end of an equal prompt finds the
+beginning of the answer."""
 BYTES_PER_TOKEN = 224
 """Memory of an indexed token: the token, its position, and an entry with a key for each length. Measured."""
 BYTES_PER_INDEX = 4096
 """Memory of an index without tokens, rounded up.
 
-Not counted: the texts that wait, at most `MAX_WAITING_TOKENS` of 4 bytes, and the tokens of a dropped generation while a
-sequence runs that followed a text in it."""
+Not counted: the texts that wait, at most `MAX_WAITING_TOKENS` of 4 bytes, and dropped generations in which running
+sequences have a match."""
 GENERATIONS = 8
-"""A new generation begins when the newest one has this fraction of the tokens. A full index loses about as much."""
+"""A new generation begins when the newest one has 1/GENERATIONS of the tokens of its index. About as many are lost when
+the oldest one is dropped."""
 MAX_WAITING_TOKENS = 1 << 16
 """The maximum number of tokens of finished answers that wait until they are indexed."""
 MAX_SALTS = 4096
-"""The maximum number of indexes. With more, the one without an answer for the longest time is dropped."""
+"""The maximum number of indexes. Beyond it, the index that got no new answer for the longest time is dropped."""
 INITIAL_RATE = 0.5
 LEARNING_RATE = 0.05
 END = -1
-"""Stands after each text in `_Generation.tokens`. No token id is equal to it."""
+"""Follows each text in `_Generation.tokens`. No token id is equal to it."""
 
 _TOKEN_BYTES = array("i").itemsize
 
@@ -58,7 +60,7 @@ class _Generation:
         self._first = len(self.tokens)
 
     def extend_text(self, piece: array[int], num_prompt_tokens: int) -> None:
-        """Appends a piece of the newest text, whose first `num_prompt_tokens` tokens end no n-gram."""
+        """Appends a piece of the newest text. No n-gram ends in the first `num_prompt_tokens` tokens of that text."""
         tokens, places, known, first = self.tokens, self.places, len(self.tokens), self._first
         tokens.extend(piece)
         base = max(first, known - LENGTHS[0])
@@ -73,13 +75,13 @@ class _Generation:
         self.tokens.append(END)
 
     def find(self, last: bytes, length: int, key: int) -> int:
-        """The index after the last occurrence of these tokens, whose hash is `key`, or -1."""
+        """The index after the last occurrence of `last`, or -1. `last` has `length` tokens, and their hash is `key`."""
         index = self.places.get(key, -1)
         return index if index >= 0 and self.tokens[index - length : index].tobytes() == last else -1
 
 
 class AnswerRates(dict[int, float]):
-    """How often the next token of a match was right, by the length that was found."""
+    """The acceptance rate of draft tokens from finished answers, by the length of the match."""
 
     def __init__(self) -> None:
         super().__init__(dict.fromkeys((*LENGTHS, *RESUMED_LENGTHS), INITIAL_RATE))
@@ -89,8 +91,8 @@ class AnswerRates(dict[int, float]):
 
 
 class AnswerIndex:
-    """The answers of one cache salt, in generations. Each has about an eighth of the tokens, so little is lost with the
-    oldest one."""
+    """The answers of one cache salt, in generations. A generation has about an eighth of the tokens, so that little is
+    lost when the oldest one is dropped."""
 
     __slots__ = ("_generations", "rates")
 
@@ -115,8 +117,8 @@ class AnswerIndex:
         self._generations[0].end_text()
 
     def find(self, last: bytes) -> tuple[int, array[int], int]:
-        """Looks for the end of `last`, the bytes of tokens. Returns the length of the match, the text that has it, and
-        the index after it in that text. Length 0: there is none."""
+        """Looks for the longest n-gram that ends `last`, the bytes of a sequence's last tokens. Returns its length, the
+        text that has it, and the index after it in that text. Length 0: there is no match."""
         for length in LENGTHS:
             size = length * _TOKEN_BYTES
             if len(last) < size:
@@ -149,16 +151,16 @@ class _WaitingText:
 class AnswerIndexes:
     """Owns the indexes of all cache salts, and keeps them within a number of bytes.
 
-    Clients choose the salts. So the cost of an answer does not depend on how many there are. Answers wait in a queue, and
-    `advance` indexes a few of their tokens, so that a long answer does not delay a step.
+    Clients choose the salts, so the cost of an answer must not depend on the number of salts. Answers wait in a queue,
+    and `advance` indexes a few of their tokens, so that a long answer does not delay a step.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._indexes: OrderedDict[str, AnswerIndex] = OrderedDict()
-        """By cache salt; the one with the newest answer last."""
+        """Cache salt -> its index. The index with the newest answer is last."""
         self._by_size: defaultdict[int, OrderedDict[str, None]] = defaultdict(OrderedDict)
-        """The salts, by the bit length of their number of tokens."""
+        """Bit length of a number of tokens -> the salts of the indexes with such a number."""
         self._waiting: deque[_WaitingText] = deque()
         self.num_waiting = 0
         """Tokens of the texts that are not indexed completely."""
@@ -181,7 +183,7 @@ class AnswerIndexes:
         return self._indexes.get(cache_salt)
 
     def add(self, cache_salt: str, tokens: Sequence[int], num_prompt_tokens: int) -> None:
-        """Queues the answer of a sequence that has these tokens. While too many wait, it is not kept."""
+        """Queues the answer of a sequence with `tokens`, prompt included. Drops the answer if too many tokens wait."""
         first = max(0, num_prompt_tokens - PROMPT_TOKENS)
         if len(tokens) - num_prompt_tokens < LENGTHS[-1] or self._max_bytes < BYTES_PER_INDEX:
             return
@@ -247,7 +249,7 @@ class AnswerIndexes:
         self.num_tokens += index.num_tokens
 
     def _unlist(self, cache_salt: str, index: AnswerIndex) -> None:
-        """Called before an index changes."""
+        """Removes an index from `_by_size` and `num_tokens`. Called before the index changes; `_list` adds it again."""
         length = index.num_tokens.bit_length()
         self._by_size[length].pop(cache_salt, None)
         if not self._by_size[length]:

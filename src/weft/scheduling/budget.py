@@ -14,7 +14,8 @@ class TokenBudget:
         self.tokens = tokens
         self.prefill_tokens = prefill_tokens
         self.prefill_seconds = NO_LIMIT
-        """Negative if the first prompt of a step took more seconds than were left. Then no other prompt is added."""
+        """Seconds left for prompts. Negative if the first prompt of a step took more than were left. Then no other prompt
+        is added."""
         self.sequences = sequences
         self.seconds = NO_LIMIT
         """Predicted seconds that the whole step may take. Only steps of idle work have less than ADAPTIVE's time target."""

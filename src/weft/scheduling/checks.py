@@ -10,7 +10,7 @@ from weft.request import InferenceRequest
 def check_request(
     request: InferenceRequest, vocabulary_size: int, max_length: int, config: SchedulerConfig
 ) -> None:
-    """Raises InvalidRequestError. `max_length` limits prompt and generated tokens together."""
+    """Raises InvalidRequestError if the request can never run. `max_length` limits prompt and generated tokens together."""
     prompt, params = request.prompt, request.params
     for name, tokens in (("prompt", prompt), ("prediction", request.prediction)):
         for token in (min(tokens), max(tokens)) if tokens else ():

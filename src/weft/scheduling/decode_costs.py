@@ -53,7 +53,7 @@ class DecodeCosts:
         self._mean_gap = 0.0
 
     def restore(self, costs: LearnedCosts) -> None:
-        """Replaces what was learned by that of an earlier run. It has the weight of a start, as this machine may have
+        """Replaces the estimates by those of an earlier run. The evidence starts anew, since the machine may have
         changed."""
         known = costs.fixed_rows if costs.mean_seconds else self._stated_rows
         self.fixed_rows = min(max(known, self._min_fixed), self._max_fixed)
@@ -62,7 +62,7 @@ class DecodeCosts:
 
     @property
     def means(self) -> dict[str, Any]:
-        """What it has learned, as fields of `LearnedCosts`."""
+        """The learned values, as fields of `LearnedCosts`."""
         return {
             "fixed_rows": self.fixed_rows,
             "mean_rows": self._mean_rows,
@@ -103,7 +103,7 @@ class DecodeCosts:
         self._mean_seconds += MEAN_WEIGHT * more_seconds
 
     def learn_gap(self, seconds: float) -> None:
-        """Updates the mean gap. `seconds`: from the end of a step to the start of the next, if that was not planned
-        ahead."""
+        """Updates the mean gap. `seconds`: from the end of a step to the start of the next, if the next step was not
+        planned ahead."""
         seconds = min(max(seconds, 0.0), MAX_GAP_COST / GAP_FACTOR * self._mean_seconds)
         self._mean_gap += MEAN_WEIGHT * (seconds - self._mean_gap) if self._mean_gap else seconds

@@ -35,7 +35,8 @@ MATCH_LENGTHS = (2, 4, 8)
 
 SEARCH_WINDOW = 2048
 """How many of the last tokens, and how many of the next tokens of a prediction, are searched for a match. While there is
-no match, each new token starts a search. It takes 1 to 6 us, or more if many token ids have bytes in common."""
+no match, each new token starts a search. A search takes 1 to 6 us. It compares bytes, so it takes longer if many token
+ids have bytes in common."""
 
 INITIAL_ACCEPTANCE = 0.5
 PREDICTED_ACCEPTANCE = 0.8
@@ -43,7 +44,7 @@ PREDICTED_ACCEPTANCE = 0.8
 LEARNING_RATE = 0.1
 
 INDEXED_TOKENS = 512
-"""How many tokens of finished answers are indexed after a step. It takes about 0.2 ms, in which no step is planned."""
+"""How many tokens of finished answers are indexed after a step. Indexing them delays the next plan by about 0.2 ms."""
 
 _TOKEN_BYTES = array("i").itemsize
 
@@ -53,14 +54,14 @@ class DraftProposer:
     if no step checked a draft token at its position.
 
     A match is an index in the sequence's own text, in its prediction, or in a finished answer. The first match is the
-    beginning of the prediction. After a mismatch all are searched. The longest match is used. Of matches of one length,
-    the prediction comes first, then the own text.
+    beginning of the prediction. After a mismatch all three are searched. The longest match is used. Of matches of equal
+    length, one in the prediction is preferred, then one in the own text.
 
-    After a mismatch in a finished answer, that answer is resumed where the next tokens occur in it, while no match of 12
-    tokens is found and resuming was right more often than what else is found. So a name or a number that differs ends
-    the draft tokens for a step or two only.
+    After a mismatch in a finished answer, the match may resume in that answer, where the newest tokens occur. It resumes
+    only if no match of 12 tokens is found, and if resuming has a higher acceptance rate than the match that is found. So
+    a different name or number interrupts the draft tokens for a step or two only.
 
-    The acceptance rate of finished answers is separate: where they do not help, draft tokens from the own text remain.
+    Finished answers have acceptance rates of their own. If they are low, draft tokens from the own text remain.
     """
 
     __slots__ = (
@@ -95,10 +96,11 @@ class DraftProposer:
         answers: AnswerIndexes | None = None,
         cache_salt: str = "",
     ) -> None:
-        """`tokens` is the sequence's own list. The sequence appends to it and then calls `update`. `answers` are the
-        finished ones; only those with the same cache salt are searched."""
+        """`tokens` is the sequence's own list. The sequence appends to it and then calls `update`. `answers` has the
+        finished answers; only those with the same cache salt are searched."""
         self._tokens = tokens
-        # Set at the end: another thread may run this constructor while the scheduler adds an answer.
+        # Set at the end, so that `_find` does not search it below: another thread may run this constructor while the
+        # scheduler adds an answer.
         self._answers: AnswerIndexes | None = None
         self._cache_salt = cache_salt
         self._learned: array[int] | None = None
@@ -108,13 +110,13 @@ class DraftProposer:
         `RESUMED_LENGTHS`."""
         self._learned_rate = 0.0
         self._left: array[int] | None = None
-        """The finished answer that had the last mismatch. It may go on after a few other tokens."""
+        """The finished answer in which a match ended last. The match may resume there after a few other tokens."""
         self._left_at = 0
-        """Index of the token in it that was wrong."""
+        """Index in `_left` of the token that did not match."""
         self._may_replace = False
-        """Whether the last token is the one that differs from it."""
+        """Whether the sequence's last token is the one that did not match: it may replace the token at `_left_at`."""
         self._learned_rates: AnswerRates | None = None
-        """The rates of the index that has the match. The index is not held: it may be dropped meanwhile."""
+        """The rates of the index that has the match. Only the rates are kept, since the index may be dropped."""
         # The same tokens as bytes: `rfind` is far faster than a loop over the list.
         self._bytes = bytearray(array("i", tokens).tobytes())
         self._prediction = prediction
@@ -130,7 +132,7 @@ class DraftProposer:
         self.own_rate = PREDICTED_ACCEPTANCE if prediction else INITIAL_ACCEPTANCE
         """The acceptance rate of matches in the own text and in the prediction."""
         self.num_drafted = self.num_accepted = 0
-        """Draft tokens that steps have checked."""
+        """Draft tokens that steps have checked, and those that were accepted."""
         self.num_predicted_accepted = self.num_predicted_rejected = 0
         """Accepted and rejected draft tokens from the prediction."""
         self._answers = answers
@@ -217,7 +219,8 @@ class DraftProposer:
         self._learned_rates.learn(self._learned_length, is_right)
 
     def _end_match(self, end: int) -> None:
-        """A short match may be a coincidence. Only a long one moves the index at which the search in the prediction begins."""
+        """Ends the current match. Only a long match moves the index at which the search in the prediction begins: a
+        short one may be a coincidence."""
         if self._is_predicted and end - self._first >= MATCH_LENGTHS[-1]:
             self._anchor = end
         self._may_replace = False
@@ -225,8 +228,8 @@ class DraftProposer:
             self._left, self._left_at, self._may_replace = self._learned, end, True
 
     def _find(self) -> int:
-        """The index after a match of the final tokens: after the last match in the text or in finished answers, or after
-        the next match in the prediction. -1: there is no match."""
+        """Looks for the last tokens, and sets the source of the match. Returns the index after the match: the last one in
+        the text or in finished answers, or the next one in the prediction. -1: there is no match."""
         length, after_match = self._find_in_text()
         self._is_predicted, self._learned, self._learned_rates = False, None, None
         if self._prediction:
@@ -251,8 +254,8 @@ class DraftProposer:
         self._learned_rates, self._learned_rate = rates, rates[length]
 
     def _find_resumed(self, text: array[int]) -> tuple[int, int]:
-        """Looks for the last tokens soon after the mismatch in a finished answer. Returns how many were found, and the
-        index after them, or -1."""
+        """Looks for the last tokens in `text`, the answer that had the mismatch, soon after it. Returns how many were found,
+        and the index after them, or -1."""
         first = self._left_at
         window = text[first : first + RESUMED_WINDOW]
         if END in window:
@@ -272,7 +275,7 @@ class DraftProposer:
         return 0, -1
 
     def _find_in_text(self) -> tuple[int, int]:
-        """The length of the longest match, and the index after it."""
+        """The length of the longest match in the own text, and the index after it, or -1."""
         text, best = self._bytes, (0, -1)
         lowest = max(0, len(text) - SEARCH_WINDOW * _TOKEN_BYTES)
         for length in MATCH_LENGTHS:
@@ -288,7 +291,7 @@ class DraftProposer:
         return best
 
     def _find_in_prediction(self) -> tuple[int, int]:
-        """The length of the longest match, and the index after it."""
+        """The length of the longest match in the prediction, and the index after it, or -1."""
         text, best = self._predicted_bytes, (0, -1)
         start = self._anchor * _TOKEN_BYTES
         end = start + SEARCH_WINDOW * _TOKEN_BYTES
@@ -322,7 +325,7 @@ class Speculation:
         self._max_learned_bytes = config.max_learned_bytes if self._max_draft_tokens else 0
         self.answers = AnswerIndexes(self._max_learned_bytes)
         self._idle_since: float | None = None
-        """When the last step ended. None: the next step was planned before that."""
+        """When the last step ended. None: the next step was planned before it ended."""
         self._block_size = info.block_size
         self._has_tiers = info.store_blocks > 0
 
@@ -344,12 +347,12 @@ class Speculation:
         self.answers.add(request.cache_salt, sequence.tokens, len(request.prompt))
 
     def forget_answers(self) -> None:
-        """Drops all finished answers. Running sequences use those that they know until they end."""
+        """Drops all finished answers. Sequences with a proposer still use the old answers until they end."""
         self.answers = AnswerIndexes(self._max_learned_bytes)
 
     def learn(self, plan: IterationPlan, seconds: float | None, now: float, has_next: bool) -> None:
         """Learns from a step that ended `now`, and indexes some tokens of finished answers. `has_next`: the next step was
-        planned before that."""
+        planned before this one ended."""
         self.answers.advance(INDEXED_TOKENS)
         if self._max_draft_tokens and seconds is not None and not plan.num_prefills and plan.num_tokens:
             self.costs.learn(plan.num_tokens, seconds)

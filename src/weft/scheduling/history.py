@@ -14,13 +14,13 @@ _Step = tuple[int, float | None, int, tuple[tuple[int, ...], ...], tuple[int, ..
 
 
 Event = tuple[float, int, str, RequestId, int | FinishReason, int]
-"""The fields of `LiveEvent`. `first` of an end is its reason."""
+"""The fields of `LiveEvent`. If the event is the end of a request, `first` is its finish reason."""
 
 
 class History:
     """Records only while `now < until`. The caller checks that, so that without a viewer a step costs one comparison.
 
-    The loop of the engine only keeps what it has. The thread that takes the entries converts them.
+    The engine loop only appends tuples. The thread that takes them converts them to `LiveStep` and `LiveEvent`.
     """
 
     __slots__ = ("_num_dropped", "_steps", "events", "until")
@@ -30,9 +30,9 @@ class History:
         """Steps and events are recorded until this time on the clock of the scheduler."""
         self._steps: deque[_Step] = deque(maxlen=MAX_STEPS)
         self.events: list[Event] = []
-        """The callers append to it, and call `add_end` for ends. Each request has an end, so that bounds the list."""
+        """The callers append events. For ends they call `add_end`, which also drops old events beyond a limit."""
         self._num_dropped = 0
-        """Steps that were dropped since `take_events` was last called."""
+        """Events that were dropped since `take_events` was last called."""
 
     def add_step(self, plan: IterationPlan, seconds: float | None) -> None:
         """Records a step that ended. Keeps no plan: its row starts may hold long prompts."""

@@ -18,5 +18,5 @@ class PendingPlan:
     """Blocks that the step fills. They leave the prefix cache if the step fails."""
     is_retry: bool
     is_short: bool = False
-    """The step has idle work alone, and an interactive request is expected. The next step waits for the end of this one,
-    so that the request finds only one step in flight."""
+    """Whether the step has idle work alone while an interactive request is expected. Then the next step waits for the end
+    of this one, so that the request finds only one step in flight."""

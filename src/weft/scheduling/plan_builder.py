@@ -80,7 +80,7 @@ class PlanBuilder:
             decodes = [s for s in decodes if s not in drafts]
         sequences = [*decodes, *drafts, *[entry[0] for entry in prefills]] if prefills or drafts else decodes
         row_starts = [_row_start(s) for s in sequences if not s.row_sent]
-        # After the row starts, because they list the blocks as they were before the moves.
+        # The moves are made after the row starts, which list the blocks as they were before the moves.
         moves = self._move(kv_cache) if self.moving else ()
         tables = self._sent_tables() if self.tables else ()
         starts = []

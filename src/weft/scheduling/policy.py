@@ -19,11 +19,11 @@ from weft.scheduling.sequence import Sequence
 SortKey = tuple[float, ...]
 
 PATIENCE = 3.0
-"""A request is overtaken by shorter ones that arrive within this many times its own duration. With SHORTEST_JOB_FIRST, and
-with ADAPTIVE if the request has an expected length and no `ttft_target`.
+"""A request is overtaken only by shorter ones that arrive within this many times its predicted duration. This holds with
+SHORTEST_JOB_FIRST, and with ADAPTIVE if the request has an expected length and no `ttft_target`.
 
 A smaller factor is nearer to the order of arrival, a larger one lets long requests wait longer. Short and long answers on
-the cost model of a CPU at load 1, four seeds (`python -m benchmarks lengths`), times the order of arrival:
+the cost model of a CPU at load 1, four seeds (`python -m benchmarks lengths`), relative to the order of arrival:
 
     factor                              1.5    2      2.5    3
     mean latency, learned lengths       0.82   0.76   0.72   0.68
@@ -40,7 +40,7 @@ def _first_come(sequence: Sequence, config: SchedulerConfig) -> SortKey:
 def _shortest_job(sequence: Sequence, config: SchedulerConfig) -> SortKey:
     if sequence.state is RequestState.PREEMPTED:
         return (0, sequence.order)
-    # Arrival is in the key, so that later requests overtake it for a limited time only.
+    # Arrival is in the key, so that later requests overtake this one for a limited time only.
     patience_ends = sequence.arrival + PATIENCE * sequence.cost
     return (1, patience_ends, sequence.prompt_length + sequence.expected_tokens, sequence.order)
 
@@ -50,7 +50,8 @@ def _aged_priority(sequence: Sequence, config: SchedulerConfig) -> SortKey:
 
 
 def _aged_urgency(sequence: Sequence, config: SchedulerConfig) -> SortKey:
-    """Priority with ageing. Age counts from the target time of the first token; if preempted, from arrival."""
+    """Priority with ageing. Age counts from the target time of the first token; for a preempted sequence, from
+    arrival."""
     since = sequence.arrival
     if sequence.state is not RequestState.PREEMPTED:
         target = sequence.request.ttft_target
@@ -95,7 +96,7 @@ class AdmissionPolicy:
             sequence.cost = model.request_seconds(sequence.prompt_length, sequence.expected_tokens, rows)
 
     def sort_key(self, sequence: Sequence) -> SortKey:
-        """Never changes while the sequence waits."""
+        """The key that orders waiting sequences. It never changes while the sequence waits."""
         return self._sort_key(sequence, self._config)
 
     def prefill_sort_key(self, sequence: Sequence, ttft: float) -> SortKey:
@@ -130,7 +131,7 @@ class StepCostModel:
     step during which a laptop slept does little harm. If the machine has become slower, predictions follow within some
     dozens of steps."""
     RESTORED_STEPS = 8.0
-    """What an earlier run learned counts as at most so many steps with prompts: this machine may have changed."""
+    """What an earlier run learned counts as at most this many steps with prompts, since the machine may have changed."""
     SCALES = (1.0, 256.0, 4096.0, 262_144.0)
     """Features are divided by these numbers, for numerical accuracy."""
 
@@ -163,7 +164,7 @@ class StepCostModel:
         self._coefficients = None
 
     def restore(self, costs: LearnedCosts) -> None:
-        """Replaces what was learned by that of an earlier run."""
+        """Replaces the sums by those of an earlier run."""
         weight = costs.moments[0][0]
         share = min(1.0, self.RESTORED_STEPS / weight) if weight else 0.0
         self._steps = min(costs.steps, self.RESTORED_STEPS)
@@ -173,7 +174,7 @@ class StepCostModel:
 
     @property
     def sums(self) -> dict[str, Any]:
-        """What it has learned, as fields of `LearnedCosts`."""
+        """The sums over the measured steps, as fields of `LearnedCosts`."""
         return {"steps": self._steps, "moments": self._moments, "products": self._products}
 
     @property

@@ -73,7 +73,7 @@ def recompute_seconds(sequence: Sequence, info: BackendInfo) -> float:
 
 
 def swap_seconds(sequence: Sequence, info: BackendInfo) -> float:
-    """Seconds to copy out and in. Store blocks have fewer bytes to copy."""
+    """Seconds to swap the sequence out and in again. Store blocks have fewer bytes to copy."""
     num_blocks: float = -(-sequence.scheduled // info.block_size)
     if info.store_blocks and info.bytes_per_block:
         stored = stored_blocks(sequence.scheduled - 1, info.block_size, info.tail_blocks)

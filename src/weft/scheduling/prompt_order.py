@@ -93,8 +93,8 @@ class StepSize:
         return builder.budget.prefill_seconds < NO_LIMIT
 
     def spare_seconds(self, decodes: list[Sequence], limit: float = NO_LIMIT) -> float:
-        """Seconds of the time target, or of `limit` if that is less, that the decodes leave. Negative if they alone take
-        longer."""
+        """Seconds of the time target, or of `limit` if that is less, that the decodes leave. Negative if the decodes alone
+        take longer."""
         context = sum([s.scheduled for s in decodes])
         target = min(limit, SHARE_OF_TARGET * self._config.target_inter_token_latency)
         return target - self._cost_model.decode_seconds(len(decodes), context)

@@ -18,7 +18,7 @@ class _QueueItem(NamedTuple):
     order: int
     sequence: Sequence
     num_tokens: int
-    """Counted when the item is made: a step in flight may still add a token to a preempted sequence that waits."""
+    """Tokens of the sequence when the item was made: a step in flight may still add a token to a preempted sequence."""
     is_preempted: bool
 
 

@@ -134,14 +134,15 @@ class ContinuousBatchScheduler:
         return self._planner.speculation
 
     def learned_costs(self) -> LearnedCosts:
-        """What steps cost, for a later run on this machine. Nothing if the numbers make no sense."""
+        """The learned costs of steps, for a later run on this machine. If the numbers are not valid: the default, which
+        has no costs."""
         try:
             return LearnedCosts.of(**self.cost_model.sums, **self.speculation.costs.means)
         except ValueError:
             return LearnedCosts()
 
     def restore_costs(self, costs: LearnedCosts) -> None:
-        """Begins with what an earlier run learned. The default of `LearnedCosts`: with nothing."""
+        """Replaces the learned costs by those of an earlier run. The default of `LearnedCosts` has none."""
         self.cost_model.restore(costs)
         self.speculation.costs.restore(costs)
 
@@ -287,8 +288,8 @@ class ContinuousBatchScheduler:
         if builder.swap_in:
             self.stats.swap_bytes_in += self.kv_cache.swap_bytes(builder.swap_in)
         if builder.is_empty and (self._in_flight or not sequence_table.resuming):
-            # NOTE: although there is no plan, a sequence may have shared new blocks. The next plan sends them to the
-            # backend.
+            # NOTE: without a plan, block tables may still have new entries, for example for cached blocks that a
+            # sequence now shares. The next plan sends these entries.
             self._unsent_tables = builder.tables
             return None
         self._unsent_tables = []

@@ -44,7 +44,7 @@ class SeqState(Enum):
 
 
 class Sequence:
-    """Only the scheduler writes to it.
+    """The state of one answer. Only the scheduler writes to it.
 
         tokens    [ prompt ........... | generated .... ]         known to the host
         computed  ---------------------->                         K and V are in the cache
@@ -130,7 +130,7 @@ class Sequence:
         self.needs_last_token = False
         """Whether the host must know its last token before the next one is sampled, for the grammar mask."""
         self.draft_proposer: DraftProposer | None = None
-        """None: it gets no draft tokens."""
+        """None: the sequence gets no draft tokens."""
         self.swap_id: int | None = None
         self.admitted_step = NEVER
         """The first step that it may take part in since it was last admitted."""
@@ -154,7 +154,7 @@ class Sequence:
         """Tokens of the prefix hit at its first admission. None: not admitted yet."""
         self.preemptions = 0
         self.preempted_times: tuple[PreemptedTime, ...] = ()
-        """The end of the last one is not set while the sequence is preempted."""
+        """The times for which it was preempted. The end of the last one is not set while the sequence is preempted."""
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}
         """Logprobs by position: a prompt that is recomputed writes the same values again."""
@@ -182,7 +182,7 @@ class Sequence:
 
     @property
     def expected_tokens(self) -> float:
-        """The expected tokens of the answer. Without a prediction, all that it may have."""
+        """The expected number of tokens of the answer. Without an expected length: as many as it may have."""
         most, expected = self.limit - self.prompt_length, self.request.expected
         return most if expected is None else min(most, expected.mean)
 

@@ -113,7 +113,7 @@ class SequenceTable:
             self.prefixes.withdraw(sequence)  # other sequences must not wait for blocks of a paused one
 
     def resume_idle(self, now: float) -> None:
-        """Moves the paused sequences back to `running`, before the others. The one whose last step is the oldest comes
+        """Moves the paused sequences back to `running`, before the others. The sequence with the oldest last step comes
         first."""
         self.active_queue = self.idle_queue
         if self.paused:
@@ -174,7 +174,7 @@ class SequenceTable:
         return task
 
     def reset_progress(self, sequence: Sequence) -> None:
-        """Its K and V are lost, so it computes all its tokens again."""
+        """Resets a sequence whose K and V are lost: it computes all its tokens again."""
         sequence.allocation = sequence.swap_id = None
         sequence.computed = sequence.scheduled = 0
         sequence.admitted_step = NEVER

@@ -16,7 +16,7 @@ from weft.scheduling.sequence_table import SequenceTable
 
 
 class TokenCommitter:
-    """Owns the times of tokens that the engine has not read."""
+    """Owns the times of first tokens and the gaps between tokens, until the engine reads them."""
 
     def __init__(
         self,

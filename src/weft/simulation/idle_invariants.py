@@ -80,7 +80,8 @@ class IdleChecker:
 
 
 def _plan_without(idle: set[RequestId], scheduler: ContinuousBatchScheduler) -> dict[str, Any]:
-    """What interactive requests would get if the memory of idle ones were free. Plans on a copy."""
+    """What the next plan would give interactive requests if the memory of idle ones were free. Plans on a copy of the
+    scheduler."""
     shared = (scheduler.config, scheduler.info, *(s.request for s in scheduler.sequences.values()))
     other = copy.deepcopy(scheduler, {id(value): value for value in shared})
     for queue, copied in ((scheduler.queue, other.queue), (scheduler.idle_queue, other.idle_queue)):

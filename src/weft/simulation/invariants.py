@@ -45,10 +45,10 @@ class PlanChecker:
         self._answers: dict[str, list[Sequence]] = {}
         """Completed sequences, by cache salt. Only where the scheduler keeps answers for draft tokens."""
         self._newest_answers: dict[str, list[Sequence]] = {}
-        """Those of them that ended last and are long enough for the index."""
+        """Of `_answers`, those that ended last and are long enough for the index."""
         self.preemptions = 0
         self.passed = 0
-        """How often a waiting request was passed by one that arrived later and was shorter."""
+        """How often a waiting request was overtaken by a shorter one that arrived later."""
 
     def reset_rotation(self) -> None:
         """Called when a step failed or is retried in halves. Clears `_last_token_step`: the rotation starts anew."""
@@ -133,7 +133,7 @@ class PlanChecker:
         self._unfinished |= self._scheduler.sequences
 
     def _check_answers(self) -> None:
-        """An index loses its oldest answers first: one that remains has an answer of those that ended last."""
+        """An index drops its oldest answers first. So an index that exists has one of the newest answers."""
         answers = self._scheduler._planner.speculation.answers
         if answers.num_waiting:
             return
@@ -145,7 +145,7 @@ class PlanChecker:
             )
 
     def _continues_an_answer(self, sequence: Sequence, drafts: Listing[int]) -> bool:
-        """Whether the tokens that were found, and then the draft tokens, occur in a completed sequence with the same
+        """Whether the tokens of the match, followed by the draft tokens, occur in a completed sequence with the same
         salt."""
         proposer = sequence.draft_proposer
         if proposer is None or not proposer.is_learned:
@@ -317,7 +317,7 @@ def _full_table(sequence: Sequence) -> list[int]:
 
 
 def _last_ngram(sequence: Sequence) -> bytes:
-    """The tokens before the last one."""
+    """The bytes of the `LENGTHS[-1]` tokens before the last one: the shortest n-gram that the answer index finds."""
     return array("i", sequence.tokens[-LENGTHS[-1] - 1 : -1]).tobytes()
 
 
@@ -366,7 +366,7 @@ class OutputChecker:
 def check_result(
     checker: OutputChecker, result: GenerationResult, sequence: Sequence, scheduler: ContinuousBatchScheduler
 ) -> None:
-    """The tokens are those that the request gets alone on an empty engine, or a prefix of them if it ended early."""
+    """Checks that a request got the tokens that it gets alone on an empty engine, or a prefix of them if it ended early."""
     rid = checker.request_id
     params = checker.request.params
     alone = generate_alone(checker.request.prompt, sequence.seed, params, sequence.limit, scheduler.info)
@@ -397,7 +397,7 @@ def check_result(
 def _check_logprobs(
     checker: OutputChecker, result: GenerationResult, scheduler: ContinuousBatchScheduler
 ) -> None:
-    """Logprobs are those that the request gets alone. Those of the prompt are checked if it generated any token."""
+    """Checks that a request got the logprobs that it gets alone. Prompt logprobs are checked if it generated any token."""
     params, prompt, info = checker.request.params, list(checker.request.prompt), scheduler.info
     rid = checker.request_id
     tokens = [*prompt, *result.tokens]
@@ -422,7 +422,7 @@ def _is_stop(tokens: Listing[int], sequence: Sequence) -> bool:
 
 
 def check_empty(scheduler: ContinuousBatchScheduler) -> None:
-    """After the last request, all memory is free."""
+    """Checks that all memory is free after the last request."""
     scheduler.check_integrity()
     stats = scheduler.kv_cache.stats()
     require(stats.blocks_used == 0, f"{stats.blocks_used} blocks are still in use")

@@ -233,7 +233,7 @@ def _draw_drafts(rng: random.Random, scenario: Scenario) -> Scenario:
     scheduler = dataclasses.replace(
         engine.scheduler,
         max_draft_tokens=rng.choice((1, 3, 11)),
-        # Not drawn: a further draw would change the scenarios of seeds that failed once.
+        # This value is not drawn: a further draw would change the scenarios of seeds that failed once.
         max_learned_bytes=(64 << 20, 24_000, 0)[len(scenario.arrivals) % 3],
     )
     return dataclasses.replace(

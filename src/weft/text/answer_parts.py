@@ -74,7 +74,7 @@ class AnswerParts:
 def join_deltas(deltas: Iterable[Delta]) -> AnswerParts:
     parts: list[Content | Reasoning | ParsedCall] = []
     texts: list[list[str]] = []
-    """The text of each part, or the arguments of a call. They follow its start."""
+    """The pieces of each part's text or, for a call, of its arguments, which follow the start of the call."""
     for delta in deltas:
         if isinstance(delta, ToolCallStart):
             parts.append(ParsedCall(delta.id, delta.name, written=delta.written))

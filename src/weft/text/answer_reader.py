@@ -18,7 +18,7 @@ class AnswerSyntax:
 
     reasoning: ReasoningMarkers | None = None
     starts_in_reasoning: bool = False
-    """The prompt ends with the opening marker, so the answer starts inside the reasoning."""
+    """Whether the prompt ends with the opening marker, so that the answer starts inside the reasoning."""
     tool_format: ToolFormat | None = None
     tool_names: Collection[str] = ()
     max_calls: int | None = None
@@ -50,7 +50,7 @@ class AnswerReader:
 
     @property
     def is_over(self) -> bool:
-        """The maximum number of tool calls is complete. Further text is not part of the answer."""
+        """Whether the maximum number of tool calls is complete. Then further text is not part of the answer."""
         return self._tools is not None and self._tools.is_over
 
     def add(self, text: str) -> list[Delta]:

@@ -29,7 +29,7 @@ class AnswerText:
         """`keeps_text`: `result` returns the whole text. Otherwise the text is not stored, which saves memory."""
         self.num_tokens = 0
         self.is_cut = False
-        """A stop string or `cut` ended the answer. Tokens that the engine still sends are ignored."""
+        """Whether a stop string or `cut` ended the answer. Then tokens that the engine still sends are ignored."""
         self._min_tokens = params.min_tokens
         self._detokenizer = (
             None if tokenizer is None else Detokenizer(tokenizer, visible_control_ids=visible_control_ids)

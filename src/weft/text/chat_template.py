@@ -141,8 +141,8 @@ class ChatTemplate:
 
     @cached_property
     def supports_developer_messages(self) -> bool:
-        """Whether the template knows the role developer. Others drop such a message, refuse it, or write a role that the
-        model has never seen."""
+        """Whether the template knows the role developer. Other templates drop such a message, refuse it, or write a role
+        that the model has never seen."""
         rendered = self._probe_chat(("developer", _PROBE), ("user", "hello"))
         return self._quotes("developer") and rendered is not None and _PROBE in rendered
 
@@ -167,7 +167,8 @@ class ChatTemplate:
 
     @cached_property
     def _levels(self) -> dict[str, str]:
-        """Effort -> level. Templates refuse levels that they do not know, or write any word into the prompt."""
+        """Effort -> the first level of `_LEVELS` that the template knows, else the last. Templates refuse unknown levels, or
+        write any word into the prompt."""
 
         def fits(level: str) -> bool:
             is_known = level in ("low", "medium", "high") or self._quotes(level)

@@ -48,14 +48,14 @@ class Conversation(msgspec.Struct, frozen=True):
 
     items: list[Item]
     documents: list[dict[str, Any]] | None = None
-    """For chat templates that read documents. They get each one as the client sent it."""
+    """Documents for chat templates that read them, as the client sent them."""
     template_options: dict[str, Any] = {}
     continues_last: bool = False
-    """The answer continues the last message."""
+    """Whether the answer continues the last message."""
     opens_answer: bool = True
-    """The prompt ends with the beginning of an answer. Without effect if `continues_last`."""
+    """Whether the prompt ends with the beginning of an answer. Without effect if `continues_last`."""
     reasoning_effort: str | None = None
-    """How much the model should think: one of `EFFORTS`, from none to much. None: as its template does by default."""
+    """How much the model should think: one of `EFFORTS`, from none to much. None: the default of its template."""
 
 
 def starts_of_rest(items: Sequence[Item]) -> list[int]:

@@ -30,9 +30,9 @@ class PairPart(NamedTuple):
     """The query or the document of a pair, tokenised alone: a query is tokenised once for all its documents."""
 
     tokens: list[int]
-    """At most as many as the model reads."""
+    """The tokens, cut to as many as the model can read."""
     num_tokens: int
-    """Its tokens before that cut."""
+    """The number of tokens before that cut."""
 
 
 class EmbeddingText:
@@ -81,7 +81,7 @@ class EmbeddingText:
         return self._part(query)
 
     def document_part(self, document: str, most: int | None = None) -> PairPart:
-        """`most`: tokens of the document that are used."""
+        """The tokens of a document. `most`: how many of them are used at most."""
         if not self._asks_yes_or_no:
             return self._part(document, most)
         if most is not None:
@@ -89,7 +89,7 @@ class EmbeddingText:
         return self._part(f"{_DOCUMENT} {document}", most)
 
     def num_pair_tokens(self, query: PairPart, document: PairPart) -> int:
-        """The number of tokens of a pair that may be cut."""
+        """The number of tokens of a pair, after it was cut to fit if it is too long."""
         return min(
             self.spec.max_tokens, sum(map(len, self._around_pair)) + query.num_tokens + document.num_tokens
         )

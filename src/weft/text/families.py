@@ -22,11 +22,11 @@ class Family:
 
     pre_tokenizer: Callable[[], PreTokenizer]
     normalises_nfc: bool = False
-    """Text is first normalised to NFC."""
+    """Whether text is first normalised to NFC."""
     ignore_merges: bool = False
-    """A word that is a token is encoded to that token, even if no merges produce it."""
+    """Whether a word that is a token is encoded to that token, even if no merges produce it."""
     adds_bos: bool = False
-    """Prompts start with the BOS token, unless the file says otherwise."""
+    """Whether prompts start with the BOS token, unless the file says otherwise."""
 
 
 def _gpt2() -> PreTokenizer:

@@ -10,11 +10,11 @@ from weft.errors import ModelFileError
 from weft.loading.vocabulary import Vocabulary
 from weft.text.tokenizer import file_errors
 
-_SPACE = "▁"  # GGUF files of BERT write the start of a word so, and leave out the ## of continuations
+_SPACE = "▁"  # GGUF files of BERT have it before the start of a word, and no ## before continuations
 
 
 def word_pieces(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
-    """The tokenizer of BERT, in lower case and without accents, as in llama.cpp: the file does not say."""
+    """The tokenizer of BERT. It converts to lower case and removes accents, as llama.cpp does: the file has no setting."""
     special = {*vocabulary.control_ids}
     pieces: dict[str, int] = {}
     for index, token in enumerate(vocabulary.tokens):
@@ -32,7 +32,7 @@ def word_pieces(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
 
 
 def unigrams(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
-    """A SentencePiece unigram tokenizer, that of XLM-RoBERTa."""
+    """A SentencePiece unigram tokenizer, as XLM-RoBERTa has it."""
     if vocabulary.scores is None:
         raise ModelFileError("tokenizer.ggml.scores: missing; a unigram vocabulary needs them")
     pairs = list(zip(vocabulary.tokens, map(float, vocabulary.scores), strict=True))

@@ -84,7 +84,7 @@ def _texts(content: Any) -> str | list[str] | None:
 
 
 def checked_objects(values: Any, field: str) -> list[Any] | None:
-    """Checks a list of objects, such as tools. None for None and for an empty list."""
+    """Checks a list of objects, such as tools. Returns None for None and for an empty list."""
     if values is None:
         return None
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
@@ -111,7 +111,7 @@ def with_known_forms(messages: Any, *, keeps_developer: bool) -> Any:
     """The same messages in forms that all templates know. They need not be valid.
 
     An assistant message with calls or thoughts alone gets "" as its content: from null, some templates write "None", and
-    Qwen 3's fails. The role developer becomes system unless `keeps_developer`.
+    that of Qwen 3 fails. The role developer becomes system unless `keeps_developer`.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         return messages
@@ -160,7 +160,8 @@ def _message(message: Any, where: str, content_form: ContentForm, parse_argument
 
 
 def _needs_content(message: Message, reasoning: Any) -> bool:
-    """An assistant message may have only tool calls or reasoning. Unknown roles are left to the template."""
+    """Whether a message must have content. An assistant message may have only tool calls or reasoning. Unknown roles are
+    left to the template."""
     if message["role"] == "assistant":
         return not message.get("tool_calls") and reasoning is None
     return message["role"] in ("system", "developer", "user", "tool")

@@ -39,7 +39,7 @@ class ReasoningParser:
         self._held = ""
         self._trimmer = StreamTrimmer(keeps_leading=False)
         self._skips_space = False
-        """The white space after the closing marker is dropped."""
+        """Whether the next text follows the closing marker: its leading white space is dropped."""
 
     @property
     def is_inside(self) -> bool:

@@ -95,7 +95,8 @@ class TemplateProcess:
             self._is_compiled = True
 
     def _request(self, request: Any) -> dict[str, str]:
-        """Sends a request and returns the response. None: only reads the response to the sources sent at start."""
+        """Sends a request and returns the response. `request` None: only reads the response to the sources, which were
+        sent at the start."""
         process = self._process
         assert process is not None and process.stdout is not None
         try:
@@ -105,7 +106,7 @@ class TemplateProcess:
         except (OSError, EOFError) as error:
             self._process = None
             code = _end(process, timeout=1.0)
-            # Running out of memory kills it with a signal. A normal exit means that it failed to start.
+            # If the process runs out of memory, a signal kills it. A normal exit means that it failed to start.
             cause = (
                 "it ran out of memory" if code < 0 else "its process does not start; is minijinja installed?"
             )

@@ -70,7 +70,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
 
     def lower_case(self) -> None:
-        """From now on texts are converted to lower case first. Call it before other threads use the tokenizer."""
+        """Makes the tokenizer convert texts to lower case first. Call it before other threads use the tokenizer."""
         self._backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), self._backend.normalizer])
 
     def encode(
@@ -219,7 +219,7 @@ def _check_unicode(text: str) -> None:
 
 
 def _any_token() -> tokenizers.Encoding:
-    """An encoding of one token, whatever the vocabulary has."""
+    """An encoding of one placeholder token, which need not be in the vocabulary."""
     lists = {"tokens": [""], "words": [None], "offsets": [[0, 0]], "overflowing": [], "sequence_ranges": {}}
     numbers = {"ids": [0], "type_ids": [0], "special_tokens_mask": [0], "attention_mask": [1]}
     encoding = tokenizers.Encoding()

@@ -33,13 +33,13 @@ class ToolFormat:
     closing: str = ""
     """The marker after a call."""
     has_named_calls: bool = False
-    """A call may also be `name[ARGS]{...}`, or `name[CALL_ID]id[ARGS]{...}`."""
+    """Whether a call may also be `name[ARGS]{...}`, or `name[CALL_ID]id[ARGS]{...}`."""
     has_unmarked_calls: bool = False
-    """An answer that starts with a brace may be a call, without an opening marker."""
+    """Whether an answer that starts with a brace may be a call, without an opening marker."""
     is_single_call: bool = False
-    """The models are trained for one call in an answer."""
+    """Whether the models are trained for one call in an answer only."""
     has_short_ids: bool = False
-    """The templates of these models accept only call ids of nine letters and digits."""
+    """Whether the templates of these models accept only call ids of nine letters and digits."""
     template: str = r"(?!)"
     """A regular expression that finds a call of the function "probe" in the output of a chat template. `detect_format`
     uses it. The default matches nothing."""

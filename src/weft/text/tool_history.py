@@ -23,7 +23,7 @@ def _name(tool: Mapping[str, Any]) -> str:
 
 
 def results_in_call_order(messages: Sequence[Any]) -> list[Any]:
-    """The same messages. The results of parallel calls stand in the order of the calls: clients send them as they
+    """Returns the messages with the results of parallel calls in the order of the calls. Clients send results as they
     arrive, and many templates render no ids."""
     ordered: list[Any] = []
     for message, results in _turns(messages):
@@ -74,7 +74,7 @@ def _calls(message: Sequence[Any]) -> list[Mapping[str, Any]]:
 
 
 def _with_ids(messages: Sequence[Any]) -> list[Any]:
-    """Gives an id to calls without one. Results without one answer the calls in their order."""
+    """Gives an id to each call without one. A result without an id gets that of the next call without a result."""
     changed: list[Any] = []
     for message, results in _turns(messages):
         calls = _calls(message)

@@ -48,7 +48,7 @@ class ToolParser:
         self, tool_format: ToolFormat, names: Collection[str] = (), *, max_calls: int | None = None
     ) -> None:
         self.is_over = False
-        """`max_calls` calls are complete. Further text is ignored."""
+        """Whether `max_calls` calls are complete. Then further text is ignored."""
         self._format = tool_format
         self._names = names
         self._max_calls = max_calls
@@ -347,7 +347,7 @@ class _ValueScanner:
     def __init__(self) -> None:
         self.is_over = False
         self.is_broken = False
-        """A closing bracket does not match the opening one."""
+        """Whether a closing bracket does not match the opening one."""
         self._brackets: list[str] = []
         self._is_started = False
         self._is_in_string = False

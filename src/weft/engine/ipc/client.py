@@ -64,7 +64,7 @@ class EngineClient:
         """A process that makes no progress for `stall_seconds` is replaced. `log` gets the name, message, level and
         fields of each event. `launched` is a process that was already started with the same arguments; it is used
         first. `new_id` makes the ids of requests that have none. `coalesce`: identical requests in flight share one
-        sequence (`SharedAnswers`); None: where that changes no answer."""
+        sequence (`SharedAnswers`); None: if the answers of the backend do not depend on the batch."""
         self.state = EngineState.STOPPED
         self.info: BackendInfo | None = None
         self.max_sequence_length = 0
@@ -73,7 +73,8 @@ class EngineClient:
         self.on_progress: Callable[[], object] = lambda: None
         """Called when an answer gets its first token, when an answer ends, and when the engine becomes ready."""
         self.costs_for: Callable[[BackendInfo], LearnedCosts | None] = lambda info: None
-        """What an engine with these properties learned earlier. Asked when one becomes ready, also after a crash."""
+        """Returns the costs that an engine with these properties learned earlier. Called when an engine becomes ready,
+        also after a crash."""
         self._launched_at = 0.0
         self._launch_seconds: float | None = None
         self._launch_engine = partial(launch_engine, backend, dict(options), config)
@@ -87,7 +88,7 @@ class EngineClient:
         self.shared_answers = SharedAnswers(self._answers, self._send, coalesce, config)
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[Any]] = {}
-        """By the number of the message that asks."""
+        """Number of a message that has a reply -> the future of the reply."""
         self._connection: Connection | None = None
         self._running: WatchedProcess | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -160,7 +161,7 @@ class EngineClient:
             return answers
         handles = tuple(answer.handle for answer in answers)
         self._send(wire.Submit.of(handles, request, indices.start, waited))
-        # After sending: if the request cannot be encoded, `_send` raises, and its answers must not stay in `_answers`.
+        # Added after `_send`, which raises if the request cannot be encoded: its answers must not stay in `_answers`.
         self._answers.update(zip(handles, answers, strict=True))
         if key is not None:
             shared_answers.open(key, answers[0], request, waited)
@@ -182,7 +183,7 @@ class EngineClient:
         return metrics
 
     async def learned_costs(self) -> LearnedCosts:
-        """What the engine has learned about the costs of steps."""
+        """The costs of steps that the engine has learned."""
         try:
             costs: LearnedCosts = await asyncio.wait_for(self._ask(wire.GetLearned), _METRICS_SECONDS)
         except TimeoutError:
@@ -190,7 +191,7 @@ class EngineClient:
         return costs
 
     def restore_costs(self, costs: LearnedCosts) -> None:
-        """Requests that are submitted later are planned with these costs."""
+        """Sends learned costs to the engine. Requests that are submitted later are planned with them."""
         self._send(wire.Restore(costs))
 
     def forget_learned(self) -> None:
@@ -223,7 +224,7 @@ class EngineClient:
 
     @property
     def shown_state(self) -> str:
-        """For `/health` and `/ready`."""
+        """The state that `/health` and `/ready` show."""
         is_silent = self.state is EngineState.READY and not self.is_responding
         return "not responding" if is_silent else self.state.value
 
@@ -238,8 +239,8 @@ class EngineClient:
 
     @property
     def seconds_until_ready(self) -> float:
-        """An estimate: the duration of the last start minus that of this one so far. 0 if there was no start before, or if
-        this one already takes longer."""
+        """Estimates the rest of this start: the duration of the last start minus the time since this one began. 0 if there
+        was no start before, or if this one already takes longer."""
         if self._launch_seconds is None:
             return 0.0
         return max(0.0, self._launched_at + self._launch_seconds - asyncio.get_running_loop().time())

@@ -40,7 +40,7 @@ class Connection(asyncio.Protocol):
         await self._loop.create_unix_connection(lambda: self, sock=connection)
 
     def send(self, message: wire.Message) -> None:
-        """Does nothing if the connection is closed."""
+        """Sends a message. Does nothing if the connection is closed."""
         if not self._transport.is_closing():
             self._transport.write(wire.framed(message))
 
@@ -85,7 +85,7 @@ class Connection(asyncio.Protocol):
             raise
 
     def _next_message(self) -> wire.FromEngine | None:
-        """Returns None if all received messages are handled. If the data is invalid, closes the connection and returns
+        """The next received message; None if all are handled. If the data is invalid, closes the connection and returns
         None."""
         try:
             content = next(self._contents, None)

@@ -3,7 +3,7 @@
 The process sends a heartbeat twice a second. A heartbeat shows progress if two threads made progress: the engine's loop
 is idle or has finished a step, and the reader is idle or has handled a message. If no heartbeat shows progress, the CPU
 time of the process is measured, then that of its children (compilers). A slow step uses CPU time, a stuck one does not.
-The wait for a GPU uses CPU time too, so the time of one wait is limited as if it used none.
+Waiting for a GPU uses CPU time too, so CPU time does not extend a wait: each one is limited to `stall_seconds`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GRACE_SECONDS = 0.6
 """CPU time is measured only after this long without progress. Heartbeats and checks are not synchronised, so one check
 without a new heartbeat is normal."""
 _SLOW_FACTOR = 10
-"""A loop that uses CPU time but finishes no step for this many `stall_seconds` is stuck: it may loop forever."""
+"""A loop that uses CPU time but finishes no step for this many times `stall_seconds` is stuck: it may loop forever."""
 _LEAST_WORK_SECONDS, _LEAST_WORK_SHARE = 0.05, 0.01
 """CPU time counts as progress only above these seconds plus this fraction of the quiet time. Idle threads of libraries
 wake up too and use a little CPU time."""
@@ -76,7 +76,7 @@ class Liveness:
         )
 
     def on_step(self) -> None:
-        """The engine reported a step."""
+        """Called when the engine has reported a step."""
         self._has_progress = True
 
     def on_heartbeat(self, heartbeat: wire.Heartbeat) -> None:
@@ -90,7 +90,7 @@ class Liveness:
 
     def check(self) -> None:
         now = self._clock()
-        # If this check is late, this process itself was stopped and could not receive heartbeats: count little time.
+        # If this check is late, the client's own process was stopped and received no heartbeats: count little time.
         elapsed, self._checked_at = min(now - self._checked_at, 2 * CHECK_SECONDS), now
         if self._has_progress:
             self._has_progress = False

@@ -27,7 +27,7 @@ class Outbox:
         """The rest of a message that the socket accepted in part."""
         self._backlog: deque[wire.Message] = deque()
         self._is_writing = False
-        """The writer thread has data to send. New messages go to the backlog, to keep their order."""
+        """Whether the writer thread has data to send. Then new messages go to the backlog, to keep their order."""
         self._is_closed = False
         self._thread = threading.Thread(target=self._write, name="weft-writer", daemon=True)
         self._thread.start()

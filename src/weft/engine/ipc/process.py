@@ -237,7 +237,8 @@ class EngineProcess:
     # -- in the heartbeat thread
 
     def _send_heartbeats(self) -> None:
-        """Must not wait for a lock of the loop or the reader: a heartbeat must arrive even if these are stuck."""
+        """Sends heartbeats. Must not wait for a lock of the loop or the reader: a heartbeat must arrive even if these are
+        stuck."""
         own_id = threading.get_native_id()
         while True:
             reader = self._reader

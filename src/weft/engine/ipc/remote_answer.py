@@ -48,7 +48,7 @@ class RemoteAnswer:
         self.request_id = request_id
         self.handle = handle
         self.result: GenerationResult | None = None
-        """Set before the final output can be read. It has no tokens, no text and no logprobs."""
+        """The result, set before the final output can be read. It has no tokens, no text and no logprobs."""
         self.num_tokens = 0
         """All tokens that arrived, read or not."""
         self.first_at: float | None = None
@@ -211,11 +211,11 @@ class LateAnswer(RemoteAnswer):
     _early: array[int] | None = None
     """The tokens of the sequence. None: no earlier token is left to read."""
     _num_early = 0
-    """How many of them are earlier than this answer."""
+    """How many of `_early` the sequence had when this answer joined it."""
     _next_early = 0
 
     def catch_up(self, tokens: array[int]) -> None:
-        """`tokens` may grow later, but must not change otherwise."""
+        """Makes the earlier tokens of the sequence readable. `tokens` may grow later, but must not change otherwise."""
         self._early = tokens
         self.num_tokens = self._num_early = len(tokens)
         self.first_at = time.monotonic()

@@ -34,7 +34,8 @@ from weft.request import (
 )
 
 _LEAST_SECONDS = 1.0
-"""No request joins a sequence whose deadline passes sooner: the message that drops the deadline could come too late."""
+"""No request joins a sequence whose deadline is nearer than this: the message that drops the deadline could arrive too
+late."""
 
 
 class _Key:
@@ -58,7 +59,7 @@ class SharedReader(NamedTuple):
 
     request_id: RequestId
     sequence_id: RequestId
-    """The id of the sequence in the engine: that of its first reader, also when this reader has left."""
+    """The id of the sequence in the engine: the request id of its first reader, even after that reader has left."""
     age: float
     left: float | None
     """Seconds until its deadline. None: it has none."""
@@ -83,7 +84,7 @@ class SharedAnswer:
         self.key = key
         self.handle = first.answer.handle
         self.request_id = first.answer.request_id
-        """The id of the sequence in the engine, also when the first reader has left."""
+        """The id of the sequence in the engine, even after the first reader has left."""
         self.is_idle_work = first.request.is_idle_work
         self.readers: tuple[_Reader, ...] = (first,)
         """Replaced when it changes: a reader may leave while it gets an output."""
@@ -96,7 +97,8 @@ class SharedAnswer:
         self._owner = owner
 
     def may_join(self, request_id: RequestId) -> bool:
-        """Whether a request with this id may join now. The engine itself refuses one with the id of the sequence."""
+        """Whether a request with this id may join now. A request with the id of the sequence may not: it is submitted, and
+        the engine refuses the id."""
         first = self.readers[0]
         if request_id == self.request_id:
             return False
@@ -190,12 +192,12 @@ def _times_after(late: float, result: GenerationResult) -> tuple[float, float, f
     first = end if first is None else first
 
     def running(began: float, ended: float) -> float:
-        """Seconds between two times without pauses."""
+        """Seconds from `began` to `ended`, without the pauses."""
         paused = sum(max(0.0, min(one.ended, ended) - max(one.began, began)) for one in pauses)
         return max(0.0, ended - began - paused)
 
     before_first, after_first = running(max(late, admitted), first), running(max(late, first), end)
-    # The result does not say when the tokens were computed again: the same time after each recompute.
+    # The result does not have the duration of each recompute. It is assumed to be the same for all.
     ends = [one.ended for one in pauses if not one.by_swap and one.began >= first]
     again = max(0.0, result.prefill_time - running(admitted, first))
     share = sum(ended > late for ended in ends) / len(ends) if ends else 0.0
@@ -214,8 +216,8 @@ class SharedAnswers:
         coalesce: bool | None,
         config: ServingEngineConfig,
     ) -> None:
-        """`answers` are those of the client, by handle. `coalesce`: None shares sequences where the answers of the backend
-        do not depend on the batch."""
+        """`answers` are the unfinished answers of the client, by handle. `coalesce` None: requests share sequences only if
+        the answers of the backend do not depend on the batch."""
         self.num_requests = 0
         """Requests that joined the sequence of another one."""
         self.num_tokens = 0
@@ -250,7 +252,7 @@ class SharedAnswers:
                 yield SharedReader(one.answer.request_id, shared.request_id, age, left)
 
     def key_of(self, request: InferenceRequest) -> _Key | None:
-        """What identical requests have in common; None if this one shares no sequence."""
+        """What identical requests have in common; None if this request must not share a sequence."""
         params = request.params
         is_determined = params.temperature == 0 or params.seed is not None
         if not self.is_on or not is_determined or params.n != 1 or params.prompt_logprobs is not None:
@@ -299,7 +301,7 @@ class SharedAnswers:
         shared.add(reader, answer)
 
     def cancel(self, answer: RemoteAnswer, reason: str | None) -> None:
-        """An answer that has not ended is cancelled. The last reader of a sequence cancels it."""
+        """Cancels an answer that has not ended. If it is the last reader of its sequence, cancels the sequence too."""
         self._leave(
             answer,
             Failure(FailureKind.CANCELLED, reason or ""),
@@ -307,26 +309,27 @@ class SharedAnswers:
         )
 
     def finish(self, answer: RemoteAnswer, num_tokens: int) -> None:
-        """An answer ends after its first `num_tokens` tokens. The last reader of a sequence finishes it."""
+        """Ends an answer after its first `num_tokens` tokens. If it is the last reader of its sequence, ends the sequence
+        too."""
         self._leave(
             answer, None, lambda request_id: wire.Finish(request_id, answer.handle, num_tokens), num_tokens
         )
 
     def close(self, handle: int) -> None:
-        """A sequence has ended."""
+        """Called when a sequence has ended. No request joins it any more."""
         shared = self._by_handle.pop(handle, None)
         if shared is not None:
             shared.stop_timers()
             self._close_key(shared)
 
     def clear(self) -> None:
-        """All sequences have ended with the engine."""
+        """Called when the engine has ended, and all sequences with it."""
         for handle in list(self._by_handle):
             self.close(handle)
 
     def prefix_hits(self, reader: _Reader) -> int:
-        """No token of its prompt was computed for a request that joined. It gets the prefix hits that it would have had
-        after the first request (contract 9)."""
+        """The prefix hits that the result of a joined request reports: those that it would have had after the first
+        request (contract 9). No token of its prompt was computed."""
         if not self._config.scheduler.prefix_caching:
             return 0
         return (len(reader.request.prompt) - 1) // self._block_size * self._block_size

@@ -59,7 +59,7 @@ class Submit(Message):
 
     handles: tuple[int, ...]
     request: InferenceRequest
-    """Its own `params` are the defaults. Those of the client are in the field `params` of this message."""
+    """The request without its parameters: its `params` are the defaults. The real ones are in the field below."""
     params: msgspec.Raw
     first: int = 0
     waited: float = 0.0
@@ -96,7 +96,7 @@ class Cancel(Message):
 
 
 class Finish(Message):
-    """The text contains a stop string: the answer ends after its first `num_tokens` tokens."""
+    """Ends an answer after its first `num_tokens` tokens, because its text contains a stop string."""
 
     request_id: RequestId
     handle: int
@@ -104,7 +104,7 @@ class Finish(Message):
 
 
 class DropDeadline(Message):
-    """The client keeps the deadlines of an answer from now on, because several requests with different ones share it."""
+    """Removes the deadline of an answer. From now on the client watches the deadlines of the requests that share it."""
 
     request_id: RequestId
     handle: int
@@ -121,19 +121,19 @@ class GetLive(Message):
 
 
 class GetLearned(Message):
-    """Asks for what the engine has learned."""
+    """Asks for the costs of steps that the engine has learned."""
 
     number: int
 
 
 class Restore(Message):
-    """What an earlier engine learned. Sent before the first request."""
+    """The costs that an earlier engine learned. Sent before the first request."""
 
     costs: LearnedCosts
 
 
 class Forget(Message):
-    """Forgets what was learned."""
+    """Makes the engine forget the learned costs and all finished answers."""
 
 
 class Stop(Message):
@@ -289,7 +289,7 @@ _NO_PARAMS = SamplingParams()
 
 @lru_cache(maxsize=32)
 def decode_params(content: bytes) -> SamplingParams:
-    """Cached, so that the prompts of one HTTP body share one object."""
+    """Decodes and checks sampling parameters. Cached, so that the prompts of one HTTP body share one object."""
     return _params.decode(content)
 
 

@@ -205,8 +205,8 @@ class BlockPool:
 
     def retire(self, block: int) -> None:
         """Drops one reference of a block that was copied to the store. Its content stays cached, but is evicted before
-        that of other blocks. Content that is probably needed again keeps its place in the order: it was a prefix hit, or a
-        recent lookup missed it."""
+        that of other blocks. Exception: content that was a prefix hit, or that a recent lookup missed, is probably needed
+        again and keeps its place in the order."""
         self.release((block,))
         if block in self._reused or self._hashes[block] in self._missed:
             return
@@ -227,8 +227,8 @@ class BlockPool:
         are not hot."""
         self._hot_counts[block_hash] = self._hot_counts.get(block_hash, 0) + 1
         if self._hot_counts[block_hash] == 1:
-            self._move(block_hash, self._evictable_idle, self._evictable_hot)
-            self._move(block_hash, self._evictable, self._evictable_hot)
+            self._change_eviction_list(block_hash, self._evictable_idle, self._evictable_hot)
+            self._change_eviction_list(block_hash, self._evictable, self._evictable_hot)
 
     def unmark_hot(self, block_hash: BlockHash) -> None:
         """Removes one session that keeps this content hot. If it was the last one, the content is evicted first: it
@@ -238,7 +238,7 @@ class BlockPool:
             del self._hot_counts[block_hash]
             block = self._cached.get(block_hash)
             target = self._evictable_idle if block in self._idle_content else self._evictable
-            if block is not None and self._move(block_hash, self._evictable_hot, target):
+            if block is not None and self._change_eviction_list(block_hash, self._evictable_hot, target):
                 target.move_to_end(block, last=False)
 
     def note_idle_content(self, blocks: Iterable[int]) -> None:
@@ -321,9 +321,10 @@ class BlockPool:
             return self._evictable_hot
         return self._evictable_idle if block in self._idle_content else self._evictable
 
-    def _move(
+    def _change_eviction_list(
         self, block_hash: BlockHash, origin: OrderedDict[int, None], target: OrderedDict[int, None]
     ) -> bool:
+        """Moves a cached block from one eviction list to another. Returns False if it is not in the first."""
         block = self._cached.get(block_hash)
         if block is None or block not in origin:
             return False
