@@ -183,7 +183,7 @@ def in_use(name: str) -> ApiError:
 
 
 def _line(name: str, progress: PullProgress) -> dict[str, Any]:
-    """Clients show one bar for each digest."""
+    """A line of progress. Clients show one bar for each digest, so each stage has its own digest."""
     status = {"status": _STATUSES[progress.stage].format(model=name)}
     if not progress.total_bytes:
         return status

@@ -42,9 +42,9 @@ _SMALL_BYTES = 16 << 10
 """Parsing the schemas in a body of up to this size takes a few milliseconds, so it runs in the event loop."""
 _MAX_DETOKENIZED = 1 << 18
 _TOKENS_OF_KIND = 16
-"""Prompts that are no conversations are of one kind if they begin with the same tokens."""
+"""Prompts that are no conversations are of one kind if their first tokens, up to this many, are the same."""
 _ANSWER_ROOM = 512
-"""A conversation that loses its oldest items leaves room for this many tokens of an answer without max_tokens."""
+"""If the oldest items of a conversation are left out, this many tokens of room remain for an answer without max_tokens."""
 
 T = TypeVar("T")
 
@@ -110,8 +110,8 @@ class Preparer:
         request_id: RequestId,
         key: ApiKey | None,
     ) -> Prepared:
-        """A request whose search has not run: its writer, and a prompt of one token. Raises what `prepare` raises for
-        its other fields."""
+        """Prepares a request whose search has not run: makes its writer, and an `InferenceRequest` with a prompt of one
+        token. This checks the other fields of the request, as `prepare` does."""
         request = inference_request(parsed, (0,), parsed.params, key, request_id)
         writer = answer_format.writer(api_request, self._context(parsed, request_id))
         return Prepared([request], writer, None, parsed.is_streamed)
@@ -139,7 +139,7 @@ class Preparer:
         is_idle_work: bool = False,
         writer: AnswerWriter | None = None,
     ) -> Prepared:
-        """Prepares a request that `parse` has read. Raises if it is invalid. `writer`: that of `before_search`."""
+        """Prepares a request that `parse` has read. Raises if it is invalid. `writer`: the writer that `before_search` made."""
         size += parsed.stored_bytes
         grammar, answer_form = parsed.grammar, None
         echoes: Sequence[Echo] = ()
