@@ -1,4 +1,4 @@
-"""The models of a server by name: one generates, others make vectors or scores. Owns what requests may call them."""
+"""The models of a server by name: one generates, others make vectors or scores. Owns the names that requests may use."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ModelRegistry:
         return "generate" if self.generator is not None else self.vector_models[0].spec.kind
 
     def engines(self) -> Iterator[tuple[str, Use, EngineClient]]:
-        """The name, the use and the engine of each model. The first one is that of MODEL."""
+        """The name, the use and the engine of each model. MODEL is the first one."""
         if self.generator is not None:
             yield self._names["generate"][0], "generate", self.generator
         for model in self.vector_models:
@@ -80,7 +80,8 @@ class ModelRegistry:
         return self.generator
 
     def vector_model(self, name: str) -> VectorModel | None:
-        """The model with this name, if it makes vectors or scores; None: the model that generates. Raises a 404."""
+        """The model with this name, if it makes vectors or scores. None: it is the model that generates. Raises a 404 for an
+        unknown name."""
         use = self._known_uses(name)[0]
         return None if use == "generate" else self._of_use(use)
 

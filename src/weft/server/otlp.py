@@ -66,7 +66,7 @@ class OtlpExporter:
     def __init__(
         self, endpoint: str | None, log: Callable[..., object], batch_seconds: float = _BATCH_SECONDS
     ) -> None:
-        """`endpoint`: the whole URL; None: that of the standard variables."""
+        """`endpoint`: the whole URL. None: the URL from OpenTelemetry's environment variables."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         self.num_lost = 0

@@ -58,7 +58,8 @@ class Prepared:
     answer_form: AnswerSyntax | None
     is_streamed: bool
     kind: tuple[int, int] = (0, 0)
-    """Hashes of its template and of its tools. Answers to requests of one kind may have similar lengths."""
+    """Hashes of the instructions (or of the beginning of the prompt) and of the names of the tools. Answers to requests of
+    one kind may have similar lengths."""
 
 
 class Preparer:

@@ -1,4 +1,4 @@
-"""Decides which batches run: of each key the oldest that has not ended. Owns the tasks that run them."""
+"""Decides which batches run: for each API key the oldest one that has not ended. Owns the tasks that run them."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from weft.server.errors import ApiError, refusal
 
 UPLOADS = frozenset({"/v1/files"})
-"""Routes whose POST body is a file. It is never in memory as a whole, so it has its own size limit, and it
+"""Routes whose POST body is a file. The file is never in memory as a whole, so it has its own size limit, and it
 may take longer to arrive than other bodies."""
 FORM_BYTES = 64 << 10
-"""Bytes that the other parts of the form and its boundaries may have."""
+"""Maximum bytes of the other parts of the form and of its boundaries."""
 _PIECE_BYTES = 1 << 20
 _MAX_PARTS = 16
 _MAX_FIELD_BYTES = 1024
