@@ -1,4 +1,4 @@
-"""What a file becomes when it is read: a document, its passages, and their size."""
+"""The types of what is read from a file: the document, its passages, and their size."""
 
 from __future__ import annotations
 

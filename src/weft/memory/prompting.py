@@ -33,13 +33,13 @@ class Source(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> str:
-        """Where the passage is, for readers: "guide.md, Install > On Linux"."""
+        """The position of the passage in words: "guide.md, Install > On Linux"."""
         page = None if self.page is None else f"page {self.page}"
         return ", ".join(part for part in (self.name, self.heading, page) if part)
 
     @property
     def span(self) -> dict[str, Any]:
-        """Where the passage is, as fields of an answer."""
+        """The position of the passage, as fields of an answer."""
         return {"start": self.start, "end": self.end, "heading": self.heading, "page": self.page}
 
 

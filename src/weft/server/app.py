@@ -97,7 +97,7 @@ class ServerApp:
         models: ModelRegistry | None = None,
         learned: LearnedKeeper | None = None,
     ) -> None:
-        """`engine` and `text` are those of MODEL. `models` has all models; None: MODEL, which generates. `exporter` gets the
+        """`engine` and `text` belong to MODEL. `models` has all models; None: MODEL, which generates. `exporter` gets the
         traces of requests; None: no traces are made. `learned` owns the store; None: a new one is made."""
         self.settings = settings
         self.models = models or ModelRegistry(settings, engine, ())

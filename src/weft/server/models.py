@@ -43,7 +43,7 @@ class ModelRegistry:
 
     @property
     def main_use(self) -> Use:
-        """What the model given as MODEL does."""
+        """The use of the model that is given as MODEL."""
         return "generate" if self.generator is not None else self.vector_models[0].spec.kind
 
     def engines(self) -> Iterator[tuple[str, Use, EngineClient]]:
@@ -54,7 +54,7 @@ class ModelRegistry:
             yield model.name, model.spec.kind, model.engine
 
     def uses_of(self, name: str) -> list[Use]:
-        """What the model with this name or alias does. An alias may fit several models."""
+        """The use of the model with this name, or of the models with this alias. An alias may fit several models."""
         exact: list[Use] = [use for use, names in self._names.items() if is_own_name(name, names)]
         aliased: list[Use] = [
             use for use, names in self._names.items() if names and is_alias(name, names, self._aliases)

@@ -24,8 +24,8 @@ _MAX_TRACES = 2048
 _MAX_BATCH = 256
 """Maximum traces in one export."""
 _BATCH_SECONDS = 1.0
-"""After the first trace of a batch, others have this long to join it. OTEL_BSP_SCHEDULE_DELAY overrides it, in
-milliseconds."""
+"""After the first trace of a batch, other traces join it for this many seconds. OTEL_BSP_SCHEDULE_DELAY overrides the
+value, in milliseconds."""
 _CLOSE_SECONDS = 5.0
 
 

@@ -73,14 +73,14 @@ class ActiveRequest:
         self.requests: Sequence[InferenceRequest] = ()
         """Set when the request is prepared."""
         self.queued_at: float | None = None
-        """When it was prepared, and its answers began to wait for the engine."""
+        """The time when the request was prepared, and its answers began to wait for the engine."""
         self.text_tokens = 0
         """Tokens of a /tokenize or /detokenize request."""
         self.reserved = 0
         """Tokens reserved from the rate limit of the key."""
         self.ticket: GateTicket | None = None
         self.length: tuple[LengthFeatures, LengthDistribution] | None = None
-        """What the length of its answers was predicted from, and the prediction. None: it is not prepared yet."""
+        """The features of the request, and the length of its answers predicted from them. None: it is not prepared yet."""
         self.deadline: float | None = None
         self.expiry: asyncio.TimerHandle | None = None
         """Timer that ends the request after its deadline."""
@@ -155,8 +155,8 @@ class ActiveRequests:
         )
         engine.on_progress = self._gate.release_answers
         self._open: dict[ActiveRequest, None] = {}
-        """Not a dict by id: a background request has the same id as the request that created it, and both may be
-        active for a moment."""
+        """The ids are not the keys: a background request has the id of the request that created it. Both may be active for
+        a moment."""
         self._num_of_clients = 0
         """Active requests that are not idle work."""
         self._idle_answers = IdleAnswers()

@@ -78,8 +78,8 @@ class WaitEstimate:
         is_promise: bool = True,
     ) -> float:
         """Seconds until `needed` more places of a scope are free, for a client that is refused now.
-        `find_places` is called a few times a second at most: it returns all places that are taken, and the lengths of
-        answers to requests that take one meanwhile. `is_promise`: the client will come back."""
+        `find_places` returns all places that are taken, and the expected lengths of answers to new requests. It is called
+        a few times a second at most. `is_promise`: the client will come back."""
         now = self._clock()
         promises = self._promises.setdefault(scope, deque())
         while promises and promises[0] <= now - _LATE_SECONDS:

@@ -39,7 +39,7 @@ class ServedModel:
     max_answers: int
     has_chat_template: bool = True
     can_think: bool = False
-    """Its chat template has markers around thoughts."""
+    """The chat template has markers around thoughts."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class ParsedRequest:
     tools: ToolUse = NO_TOOLS
     echoes_prompts: bool = False
     earlier_tokens: Sequence[int] = ()
-    """Tokens that the prompt begins with, before those of the conversation."""
+    """Tokens at the beginning of the prompt, before the tokens of the conversation."""
     max_context: int | None = None
-    """Limit for prompt and answer together, if it is below that of the server."""
+    """Limit for prompt and answer together, in tokens. It applies if it is below the limit of the server."""
     priority: Priority | int = Priority.NORMAL
     session_id: str | None = None
     ttft_target: float | None = None

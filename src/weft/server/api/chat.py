@@ -311,8 +311,8 @@ class ChatWriter(OpenAIWriter):
         return {"message": message}
 
     def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """The deltas of a piece. The input of a custom tool is sent as one delta when the call is complete: the model
-        writes it as a string inside JSON, which is decoded as a whole."""
+        """The deltas of a piece. The input of a custom tool is sent as one delta when the call is complete. The model writes
+        it as a string inside JSON, which can only be decoded as a whole."""
         index = piece.choice.index
         for delta in piece.deltas or ():
             if isinstance(delta, ToolCallArguments):

@@ -188,7 +188,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
 
 @dataclass(frozen=True)
 class _Facts:
-    """What the files of the served model say about it."""
+    """Facts about a served model, read from its files."""
 
     details: dict[str, Any]
     info: dict[str, Any]

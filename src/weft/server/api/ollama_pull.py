@@ -18,7 +18,7 @@ from weft.server.errors import ApiError, as_api_error
 _MAX_THREADS = 4
 _LONG = 3600.0
 _HUB_PREFIXES = ("hf.co/", "huggingface.co/", "hf:")
-"""What may stand before the name of a repository. Ollama's clients write the first two."""
+"""The prefixes that the name of a repository may have. Ollama's clients write the first two."""
 _STATUSES = {
     "wait": "waiting for another pull of this model",
     "find": "pulling manifest",

@@ -43,7 +43,7 @@ def error_body(error: ApiError) -> dict[str, str]:
 
 
 def head(model: str) -> dict[str, Any]:
-    """The fields that all lines have in common. The time is that of the line."""
+    """The fields that all lines have in common, with the time of this line."""
     return {"model": model, _TIME: _now()}
 
 

@@ -202,8 +202,8 @@ class Preparer:
     async def _fitting_chat_tokens(
         self, conversation: Conversation, parsed: ParsedRequest, size: int, client_id: str
     ) -> list[int]:
-        """The tokens of a conversation. If it `drops_oldest`, the oldest items are left out until the rest fits: as few
-        as possible."""
+        """The tokens of a conversation. If `parsed.drops_oldest` is set, as few of the oldest items as possible are left
+        out, so that the other items fit the context."""
         if not parsed.drops_oldest:
             return await self._chat_tokens(conversation, parsed.tools, size, client_id)
         room = min(parsed.params.max_tokens or _ANSWER_ROOM, self._encoder.max_context // 2)
@@ -213,7 +213,7 @@ class Preparer:
         index = 0  # the whole conversation is tried first
         while True:
             shorter = from_start(conversation, starts[index])
-            # `size` is that of the whole conversation. It only decides whether a worker process does the work.
+            # `size` is the size of the whole conversation. It only decides whether a worker process does the work.
             tokens = await self._tokens_if_short(shorter, parsed.tools, size, client_id)
             if tokens is not None and len(tokens) <= self._encoder.max_context - room:
                 found, most = tokens, index - 1

@@ -66,8 +66,8 @@ async def take_over(caller: Caller, response_id: str) -> float:
 
 
 async def read_state(services: Services, response_id: str, owner: str) -> table.StoredResponse | None:
-    """A stored response. It is changed to `failed` if its worker has ended, or if its task has ended without storing
-    the result, for example because the disk was full."""
+    """A stored response. Its status becomes `failed` if its worker has ended. It also does if its task has ended without
+    storing the result, for example because the disk was full."""
     store = services.store
     is_own_task = response_id in services.tasks
 

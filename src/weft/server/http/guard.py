@@ -38,7 +38,7 @@ class Guard:
         self._answers = ByteBudget(
             settings.max_answer_bytes, settings.max_buffered_answer_bytes, answer_budget_error
         )
-        # Batches have budgets of their own, so that they cannot use up those of clients.
+        # Batches have budgets of their own, so that they cannot use up the budgets of clients.
         self._bodies_of_batches = _part_of(self._bodies)
         self._answers_of_batches = _part_of(self._answers)
         self._keys = KeyRing(settings.api_keys)

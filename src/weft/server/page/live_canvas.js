@@ -1,4 +1,4 @@
-// What the drawings share: a canvas with the size and the sharpness of its box, and the colours of the page.
+// Shared by the drawings: a canvas with the size and the sharpness of its box, and the colours of the page.
 
 const NAMES = ["paper", "panel", "raised", "hover", "ink", "soft", "line", "edge", "accent", "bad", "warn", "good",
   "data-1", "data-2", "data-3", "data-4", "data-5", "data-6", "data-7", "data-quiet", "data-empty"];

@@ -1,4 +1,4 @@
-// Collects what the page draws from the frames so far: the rows of the last steps (`Band`), what happened to each
+// Collects data from the frames, for the page to draw. It has the rows of the last steps (`Band`), the events of each
 // request (`lives`), the points of the charts, and the states of KV blocks. The size of everything is bounded.
 
 import { Band, groupSteps, MARKS, stepsWithin } from "./live_band.js";

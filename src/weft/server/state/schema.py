@@ -69,7 +69,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE responses ADD COLUMN num_items INTEGER NOT NULL DEFAULT 0",
     ),
     (
-        # Rows that refer to a vector store have no owner column: their owner is that of the store. `number` and the ids
+        # Rows that refer to a vector store have no column `owner`: the owner of the store owns them. `number` and the ids
         # of passages are never used twice, so that an old index cannot find a new passage. `index_file` is the file of
         # the base of its index. `details` is JSON of `StoreDetails`. Each store also has a table `words_NUMBER`.
         """
@@ -90,7 +90,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         )
         """,
         "CREATE INDEX vector_stores_by_owner ON vector_stores (owner, created_at, id)",
-        # The column `id` is that of the file in `files`. `details` is JSON of `FileDetails`.
+        # The column `id` has the id of the file in `files`. `details` is JSON of `FileDetails`.
         """
         CREATE TABLE vector_store_files (
             number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -159,7 +159,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         """,
     ),
     (
-        # Answers that may get feedback. `id` is that of the request. `input` and `answers` are JSON.
+        # Answers that may get feedback. `id` is the id of the request. `input` and `answers` are JSON.
         """
         CREATE TABLE kept_answers (
             id TEXT PRIMARY KEY,

@@ -64,7 +64,7 @@ class Choice:
         self.num_reasoning_tokens = 0
         self.has_calls = False
         self.calls_began = self.calls_ended = 0.0
-        """When its first tool call began, and when the last one was complete."""
+        """The times when the first tool call of the answer began, and when the last one was complete."""
         self._answer = answer
         self.effort_per_token = effort_per_token
         self._text = text

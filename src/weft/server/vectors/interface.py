@@ -1,4 +1,4 @@
-"""What other parts of the server may use of the models that make vectors and scores: `Services.models` has them."""
+"""The interface of the models that make vectors and scores, for other parts of the server. `Services.models` has them."""
 
 from __future__ import annotations
 

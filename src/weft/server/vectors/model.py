@@ -55,8 +55,8 @@ class VectorModel:
         self.vocabulary_size = engine.info.vocabulary_size
         self._room_tokens = engine.info.room_tokens or _ROOM_TOKENS
         self.beside: EngineClient | None = None
-        """An engine on the same cores that generates text. While it has answers to generate, the steps of this model are
-        short, because each step of that engine waits for the end of one of this model."""
+        """An engine on the same cores that generates text. Each of its steps waits for the end of a step of this model. So
+        while it has answers to generate, the steps of this model are short."""
         self.gate = VectorGate(self._max_tokens)
 
     @property
