@@ -1,4 +1,4 @@
-"""What a file becomes when it is read: a document, its passages, and their size."""
+"""The types of what is read from a file: the document, its passages, and their size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.errors import WeftError
 
 
 class DocumentError(WeftError):
-    """A document cannot be read. `code` is that of the OpenAI API."""
+    """A document cannot be read. `code` is an error code of the OpenAI API."""
 
     def __init__(self, message: str, code: str = "invalid_file") -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ class Passage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChunkSize(msgspec.Struct, frozen=True):
-    """The length of passages in tokens of the embedding model."""
+    """The length of passages, and the overlap of two neighbours, in tokens of the embedding model."""
 
     max_tokens: int = 800
     overlap_tokens: int = 400

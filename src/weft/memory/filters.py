@@ -18,7 +18,7 @@ _COMPOUNDS = ("and", "or")
 
 
 def parsed_filter(given: Any, where: str = "filters") -> Filter:
-    """Raises InvalidRequestError if `given` is not a filter."""
+    """Makes a function of a filter in JSON. Raises InvalidRequestError if `given` is not a filter."""
     return _Parser().parse(given, where, 1)
 
 
@@ -92,7 +92,7 @@ def _ordering(key: str, kind: str, value: Any, where: str) -> Filter:
 
 
 def _kind(value: Any) -> type:
-    """Python takes True for 1; filters do not."""
+    """The type by which values are compared. In Python True equals 1; in filters a boolean equals no number."""
     return bool if isinstance(value, bool) else str if isinstance(value, str) else float
 
 

@@ -1,4 +1,5 @@
-"""The file of a base: written whole, named by its hash, and mapped. Only `usearch` knows its content."""
+"""The file of a base: the graph of a vector index. It is written whole, named by its hash, and mapped into memory. Only
+`usearch` knows its format."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class NoIndexError(Exception):
 
 
 def new_graph(dimensions: int) -> Any:
-    """Raises NoIndexError without usearch."""
+    """An empty graph. Raises NoIndexError if usearch is not installed."""
     return _index_type()(
         ndim=dimensions,
         metric="ip",
@@ -50,7 +51,7 @@ def add_vectors(graph: Index, keys: Keys, vectors: Vectors, threads: int) -> Non
 
 
 def write_graph(graph: Index, folder: Path, store_id: str) -> str:
-    """Writes the file and returns its name. Interrupted, it leaves only a file that begins with `PARTIAL`."""
+    """Writes the file and returns its name. If it is interrupted, only a file whose name begins with `PARTIAL` remains."""
     folder.mkdir(mode=0o700, exist_ok=True)
     partial = folder / f"{PARTIAL}{store_id}"
     with suppress(FileNotFoundError):
@@ -70,7 +71,8 @@ def write_graph(graph: Index, folder: Path, store_id: str) -> str:
 
 
 def open_graph(folder: Path, name: str, *, is_mapped: bool = True) -> Any:
-    """Maps a file, or loads a copy that can be changed. Raises FileNotFoundError, NoIndexError, or DamagedIndexError."""
+    """Maps a file. Without `is_mapped`, loads a copy that can be changed. Raises FileNotFoundError, NoIndexError, or
+    DamagedIndexError."""
     kind = _index_type()
     path = folder / name
     if _hash(path) != name.rpartition("-")[2]:

@@ -49,8 +49,8 @@ _CELLS = frozenset(("td", "th"))
 
 
 def read_html(source: str) -> Document:
-    """The text of the blocks, one paragraph each. Scripts and styles are left out. Text in the head that is not
-    in such an element belongs to the body, as in a browser: the tags between the two are optional."""
+    """The text with one paragraph for each block element, without scripts and styles. Other text in the head counts as
+    text of the body, as in a browser: the tags of head and body are optional."""
     parser = _Text()
     parser.feed(source)
     parser.close()
@@ -65,7 +65,7 @@ class _Text(HTMLParser):
         self._headings: list[tuple[int, int, int]] = []
         """The start of each heading, its end, and its level."""
         self._heading_level = 0
-        """The level of a heading that has begun, but has no text yet. 0: there is none."""
+        """The level of a heading that has begun, but has no text yet. 0: there is no such heading."""
         self._is_in_heading = False
         self._paragraphs: list[int] = []
         self._hidden: dict[str, int] = {}
@@ -125,7 +125,7 @@ class _Text(HTMLParser):
         self._wants_space = data[-1].isspace()
 
     def parse_marked_section(self, i: int, report: bool = True) -> int:
-        """`<![...]>` is a comment, as in a browser. The parser of the library refuses some with an AssertionError."""
+        """Reads `<![...]>` as a comment, as browsers do. The parser of the library raises AssertionError for some of them."""
         return self.parse_bogus_comment(i)
 
     def document(self) -> Document:

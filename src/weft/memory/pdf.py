@@ -16,7 +16,7 @@ def read_pdf(content: bytes, max_characters: int) -> Document:
     except ImportError:
         message = "reading a PDF needs the package pypdf; install weft[memory] on the server"
         raise DocumentError(message, "unsupported_file") from None
-    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it logs a line for each oddity of a file
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # pypdf logs a line for each oddity of a file
     try:
         reader = pypdf.PdfReader(io.BytesIO(content))
         if reader.is_encrypted and not reader.decrypt(""):

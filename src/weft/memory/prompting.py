@@ -33,13 +33,13 @@ class Source(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> str:
-        """Where the passage is, for readers: "guide.md, Install > On Linux"."""
+        """The position of the passage in words: "guide.md, Install > On Linux"."""
         page = None if self.page is None else f"page {self.page}"
         return ", ".join(part for part in (self.name, self.heading, page) if part)
 
     @property
     def span(self) -> dict[str, Any]:
-        """Where the passage is, as fields of an answer."""
+        """The position of the passage, as fields of an answer."""
         return {"start": self.start, "end": self.end, "heading": self.heading, "page": self.page}
 
 
@@ -54,8 +54,8 @@ _HEAD = "Use these passages to answer. After a sentence, write the number of the
 
 
 def question_with_passages(question: str, sources: Sequence[Source]) -> str:
-    """The message that asks `question` with the passages in front. The question is last: small models attend to it
-    best there."""
+    """A message with the passages, then `question`. The question is last, because small models attend to it best
+    there."""
     if not sources:
         return question
     passages = "\n\n".join(f"[{number}] {one.place}:\n{one.text}" for number, one in enumerate(sources, 1))

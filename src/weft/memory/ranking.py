@@ -14,12 +14,12 @@ _COMMON = frozenset(
     "no not of on or our should so than that the their them then there these they this to was we were what when where "
     "which who why will with would you your".split()
 )
-"""English words that are in most passages. They say nothing about one, and their lists are the longest."""
+"""English words that are in most passages. They do not tell passages apart, and the index has the longest lists for them."""
 
 
 def words_query(text: str) -> str | None:
-    """The FTS5 query for the passages that have a word of `text`. None: it has no word. Words are quoted, so that
-    nothing in the text is an operator."""
+    """The FTS5 query for the passages that have a word of `text`. None: the text has no word. Words are quoted, so that
+    none of them is an operator of FTS5."""
     words = list(dict.fromkeys(word.lower() for word in _WORD.findall(text)))
     telling = [word for word in words if word not in _COMMON] or words
     return " OR ".join(f'"{word}"' for word in telling[:_MAX_WORDS]) or None

@@ -1,4 +1,4 @@
-"""Reads a file into a `Document`: by its first bytes, and else by the end of its name.
+"""Reads a file into a `Document`. Its format follows from its first bytes, or else from the end of its name.
 
 A name only chooses how the content is read. It is never opened as a path.
 """
@@ -13,9 +13,9 @@ from weft.memory.documents import Document, DocumentError, Mark
 from weft.memory.markup import read_html
 
 MAX_CHARACTERS = 16 << 20
-"""Longest text of a document."""
+"""Maximum characters of the text of a document."""
 _MAX_HEADING = 200
-"""Longest path of headings in characters. It is searched with each passage below it."""
+"""Maximum characters of a path of headings. The path is indexed with each passage of its section."""
 _PDF = b"%PDF-"
 _CONTAINERS = {
     b"PK\x03\x04": "a zip container (docx, xlsx, epub and the like)",
@@ -87,7 +87,7 @@ _DEFINITION = re.compile(
 
 
 def read_document(content: bytes, name: str) -> Document:
-    """Raises DocumentError if the content is not text that weft reads."""
+    """Raises DocumentError if weft cannot read a text from the content."""
     if not content.strip():
         raise DocumentError("the file is empty; attach one with text")
     if content[:1024].lstrip().startswith(_PDF):
@@ -167,7 +167,7 @@ def read_code(text: str) -> Document:
     start, is_decorated = 0, False
     for line in text.splitlines(keepends=True):
         if line[0] not in " \t\r\n" and _DEFINITION.match(line):
-            if is_decorated:  # the definition belongs to the decorator before it
+            if is_decorated:  # the section begins at the decorator, and is named by the definition
                 headings[-1] = Mark(headings[-1].start, short_heading(line))
             else:
                 headings.append(Mark(start, short_heading(line)))
@@ -179,13 +179,13 @@ def read_code(text: str) -> Document:
 
 
 class HeadingPath:
-    """The path of headings above the current place in a document."""
+    """The path of headings above the current position in a document."""
 
     def __init__(self) -> None:
         self._path: list[tuple[int, str]] = []
 
     def enter(self, level: int, title: str) -> str:
-        """Begins a heading. Returns the path with it."""
+        """Begins a section. Returns its path, which ends with its heading."""
         while self._path and self._path[-1][0] >= level:
             self._path.pop()
         self._path.append((level, short_heading(title)))

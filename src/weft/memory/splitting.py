@@ -1,8 +1,8 @@
-"""Splits a document into passages of limited length in tokens, at the best places.
+"""Splits a document into passages of limited length in tokens, at the strongest boundaries.
 
-words   |w|w|w|w|w|w|w|w|w|w|w|w|w|w|      each with its tokens, and the strength of the place before it
-passage |<--------- max ------->|          ends at the strongest place of its second half
-next              |<-overlap->|            begins at the strongest place of the overlap
+words   |w|w|w|w|w|w|w|w|w|w|w|w|w|w|      each with its tokens, and the strength of the boundary before it
+passage |<--------- max ------->|          ends at the strongest boundary of its second half
+next              |<-overlap->|            begins at the strongest boundary of the overlap
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.memory.documents import ChunkSize, Document, DocumentError, Mark, Pass
 MAX_PASSAGES = 50_000
 """Limit for the passages of one document."""
 _WORD = re.compile(r"\S{1,48}")
-"""A longer run without spaces is several words, so that any text can be split."""
+"""A longer run of characters without spaces counts as several words, so that any text can be split."""
 _SENTENCE_ENDS = (".", "!", "?", ":", ";", "。", "！", "？", '."', ".)")
 _HEADING_PART = 4
 """A passage repeats its heading if the heading has at most 1/4 of the tokens of the passage."""
@@ -50,7 +50,7 @@ def split(document: Document, size: ChunkSize, tokens: Mapping[str, int]) -> lis
         heading, room = _heading_and_room(document, starts[begin], size.max_tokens, tokens)
         least = end + 1
         end = _end(begin, least, room, sums, strengths)
-        if end < least:  # with the overlap, not even one more word fits
+        if end < least:  # with the overlap, no further word fits: the passage begins without it
             begin = end = least - 1
             continue
         page = _label_at(document.pages, starts[begin])
@@ -75,8 +75,8 @@ def refit(size: ChunkSize, most: int, limit: int) -> ChunkSize:
 def _heading_and_room(
     document: Document, offset: int, max_tokens: int, tokens: Mapping[str, int]
 ) -> tuple[str, int]:
-    """The heading of a passage that begins at `offset`, and the tokens that are left for the text. "": no heading, or
-    one that is too long."""
+    """The heading of a passage that begins at `offset`, and the tokens that are left for its text. The heading is "" if
+    there is none, or if it is too long."""
     heading = _label_at(document.headings, offset)
     cost = sum(tokens.get(word, len(word.encode())) for word in _WORD.findall(heading))
     return (heading, max_tokens - cost) if cost <= max_tokens // _HEADING_PART else ("", max_tokens)

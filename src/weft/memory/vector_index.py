@@ -1,4 +1,4 @@
-"""Search among the vectors of one vector store: exact, or through a graph with an exact rest."""
+"""Searches the vectors of one vector store: most of them through a graph (the base), the rest exactly (the delta)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from weft.memory.index_file import add_vectors, graph_keys, new_graph
 
 MAX_EXACT = 8192
-"""A delta of up to this many vectors is searched exactly: that is faster than keeping it in a graph."""
+"""Up to this many vectors, exact search is faster than a graph. A delta of this size is not merged, and fewer passages
+that pass a filter are searched exactly."""
 _DELTA_PART = 64
-"""The delta is merged into the base when it has more than 1/64 of the passages of the base."""
+"""The delta is merged into the base when it has more than `MAX_EXACT` passages, and more than 1/64 of those of the base."""
 _FACTOR = 4
 _PIECE = 8192
 """Vectors that are copied at a time from a base to a new one."""
@@ -64,14 +65,15 @@ class VectorIndex:
 
     @property
     def is_mostly_removed(self) -> bool:
-        """Whether more than half of the passages of the base are no longer visible. Each search passes over them."""
+        """Whether more than half of the passages of the base are no longer visible. Each search has to skip them."""
         num_visible = len(self.ids) - len(self.delta_ids)
         return self.base is not None and num_visible < len(self.base.ids) // 2
 
     def changed(
         self, removed_files: Iterable[int], ids: Ids, files: Ids, delta_ids: Ids, delta: Vectors
     ) -> VectorIndex:
-        """Without the passages of some files, and with new ones; `delta` has those of them that are not in the base."""
+        """An index without the passages of `removed_files`, and with the passages `ids` of `files`. `delta_ids` and `delta`
+        are those of `ids` that are not in the base, and their vectors."""
         gone = np.fromiter(removed_files, np.int64)
         stays = ~np.isin(self.files, gone)
         kept_ids, kept_files = self.ids[stays], self.files[stays]
@@ -90,14 +92,14 @@ class VectorIndex:
         )
 
     def with_base(self, base: Base | None) -> VectorIndex:
-        """The same passages; those that are in `base` leave the delta."""
+        """An index of the same passages with another base. Passages that are in `base` leave the delta."""
         if base is None:
             return replace(self, base=None)
         stays = ~np.isin(self.delta_ids, base.ids, assume_unique=True)
         return replace(self, base=base, delta_ids=self.delta_ids[stays], delta=self.delta[stays])
 
     def search(self, query: Vectors, count: int, files: Ids | None = None) -> list[tuple[int, float]]:
-        """The `count` nearest passages and their similarity, best first. `files`: only passages of these."""
+        """The `count` nearest passages and their similarity, best first. `files`: only passages of these files."""
         allowed = self.ids if files is None else self.ids[np.isin(self.files, files)]
         if files is None:
             found = [_exact(self.delta_ids, self.delta, query, count)]
@@ -122,7 +124,7 @@ class VectorIndex:
         while True:
             matches = base.graph.search(query, min(asked, len(base.ids)), threads=1)
             ids = matches.keys.astype(np.int64)
-            # Passages that were removed, or that the filter leaves out.
+            # Passages that were removed, or that the filter leaves out, do not pass.
             at = np.searchsorted(allowed, ids)
             passes = allowed[np.minimum(at, len(allowed) - 1)] == ids
             if passes.sum() >= count or asked >= len(base.ids):
@@ -131,7 +133,8 @@ class VectorIndex:
 
 
 def merged(index: VectorIndex, threads: int, editable: Any = None) -> Any:
-    """A graph with all visible passages. `editable`: a copy of the graph of the base. None: a new graph is built."""
+    """A graph with all visible passages. It is `editable`, a copy of the graph of the base, with changes. None: a new
+    graph is built."""
     graph = new_graph(index.dimensions) if editable is None else editable
     if index.base is not None:
         is_visible = np.isin(index.base.ids, index.ids, assume_unique=True)
@@ -147,7 +150,7 @@ def merged(index: VectorIndex, threads: int, editable: Any = None) -> Any:
 
 
 def max_delta(num_in_base: int) -> int:
-    """Passages beside a base. With one more the delta is merged."""
+    """Maximum passages of the delta beside a base of `num_in_base` passages. A larger delta is merged."""
     return max(MAX_EXACT, num_in_base // _DELTA_PART)
 
 

@@ -97,8 +97,8 @@ class ServerApp:
         models: ModelRegistry | None = None,
         learned: LearnedKeeper | None = None,
     ) -> None:
-        """`engine` and `text` are those of MODEL. `models` has all models; None: MODEL, which generates. `exporter` gets the
-        traces of requests; None: there are none. `learned` owns the store; None: a new one."""
+        """`engine` and `text` belong to MODEL. `models` has all models; None: MODEL, which generates. `exporter` gets the
+        traces of requests; None: no traces are made. `learned` owns the store; None: a new one is made."""
         self.settings = settings
         self.models = models or ModelRegistry(settings, engine, ())
         self.formats = formats
@@ -338,8 +338,8 @@ class ServerApp:
         return json_response({"status": "ready", **self._states()})
 
     def _states(self) -> dict[str, Any]:
-        """The state of each engine, if there are several. Only that of MODEL decides the status: the server goes on
-        without the others."""
+        """The state of each engine, if there are several. Only the engine of MODEL decides the HTTP status: the server goes
+        on without the others."""
         states = {name: engine.shown_state for name, _, engine in self.models.engines()}
         return {"models": states} if len(states) > 1 else {}
 
@@ -353,7 +353,7 @@ class ServerApp:
 
     @cached_property
     def _document(self) -> bytes:
-        """Built on the first request, so that it does not delay the start of the server."""
+        """The OpenAPI document. It is built at the first request for it, so that it does not delay the start of the server."""
         from weft.server.api import openapi
 
         return msgspec.json.encode(

@@ -58,7 +58,8 @@ class ApiError(Exception):
         self.retry_after = retry_after
         """Seconds after which a retry can succeed. If it is None, the app predicts a value for 429 and 503."""
         self.prompt_lengths: tuple[int, int] | None = None
-        """For a prompt that is too long: its tokens and the most that are allowed. Some formats have their own words."""
+        """For a prompt that is too long: the number of its tokens, and the limit. Some formats write a message of their own
+        with both."""
 
     @classmethod
     def internal_error(cls) -> ApiError:

@@ -28,13 +28,13 @@ class InternalReply:
 
 @dataclass(frozen=True)
 class InternalRequest:
-    """Who makes an internal request, and how it runs."""
+    """The key and the id of an internal request, and how it runs."""
 
     key: ApiKey | None
     request_id: RequestId | None = None
-    """Its id. None: a new one."""
+    """The id of the request. None: it gets a new one."""
     is_idle_work: bool = False
-    """It uses only the capacity that the requests of clients leave."""
+    """The request uses only the capacity that the requests of clients leave."""
 
 
 async def send_internal(app: ASGIApp, path: str, body: bytes, request: InternalRequest) -> InternalReply:

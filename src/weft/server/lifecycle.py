@@ -147,7 +147,7 @@ class _ServerRun:
         self._log = log
         self._stop = asyncio.Event()
         self._listener = Listener(settings)
-        """Its first port is the main one, its second `ollama_port`."""
+        """The first port of the listener is the main one, the second is `ollama_port`."""
         self._engine = EngineClient(
             settings.backend,
             settings.backend_options,

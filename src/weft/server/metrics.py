@@ -105,7 +105,7 @@ class ServerMetrics:
         """Requests and tokens by key name. Only configured keys get an entry, so a client cannot add entries."""
 
     def _family(self, kind: type[M], name: str, help: str, **options: Any) -> M:
-        """A metric of which each model may have a series. That of MODEL is exported from the start."""
+        """A metric of which each model may have a series. The series of MODEL is exported from the start."""
         family = kind(f"weft:{name}", help, self._labels, registry=self._registry, **options)
         family.labels(**self._labels)
         return family
@@ -132,7 +132,7 @@ class ServerMetrics:
         """The metrics of `ENGINE_SERIES` by name."""
         self._of_engine = self._engine_metrics(self._model, is_two_tier)
         self._of_vectors: dict[str, _EngineMetrics] = {}
-        """By model: the metrics of the other engines."""
+        """Model -> the metrics of its engine, for the models besides MODEL."""
 
     def _add_http(self) -> None:
         self._lost_traces = _MirroredCounter(
@@ -338,7 +338,7 @@ class ServerMetrics:
         self._failed.labels(**self._labels, status=str(status)).inc()
 
     def used(self, key: str, num_tokens: int) -> None:
-        """Records a request of a key that ended."""
+        """Records a request that ended, and its tokens, for its API key."""
         requests, tokens = self._used.get(key, (0, 0))
         self._used[key] = (requests + 1, tokens + num_tokens)
 

@@ -1,4 +1,4 @@
-"""The models of a server by name: one generates, others make vectors or scores. Owns what requests may call them."""
+"""The models of a server by name: one generates, others make vectors or scores. Owns the names that requests may use."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class ModelRegistry:
 
     @property
     def main_use(self) -> Use:
-        """What the model given as MODEL does."""
+        """The use of the model that is given as MODEL."""
         return "generate" if self.generator is not None else self.vector_models[0].spec.kind
 
     def engines(self) -> Iterator[tuple[str, Use, EngineClient]]:
-        """The name, the use and the engine of each model. The first one is that of MODEL."""
+        """The name, the use and the engine of each model. MODEL is the first one."""
         if self.generator is not None:
             yield self._names["generate"][0], "generate", self.generator
         for model in self.vector_models:
             yield model.name, model.spec.kind, model.engine
 
     def uses_of(self, name: str) -> list[Use]:
-        """What the model with this name or alias does. An alias may fit several models."""
+        """The use of the model with this name, or of the models with this alias. An alias may fit several models."""
         exact: list[Use] = [use for use, names in self._names.items() if is_own_name(name, names)]
         aliased: list[Use] = [
             use for use, names in self._names.items() if names and is_alias(name, names, self._aliases)
@@ -80,7 +80,8 @@ class ModelRegistry:
         return self.generator
 
     def vector_model(self, name: str) -> VectorModel | None:
-        """The model with this name, if it makes vectors or scores; None: the model that generates. Raises a 404."""
+        """The model with this name, if it makes vectors or scores. None: it is the model that generates. Raises a 404 for an
+        unknown name."""
         use = self._known_uses(name)[0]
         return None if use == "generate" else self._of_use(use)
 

@@ -20,20 +20,20 @@ from weft.server.traces import Span, Trace
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PATH = "/v1/traces"
 _MAX_TRACES = 2048
-"""The most traces that wait for the export."""
+"""Maximum traces that wait for the export."""
 _MAX_BATCH = 256
-"""The most traces in one export."""
+"""Maximum traces in one export."""
 _BATCH_SECONDS = 1.0
-"""After the first trace of a batch, others have this long to join it. OTEL_BSP_SCHEDULE_DELAY overrides it, in
-milliseconds."""
+"""After the first trace of a batch, other traces join it for this many seconds. OTEL_BSP_SCHEDULE_DELAY overrides the
+value, in milliseconds."""
 _CLOSE_SECONDS = 5.0
 
 
 def open_exporter(
     endpoint: str | None, log: Callable[..., object], environment: Mapping[str, str] = os.environ
 ) -> OtlpExporter | None:
-    """The exporter, if `endpoint` or a standard variable of OpenTelemetry names a collector. Raises if the settings of
-    weft ask for an exporter that is not possible; for the standard variables it only warns."""
+    """The exporter, if `endpoint` or a standard variable of OpenTelemetry names a collector; else None. If a package is
+    missing, raises for a collector that `endpoint` names, and only warns for one that a variable names."""
     is_on = environment.get("OTEL_TRACES_EXPORTER", "otlp") != "none"
     is_on = is_on and environment.get("OTEL_SDK_DISABLED", "").lower() != "true"
     if not is_on or not (endpoint or any(environment.get(name) for name in _ENDPOINTS)):
@@ -66,7 +66,7 @@ class OtlpExporter:
     def __init__(
         self, endpoint: str | None, log: Callable[..., object], batch_seconds: float = _BATCH_SECONDS
     ) -> None:
-        """`endpoint`: the whole URL; None: that of the standard variables."""
+        """`endpoint`: the whole URL. None: the URL from OpenTelemetry's environment variables."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         self.num_lost = 0

@@ -109,7 +109,7 @@ class PlainRequests:
 
 
 async def _unless_failed(choices: Choices, work: Coroutine[Any, Any, R]) -> R:
-    """The result of `work`. Cancels it and raises if the request is failed from outside."""
+    """The result of `work`. If `Choices.fail` is called meanwhile, cancels `work` and raises that error."""
     working, failed = asyncio.ensure_future(work), asyncio.ensure_future(choices.wait())
     try:
         await asyncio.wait((working, failed), return_when=asyncio.FIRST_COMPLETED)

@@ -57,7 +57,7 @@ class ServerSettings:
         Flag("--ollama-port", "N", "A second port. Ollama's clients expect 11434."),
     ] = None
     """A second port on the same address, with the same routes. Ollama's clients expect a server at port 11434. 0: any
-    free port. Not set: none."""
+    free port. Not set: there is no second port."""
     api_keys: Annotated[
         tuple[ApiKey, ...], Flag("--api-key", "KEY", "Require this key; may be repeated.", repeats=True)
     ] = ()
@@ -120,7 +120,7 @@ class ServerSettings:
     log_format: LogFormat = "auto"
     """"auto": text if standard error is a terminal, else JSON."""
     otlp_endpoint: str | None = None
-    """URL of a collector of OpenTelemetry, such as http://127.0.0.1:4318. It gets a trace of each request. Not set: that of OTEL_EXPORTER_OTLP_ENDPOINT; none: no traces. Needs the extra `otel`."""
+    """URL of a collector of OpenTelemetry, such as http://127.0.0.1:4318. It gets a trace of each request. Not set: the URL in OTEL_EXPORTER_OTLP_ENDPOINT; without it, no traces are made. Needs the extra `otel`."""
     backend_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the backend, for developers of backends."""
     engine: ServingEngineConfig = field(default_factory=_engine_config)
@@ -138,7 +138,7 @@ class ServerSettings:
     max_answer_bytes: AtLeastOne = 64 << 20
     """Limit for the answers of one request in memory. For a stream only unsent bytes count."""
     max_buffered_answer_bytes: AtLeastOne = 256 << 20
-    """The same limit for all requests together."""
+    """Limit for the answers of all requests together in memory."""
     max_header_bytes: AtLeastOne = 64 << 10
     """Largest headers of one request."""
     header_seconds: Seconds = 10.0

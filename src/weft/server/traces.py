@@ -1,4 +1,4 @@
-"""What the trace of a request has: its spans with times and attributes, without prompts and answers.
+"""Makes the trace of a request: its spans with times and attributes, without prompts and answers.
 
 A trace is made when its request ends, from the log record, the active request and the results of the engine. So it
 costs nothing while the request runs. `weft.server.otlp` exports it.
@@ -25,12 +25,12 @@ _RESULT_SECONDS = 3.0
 """A trace waits this long for the engine to report the results of cancelled answers. Without them it has fewer spans."""
 _LOOK_SECONDS = 0.1
 _MAX_WAITING = 1024
-"""Requests that wait for such results."""
+"""Maximum requests that wait for such results."""
 _MAX_PARENT = 128
 _MAX_STATE = 4096
-"""Longest headers that are passed on."""
+"""Maximum bytes of the headers `traceparent` and `tracestate`. Longer ones are ignored."""
 _MAX_NAME = 200
-"""Characters of a model name, which a client may choose."""
+"""Maximum characters of a model name, which a client may choose."""
 
 Attribute = str | bool | int | float | list[str]
 
@@ -110,7 +110,7 @@ class Traces:
         self._timer = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
 
     def _look(self) -> None:
-        """Exports the traces whose results have arrived, or do not arrive."""
+        """Exports the traces whose results have arrived, or have not arrived in time."""
         waiting, self._waiting = self._waiting, []
         now = time.monotonic()
         for ended in waiting:
@@ -138,8 +138,8 @@ def trace_of(
     operation_name: str,
     ended: float,
 ) -> Trace:
-    """The trace of a request that ended at `ended` on the monotonic clock. `model` is the one that answers; "": not
-    known."""
+    """The trace of a request that ended at `ended` on the monotonic clock. `model` is the model that answers;
+    "": not known."""
     error = ""
     if not record.is_client_gone:
         error = record.error_code or (str(record.status) if record.status >= 400 else "")
@@ -200,9 +200,9 @@ def _request_attributes(
 def _generation_attributes(active: ActiveRequest, is_streamed: bool) -> dict[str, Attribute]:
     request = active.requests[0]
     params = request.params
-    # A list, not `PARAMETERS`: OpenTelemetry defines which parameters have an attribute.
     results = [result for one in active.choices if (result := one.engine_result) is not None]
     is_json = params.grammar is not None and params.grammar.kind == "json_schema"
+    # Listed, and not made from `PARAMETERS`: OpenTelemetry defines which parameters have an attribute.
     found: dict[str, Attribute | None] = {
         "gen_ai.response.id": active.id,
         "gen_ai.conversation.id": request.session_id,
@@ -240,7 +240,7 @@ def _finish_reason(choice: Choice, result: GenerationResult) -> str:
 
 
 def _phases(active: ActiveRequest, ended: float) -> Iterator[Span]:
-    """From the end of the body on: preparing, then queue, prefill and decode of each answer."""
+    """The spans from the end of the body on: prepare, then queue, prefill and decode of each answer."""
     queued_at = active.queued_at
     if queued_at is None:
         yield Span("prepare", active.began, ended)

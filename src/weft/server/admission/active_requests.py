@@ -73,14 +73,14 @@ class ActiveRequest:
         self.requests: Sequence[InferenceRequest] = ()
         """Set when the request is prepared."""
         self.queued_at: float | None = None
-        """When it was prepared, and its answers began to wait for the engine."""
+        """The time when the request was prepared, and its answers began to wait for the engine."""
         self.text_tokens = 0
         """Tokens of a /tokenize or /detokenize request."""
         self.reserved = 0
         """Tokens reserved from the rate limit of the key."""
         self.ticket: GateTicket | None = None
         self.length: tuple[LengthFeatures, LengthDistribution] | None = None
-        """What the length of its answers was predicted from, and the prediction. None: it is not prepared yet."""
+        """The features of the request, and the length of its answers predicted from them. None: it is not prepared yet."""
         self.deadline: float | None = None
         self.expiry: asyncio.TimerHandle | None = None
         """Timer that ends the request after its deadline."""
@@ -155,12 +155,12 @@ class ActiveRequests:
         )
         engine.on_progress = self._gate.release_answers
         self._open: dict[ActiveRequest, None] = {}
-        """Not a dict by id: a background request has the same id as the request that created it, and both may be
-        active for a moment."""
+        """The ids are not the keys: a background request has the id of the request that created it. Both may be active for
+        a moment."""
         self._num_of_clients = 0
         """Active requests that are not idle work."""
         self._idle_answers = IdleAnswers()
-        """The sum of all active requests."""
+        """The answers of idle work of all active requests together."""
         self._idle = asyncio.Event()
         self._idle.set()
         metrics.open_requests.set_function(lambda: len(self._open))
@@ -176,7 +176,8 @@ class ActiveRequests:
     def seconds_until_free(
         self, key: ApiKey | None = None, needed: int = 1, *, is_promise: bool = False
     ) -> float:
-        """Predicted seconds until `needed` more requests of clients have ended. `key`: of this key only."""
+        """Predicted seconds until `needed` more requests of clients have ended. `key`: only requests of this key count.
+        `is_promise`: the client will come back."""
         scope, num_places = (
             ("", self._num_of_clients) if key is None else (key.name, self._limits[key.name].num_open)
         )
@@ -185,7 +186,7 @@ class ActiveRequests:
         )
 
     def _places(self, key: ApiKey | None) -> tuple[list[Place], LengthDistribution]:
-        """The places that requests of clients take, and the lengths of answers to new ones."""
+        """The places that requests of clients take, and the expected lengths of answers to new requests."""
         anyone = self._lengths.predict(LengthFeatures("", 0, 0, 1, self._engine.max_sequence_length))
         places = []
         for one in self._open:
@@ -204,7 +205,8 @@ class ActiveRequests:
         return True
 
     def check_capacity(self, key: ApiKey | None, *, is_probe: bool = False) -> None:
-        """Raises a 429 if one more request of `key` does not fit. Called before a body is read. `is_probe`: none follows."""
+        """Raises a 429 if one more request of `key` does not fit. Called before a body is read. `is_probe`: no request
+        follows."""
         max_requests = self._settings.max_requests
         num_own = self._limits[key.name].num_open if key else 0
         needed = places_needed(num_own, max_requests - self._num_of_clients, len(self._limits))
@@ -271,8 +273,8 @@ class ActiveRequests:
         kind: tuple[int, int] = (0, 0),
     ) -> None:
         """Submits the request to the engine. If the gate holds it back, a background task submits its answers when they
-        are released. `form` is the syntax of its answers; None: plain text. `kind`: hashes of its template and tools, as
-        far as they may say how long its answers will be."""
+        are released. `form` is the syntax of its answers; None: plain text. `kind`: as in `Prepared`, for the prediction of
+        the lengths of its answers."""
         active.choices.check()
         first = requests[0]
         most = max(self._max_tokens(request, self._engine.max_sequence_length) for request in requests)
@@ -344,12 +346,12 @@ class ActiveRequests:
             self._idle.set()
 
     def _learn(self, active: ActiveRequest, outcome: Outcome) -> None:
-        """Adds the lengths and times of the answers to what is known."""
+        """Adds the lengths of the answers to the length predictor, and their times to the estimate of waits."""
         if active.length is None:
             return
         features = active.length[0]
         if not isinstance(outcome, list):
-            # A client that has gone, or an error: the answers would have been longer.
+            # After a disconnect or an error, the answers would have been longer.
             length = active.choices.num_tokens // max(1, active.num_answers)
             self._lengths.learn(features, length, was_cut=True)
             return
@@ -448,8 +450,8 @@ class ActiveRequests:
         self._idle_answers.num_answers -= count
 
     def _count_answers(self) -> tuple[int, int] | None:
-        """Answers of clients in the engine, and how many of them have no token. Idle work does not delay them, so it is
-        not counted."""
+        """Answers of clients in the engine, and how many of them have no token; None while the engine starts. Idle work does
+        not delay them, so it is not counted."""
         engine = self._engine
         if engine.state is EngineState.STARTING:
             return None  # the gate releases no answers until the engine is ready

@@ -130,8 +130,8 @@ class FairGate:
         max_tokens: int,
         count_answers: Callable[[], tuple[int, int] | None],
     ) -> None:
-        """`count_answers` returns the answers in the engine and those of them without a token; None while the engine
-        starts. `max_tokens` is the capacity of the KV cache."""
+        """`count_answers` returns the number of answers in the engine, and how many of them have no token; None while the
+        engine starts. `max_tokens` is the capacity of the KV cache."""
         accounts = {key.name: _Account(key.weight) for key in keys}
         self._accounts = accounts if len(accounts) > 1 else {}
         # Answers that began together end at about the same time. Without a reserve, another key would wait until then.
@@ -144,7 +144,7 @@ class FairGate:
         self._max_tokens = max_tokens
         self._count_answers = count_answers
         self._now = 0.0
-        """The current virtual time: the largest that a key had when an answer of it was released."""
+        """The current virtual time: the largest virtual time that a key had when one of its answers was released."""
         self._num_tokens = 0
         """Expected tokens of all open answers."""
         self._num_to_submit = 0

@@ -46,7 +46,7 @@ class ApiKey:
     """Under load, each key gets tokens in proportion to its weight."""
     admin: bool = False
     feedback: bool = False
-    """Its answers are kept, so that it can send feedback about them, if the server has `feedback_days`."""
+    """Answers for this key are kept, so that clients can send feedback about them, if the server has `feedback_days`."""
     is_plain: bool = False
     """Whether only the secret was given, without a [[key]] table."""
 
@@ -73,7 +73,7 @@ class ApiKey:
 
     @property
     def owner(self) -> str:
-        """The owner of what its requests store. A plain key is named after its position among the keys. When a key is
+        """The owner of the objects that requests of the key store. A plain key is named after its position among the keys. When a key is
         removed, the next one gets its name, but must not get its files: their owner is the digest of the secret."""
         return f"sha256:{self.key_sha256[:32]}" if self.is_plain else self.name
 

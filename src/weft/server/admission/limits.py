@@ -8,12 +8,12 @@ from weft.server.errors import ApiError
 
 _SECONDS = 60.0
 _MAX_OWN_PER_FREE = 4
-"""With several keys, a key may have at most this many times as many requests as places are free. So a key that sends very
-many requests leaves a fifth of all places to the other keys."""
+"""With several keys, a key may have at most this many requests for each free place. So a key that sends very many requests
+leaves a fifth of all places to the other keys."""
 
 
 def places_needed(num_own: int, num_free: int, num_keys: int) -> int:
-    """How many more places must be free until a key with `num_own` of them may take another one."""
+    """How many more places must become free before a key that has `num_own` places may take another one."""
     least_free = 1 if num_keys < 2 else num_own // _MAX_OWN_PER_FREE + 1
     return max(0, least_free - num_free)
 

@@ -15,20 +15,20 @@ from weft.lengths import LengthDistribution
 _SHORTEST, _LONGEST = 1, 600
 _MAX_PROMISES = 4096
 _LATE_SECONDS = 10.0
-"""A client that has not come back this long after its time will not come."""
+"""A client that has not come back this long after the time that was named to it is not expected any more."""
 _MAX_TURNS = 4
-"""A client that does not wait is refused again and again, and every refusal counts as a client. So the clients ahead count
-for at most this many times all places."""
+"""A client that retries too early is refused several times, and each refusal counts as a client. So at most this many
+clients for each place count as waiting."""
 _CACHED_SECONDS = 0.25
 _MORE_ENDS = 32
-"""Ends that are computed beyond the one that is asked for: the next refusals use them."""
+"""This many more ends than needed are computed. The next refusals use them."""
 _SAMPLES = 2000
-"""Lengths that one prediction draws. With few places, it is the median of several draws."""
+"""Lengths that one prediction draws. With few places, the prediction is the median of several draws."""
 _MAX_DRAWS = 25
 _GOLDEN = 0.6180339887498949
-"""Multiples of it, modulo 1, are evenly spread. So no chance is needed to draw from a distribution."""
+"""Multiples of this number, modulo 1, are evenly spread. So no random numbers are needed to draw from a distribution."""
 _FADING = 0.98
-"""Weight of all earlier answers, when one more ends."""
+"""The sums over earlier answers are multiplied by this whenever an answer ends."""
 
 
 class Place(NamedTuple):
@@ -36,14 +36,14 @@ class Place(NamedTuple):
 
     distribution: LengthDistribution
     num_tokens: int
-    """Tokens of each of its answers so far. 0: it waits for the engine."""
+    """Tokens of each of its answers so far. 0: the request waits, or is in prefill."""
     num_answers: int = 1
 
 
 class WaitEstimate:
     """Owns the pace of recent answers, and the times that were named to refused clients. Clients that come back cannot be
-    distinguished from new ones. So an accepted request counts as the client with the oldest time, and a client that is refused
-    when that time has passed counts as this one too."""
+    distinguished from new ones. So an accepted request counts as the client with the oldest time. A client that is refused
+    after that time counts as the same client."""
 
     def __init__(self, clock: Clock, *, is_shortest_first: bool) -> None:
         """`is_shortest_first`: waiting requests with short answers mostly run before those with long ones."""
@@ -52,9 +52,9 @@ class WaitEstimate:
         self._decode_seconds, self._decode_steps = 0.05, 1.0
         self._prefill_seconds, self._answers = 0.1, 1.0
         self._promises: dict[str, deque[float]] = {}
-        """The times named to clients, by scope, in order."""
+        """Scope ("" or the name of a key) -> the times that were named to refused clients, in order."""
         self._ends: dict[str, tuple[float, list[list[float]]]] = {}
-        """When places of a scope become free, as computed at a time: sorted, for each draw."""
+        """Scope -> the time of the computation, and for each draw the seconds until places become free, sorted."""
 
     def record(self, prefill_seconds: float, decode_seconds: float, decode_steps: int) -> None:
         """Adds the times of an answer that has ended."""
@@ -64,7 +64,7 @@ class WaitEstimate:
         self._answers = _FADING * self._answers + 1
 
     def accepted(self, scope: str) -> None:
-        """A request has taken a place."""
+        """Call when a request has taken a place."""
         if promises := self._promises.get(scope):
             promises.popleft()
 
@@ -78,8 +78,8 @@ class WaitEstimate:
         is_promise: bool = True,
     ) -> float:
         """Seconds until `needed` more places of a scope are free, for a client that is refused now.
-        `find_places` is called a few times a second at most: it returns all places that are taken, and the lengths of
-        answers to requests that take one meanwhile. `is_promise`: the client will come back."""
+        `find_places` returns all places that are taken, and the expected lengths of answers to new requests. It is called
+        a few times a second at most. `is_promise`: the client will come back."""
         now = self._clock()
         promises = self._promises.setdefault(scope, deque())
         while promises and promises[0] <= now - _LATE_SECONDS:
@@ -99,15 +99,15 @@ class WaitEstimate:
         return seconds
 
     def _draw_ends(self, places: list[Place], newcomer: LengthDistribution, count: int) -> list[list[float]]:
-        """When the next `count` places become free, in seconds from now, for several draws of the lengths. Each is taken
-        again at once."""
+        """For several draws of the lengths: the seconds until each of the next `count` places becomes free. A free place is
+        taken again at once."""
         if not places:
             return [[0.0] * count]
         pace = self._decode_seconds / max(1.0, self._decode_steps)
         start = self._prefill_seconds / self._answers
         running = [place for place in places if place.num_tokens]
         waiting = [place for place in places if not place.num_tokens]
-        # Some of those without a token are in the batch: the part that their prompts take of the time of answers.
+        # Some requests without a token are in prefill. Their number follows from the ratio of prefill to decode times.
         num_in_prefill = round(len(running) * self._prefill_seconds / max(self._decode_seconds, 1e-9))
         num_in_prefill = num_in_prefill if running else len(waiting)
         running, waiting = running + waiting[:num_in_prefill], waiting[num_in_prefill:]

@@ -39,7 +39,7 @@ class ServedModel:
     max_answers: int
     has_chat_template: bool = True
     can_think: bool = False
-    """Its chat template has markers around thoughts."""
+    """The chat template has markers around thoughts."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class ParsedRequest:
     tools: ToolUse = NO_TOOLS
     echoes_prompts: bool = False
     earlier_tokens: Sequence[int] = ()
-    """Tokens that the prompt begins with, before those of the conversation."""
+    """Tokens at the beginning of the prompt, before the tokens of the conversation."""
     max_context: int | None = None
-    """Limit for prompt and answer together, if it is below that of the server."""
+    """Limit for prompt and answer together, in tokens. It applies if it is below the limit of the server."""
     priority: Priority | int = Priority.NORMAL
     session_id: str | None = None
     ttft_target: float | None = None
@@ -189,7 +189,7 @@ class AnswerWriter(ABC):
     def prompt_logprobs(
         self, index: int, start: int, token_logprobs: Sequence[TokenLogprobs | None]
     ) -> dict[str, list[Any]]:
-        """The same for tokens of an echoed prompt, from token `start` on."""
+        """The logprobs object for tokens of an echoed prompt, from token `start` on."""
         raise NotImplementedError
 
 
@@ -228,7 +228,7 @@ class Operation:
     """Tells clients how events are separated, and which event is the last."""
     event_media_type: str = "text/event-stream"
     error: type | None = None
-    """Type of the body of an error. None: that of weft's own routes."""
+    """Type of the body of an error. None: the type that weft's own routes have."""
     query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The parameters of the query and their JSON schemas. All are optional."""
     form: Mapping[str, Any] | None = None
@@ -259,7 +259,7 @@ class AnswerFormat(ABC, Generic[B]):
     request_type: type[B]
     operation: Operation
     fields: Mapping[str, Field] = {}
-    """Descriptions and ranges of the fields that only this format has. `FIELDS` has those of the other fields."""
+    """Descriptions and ranges of the fields that only this format has. `FIELDS` describes the other fields."""
     operation_name: Literal["chat", "text_completion"] = "chat"
     """The value of `gen_ai.operation.name` in traces."""
     family: str = ""
@@ -293,11 +293,12 @@ class AnswerFormat(ABC, Generic[B]):
         """The writer of the answers. It must not keep a reference to the body, which may have megabytes."""
 
     def answer_at_once(self, api_request: B, model: str) -> Any:
-        """The JSON of the answer to a request that needs no generation. None: generate. `model` is its name."""
+        """The JSON of the answer to a request that needs no generation. None: it needs generation. `model`: the name of
+        the model."""
         return None
 
     def field_names(self, api_request: B) -> Mapping[str, str]:
-        """For errors: from field names of `InferenceRequest` and `Chat` to those that the client sent."""
+        """Maps field names of `InferenceRequest` and `Chat` to those that the client sent, for errors."""
         return {}
 
     def error(self, error: ApiError) -> tuple[int, Any]:
@@ -306,6 +307,6 @@ class AnswerFormat(ABC, Generic[B]):
 
 
 def around_text(content: bytes) -> tuple[bytes, bytes]:
-    """Splits JSON at its last string, which is empty. For each event, only the text between the halves is encoded."""
+    """Splits JSON at its last string, which must be empty. For each event, only the text between the halves is encoded."""
     split = content.rindex(b'""')
     return content[:split], content[split + 2 :]

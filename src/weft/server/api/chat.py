@@ -263,16 +263,16 @@ class ChatWriter(OpenAIWriter):
         self._custom_tools = custom_tools
         self._search = search
         self._texts: dict[int, list[str]] = {}
-        """By answer: the content so far, if citations will be looked for in it."""
+        """Answer -> its content so far. Only a file search needs it, to find citations."""
         self._custom_calls: dict[int, tuple[int, list[str]]] = {}
-        """By answer: the index of its open call of a custom tool, and the arguments so far."""
+        """Answer -> the index of its open call of a custom tool, and the arguments so far."""
 
     def prompt_is_ready(self, api_request: ChatRequest, context: AnswerContext) -> None:
         super().prompt_is_ready(api_request, context)
         self._search = _search_of(api_request)
 
     def opening(self, index: int) -> bytes:
-        # Clients concatenate the contents of all events, so the first is "". None: there may be only tool calls.
+        # Clients concatenate the contents of all events, so the first is "". It is None if there may be only tool calls.
         content = None if self.context.has_parts else ""
         return self.event(_choice(index, {"role": "assistant", "content": content}))
 
@@ -311,8 +311,8 @@ class ChatWriter(OpenAIWriter):
         return {"message": message}
 
     def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """The deltas of a piece. The input of a custom tool is sent as one delta when the call is complete: the model
-        writes it as a string inside JSON, which is decoded as a whole."""
+        """The deltas of a piece. The input of a custom tool is sent as one delta when the call is complete. The model writes
+        it as a string inside JSON, which can only be decoded as a whole."""
         index = piece.choice.index
         for delta in piece.deltas or ():
             if isinstance(delta, ToolCallArguments):

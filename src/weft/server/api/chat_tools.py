@@ -22,14 +22,14 @@ _CHOICES = (
 def chat_tools(
     tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None, may_be_parallel: bool | None
 ) -> ToolUse:
-    """Raises ApiError if tools or tool_choice are invalid."""
+    """The tools of a request and how the model may use them. Raises ApiError if tools or tool_choice are invalid."""
     given = listed_tools(
         _function_tool(tool, f"tools[{index}]")
         for index, tool in enumerate(tools)
         if not is_file_search(tool)
     )
     if (choice == "required" and not given and tools) or is_file_search(choice):
-        choice = "auto"  # the search is the required call
+        choice = "auto"  # the file search of the server is the required call
     allowed = None
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         choice, allowed = _allowed_tools(choice, given)

@@ -194,7 +194,7 @@ class CompletionWriter(OpenAIWriter):
         self._starts: Sequence[int] = ()
         """For each prompt that is echoed with logprobs: the length of its text. Its answers begin there."""
         self._offsets: dict[int, TokenOffsets] = {}
-        """By answer. Only answers with logprobs need them."""
+        """Answer -> the offsets of its tokens. Only answers with logprobs need them."""
         self._prompt_offsets = TokenOffsets(context.tokenizer)
 
     def opening(self, index: int) -> bytes:

@@ -1,5 +1,5 @@
-"""`/v1/feedback`: clients score and correct answers. An answer of another key does not exist for the caller: both are the
-same 404."""
+"""`/v1/feedback`: clients score and correct answers. The error for an answer of another key is the same 404 as for an
+unknown id."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ class _Feedback:
 
 
 def _asked_owner(request: Request) -> str | None:
-    """Whose feedback the request is about. None: that of all keys."""
+    """The owner whose feedback the request is about. None: all owners."""
     given = request.query_params.get("key")
     own = owner_of(request)
     if given is None or given == own:

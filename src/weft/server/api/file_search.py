@@ -31,7 +31,7 @@ _DEFAULT_RESULTS = 5
 """Passages that a search returns by default. The OpenAI API returns 20, too many for the context of small models."""
 _QUERY_CHARACTERS = 4096
 _PROMPT_PART = 2
-"""Passages may take this part of the context."""
+"""Passages may take 1/2 of the context."""
 _CHARACTERS_PER_TOKEN = 3
 
 
@@ -48,7 +48,7 @@ class FileSearch:
 
     asked: SearchRequest
     sources: Sequence[Source] | None = None
-    """What was found. None: the search has not run."""
+    """The passages that were found. None: the search has not run."""
 
     @property
     def is_pending(self) -> bool:
@@ -116,7 +116,7 @@ async def planned_search(
 
 
 def with_passages(items: Sequence[Item], search: FileSearch | None) -> list[Item]:
-    """The conversation with the passages in front of the last question. Before the search, as it is."""
+    """The conversation with the passages in front of the last question. Before the search, it is unchanged."""
     last = _last_question(items)
     if search is None or search.sources is None or last is None:
         return list(items)
@@ -166,7 +166,7 @@ def _text(item: Item) -> str:
 
 
 def _within_context(sources: Sequence[Source], max_tokens: int) -> list[Source]:
-    """The best passages that leave room for the conversation."""
+    """The best passages that leave room for the conversation; at least one."""
     room = max_tokens * _CHARACTERS_PER_TOKEN // _PROMPT_PART
     found: list[Source] = []
     for one in sources:

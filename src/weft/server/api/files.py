@@ -37,7 +37,7 @@ _BATCH_SECONDS = 30 * 86400
 """Default lifetime of the input file of a batch. Other files do not expire by default."""
 _RANGE = re.compile(r"bytes=(?=.*[0-9])([0-9]{0,18})-([0-9]{0,18})")
 MIN_SECONDS, MAX_SECONDS = 3600, 30 * 86400
-"""Lifetimes that a client may choose."""
+"""The shortest and the longest lifetime that a client may choose, in seconds."""
 _MAX_UPLOADS = 16
 """Limit for concurrent uploads. Each holds up to two megabytes in memory."""
 _MAX_UPLOADS_OF_KEY = 4
@@ -148,7 +148,7 @@ class _Files:
         self._services = services
         self._files = services.files
         self._uploads = Counter[str]()
-        """Owner -> its concurrent uploads."""
+        """Owner -> number of its concurrent uploads."""
         has_keys = len(services.settings.api_keys) > 1
         self._most_own = _MAX_UPLOADS_OF_KEY if has_keys else _MAX_UPLOADS
 
@@ -231,7 +231,8 @@ class _Files:
 
 
 def _check_range(given: str | None, size: int) -> None:
-    """`FileResponse` would answer to others with plain text, which is not the error shape of the API."""
+    """Raises ApiError if the header Range asks for anything but one part of the file. `FileResponse` would answer with plain
+    text, which is not the error format of the API."""
     if given is None:
         return
     found = _RANGE.fullmatch(given)
@@ -282,5 +283,5 @@ def _lifetime(form: UploadForm) -> int | None:
 
 
 def check_seconds(given: str, param: str) -> int:
-    """A lifetime that a client chose."""
+    """Parses a lifetime that a client chose. Raises ApiError if it is not allowed."""
     return checked_number(given, param, MIN_SECONDS, MAX_SECONDS)

@@ -80,7 +80,7 @@ _ERRORS: dict[str, ErrorWriter] = {
 
 
 def error_writer(formats: Formats, path: str, headers: Mapping[bytes, bytes]) -> ErrorWriter | None:
-    """Writes the errors of a route. None: in the form of weft's own routes."""
+    """The function that writes the errors of a route. None: they have the form of weft's own routes."""
     if (exact := formats.get(path)) is not None:
         return exact.error
     if (other := _ERRORS.get(path)) is not None:

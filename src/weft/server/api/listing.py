@@ -31,19 +31,19 @@ class Page(Shape):
 
 
 def owner_of(request: Request) -> str:
-    """The owner of what the request makes, and the only owner whose objects it sees."""
+    """The owner of a request: the objects that it makes belong to this owner, and it finds no others."""
     return owner_of_key(request.scope[KEY])
 
 
 def count_bytes(request: Request, num_bytes: int) -> None:
-    """Counts what was read from the store against the budget for answers, like an answer that is generated. Raises an
-    ApiError if there is too much."""
+    """Counts bytes that were read from the store against the budget for answers, like those of a generated answer. Raises
+    ApiError if the budget is exceeded."""
     answer_bytes: RequestBytes = request.scope[ANSWER]
     answer_bytes.add(num_bytes)
 
 
 def counted_response(request: Request, content: bytes) -> Response:
-    """JSON that may have megabytes. Its bytes count until the client has read them."""
+    """A response with JSON that may have megabytes. Its bytes count against the budget until the client has read them."""
     answer_bytes: RequestBytes = request.scope[ANSWER]
     answer_bytes.keep(len(content))
     return PartsResponse(deque([content]), answer_bytes, {})
@@ -54,7 +54,7 @@ def counted_list(request: Request, content: Any) -> Response:
 
 
 def checked_number(text: str, param: str, least: int, most: int) -> int:
-    """A number that a client sent as text."""
+    """Parses a number that a client sent as text. Raises ApiError if it is out of range."""
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
     if not least <= number <= most:
         raise refusal(f"{param} is {text!r:.80}; allowed: {least} to {most}", param)

@@ -11,8 +11,8 @@ from weft.server.errors import refusal
 from weft.text.conversation import Item, Message, Thought, ToolCall, ToolResult
 
 BILLING_HEADER = "x-anthropic-billing-header:"
-"""Claude Code sends it as the first system block. It changes with the conversation, so that no two prompts would begin
-with the same tokens. It is for the bill of Anthropic's own API and not for the model."""
+"""The first system block of Claude Code begins with this header, for Anthropic's own bills. weft removes its line. The line
+changes with the conversation, so that no two prompts would begin with the same tokens."""
 _REFUSED_BLOCKS = {
     "image": "this model reads text only; leave images out",
     "document": "this model reads text only; send a source of the type text or content",
@@ -223,7 +223,8 @@ def _texts_of(block: Any, where: str) -> list[str]:
 
 
 def _inner_texts(content: Any, where: str) -> list[str]:
-    """The texts of a document or a search result. It has text blocks only, so blocks cannot be nested without end."""
+    """The texts of a document or a search result. Neither may contain documents or search results, which limits the
+    nesting."""
     for block, place in _blocks(content, where):
         if isinstance(block, Mapping) and block.get("type") in ("document", "search_result"):
             raise refusal(f"{place} has the type {quoted(block['type'])}: allowed here: text", "messages")

@@ -166,7 +166,8 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 class MessagesWriter(AnswerWriter):
-    """The blocks of a stream come one after the other. A block ends when text of another kind begins, or the stream ends."""
+    """Streams the content blocks of a message one after the other. A content block ends when the next one begins, or at the
+    end of the stream."""
 
     def __init__(self, context: AnswerContext, max_tokens: int | None) -> None:
         super().__init__(context)

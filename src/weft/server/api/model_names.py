@@ -7,16 +7,16 @@ from fnmatch import fnmatchcase
 
 MAIN_ROUTES = {"generate": "/v1/chat/completions", "embed": "/v1/embeddings", "rerank": "/v1/rerank"}
 _DEFAULT_TAG = ":latest"
-"""Ollama's clients add it to names without a tag."""
+"""Ollama's clients add this tag to names without one."""
 
 
 def is_own_name(name: str, names: Sequence[str]) -> bool:
-    """Whether it is one of the names of a model."""
+    """Whether `name` is one of the names of a model."""
     return not {name, name.removesuffix(_DEFAULT_TAG)}.isdisjoint(names)
 
 
 def is_alias(name: str, names: Sequence[str], aliases: Mapping[str, str]) -> bool:
-    """Whether it is an alias of the model with these names."""
+    """Whether `name` is an alias of the model with these names."""
     given = {name, name.removesuffix(_DEFAULT_TAG)}
     return any(
         target in ("", *names) and any(fnmatchcase(one, alias) for one in given)

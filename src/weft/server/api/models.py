@@ -230,7 +230,8 @@ def _anthropic(services: Services, name: str, max_input_tokens: int, max_tokens:
 
 
 def _anthropic_capabilities(known: Sequence[str]) -> dict[str, Any]:
-    """All keys that the API has. A model that does not think accepts the fields for thoughts, without effect."""
+    """The object `capabilities` with all keys of the Anthropic API. A model that does not think accepts the fields for
+    thoughts, without effect."""
 
     def support(is_supported: bool, **more: Any) -> dict[str, Any]:
         return {"supported": is_supported, **more}

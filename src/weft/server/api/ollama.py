@@ -32,7 +32,8 @@ EVENT_NOTE = "Each line is one object of this type. The last one has `done: true
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 _RANDOM_SEED = -1
 _NO_LIMIT = (-1, -2, 0)
-"""Values of num_predict. In Ollama -1 is no limit, -2 the rest of the context; here both are the same."""
+"""Values of num_predict without a limit. In Ollama -1 is no limit and -2 the rest of the context; weft treats all of them as
+the rest of the context."""
 _LEVELS = ("low", "medium", "high", "max")
 _ZERO = re.compile(r"[+-]?0+(\.0*)?[a-zµ]*")
 _WITHOUT_EFFECT = Meta(description="Accepted, without effect.")
@@ -220,7 +221,7 @@ class OllamaFormat(AnswerFormat[R]):
 
 
 def parsed_request(api_request: OllamaRequest, prompt: Any, model: ServedModel, **more: Any) -> ParsedRequest:
-    """Adds the fields that both formats have. `more` are fields of `ParsedRequest`."""
+    """A `ParsedRequest` with the fields that both formats have. `more` are its other fields."""
     num_ctx = _whole("num_ctx", api_request.options.num_ctx)
     return ParsedRequest(
         prompt,

@@ -192,8 +192,8 @@ def _tool(tool: dict[str, Any], where: str) -> FunctionTool:
 
 
 def items_of(messages: Sequence[GivenMessage]) -> list[Item]:
-    """Calls and results may leave out their ids. Templates of some models need them. A call gets an id from its
-    position. A result gets the id of the first call of its tool that has no result yet."""
+    """The items of a conversation. Clients may leave out the ids of calls and results, but some templates need them. A call
+    gets an id from its position. A result gets the id of the first call of its tool that has no result yet."""
     items: list[Item] = []
     open_calls = _OpenCalls()
     for index, message in enumerate(messages):
@@ -222,8 +222,8 @@ class _OpenCalls:
         self._ids: dict[int, str | None] = {}
         """Position of a call in the conversation -> the id of the call."""
         self._positions: dict[str | None, deque[int]] = {None: deque()}
-        """Tool -> positions of its calls, in order; None -> those of all calls. `take` skips those that are not in `_ids` any
-        more."""
+        """Tool -> positions of its calls, in order; None -> positions of all calls. `take` skips positions that are no longer
+        in `_ids`."""
         self._count = 0
 
     def add(self, call: ToolCall) -> None:

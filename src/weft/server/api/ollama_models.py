@@ -188,7 +188,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
 
 @dataclass(frozen=True)
 class _Facts:
-    """What the files of the served model say about it."""
+    """Facts about a served model, read from its files."""
 
     details: dict[str, Any]
     info: dict[str, Any]
@@ -269,7 +269,7 @@ class _OllamaModels:
         paths = [each.path for each in self._served]
         self._store = ModelStore(paths, services.settings.silence_seconds)
         self._known: dict[Path, _Facts] = {}
-        """Read at the first request that needs them, so that they do not delay the start of the server."""
+        """Path of a model -> its facts. They are read at the first request that needs them, not at the start of the server."""
 
     def routes(self) -> list[Route]:
         post, get = ["POST"], ["GET"]
@@ -428,7 +428,7 @@ async def _refuse(why: str, request: Request) -> Response:
 
 
 async def _read(kind: type[T], request: Request) -> tuple[T, dict[str, str]]:
-    """A body, and the headers of the response. These bodies are short."""
+    """Reads a body, which must be short. Also returns the headers of the response."""
     body = await read_body(request)
     if len(body) > _MAX_BODY:
         message = f"the body has {len(body)} bytes; allowed here: {_MAX_BODY}"

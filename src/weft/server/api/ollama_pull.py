@@ -18,7 +18,7 @@ from weft.server.errors import ApiError, as_api_error
 _MAX_THREADS = 4
 _LONG = 3600.0
 _HUB_PREFIXES = ("hf.co/", "huggingface.co/", "hf:")
-"""What may stand before the name of a repository. Ollama's clients write the first two."""
+"""The prefixes that the name of a repository may have. Ollama's clients write the first two."""
 _STATUSES = {
     "wait": "waiting for another pull of this model",
     "find": "pulling manifest",
@@ -183,7 +183,7 @@ def in_use(name: str) -> ApiError:
 
 
 def _line(name: str, progress: PullProgress) -> dict[str, Any]:
-    """Clients show one bar for each digest."""
+    """A line of progress. Clients show one bar for each digest, so each stage has its own digest."""
     status = {"status": _STATUSES[progress.stage].format(model=name)}
     if not progress.total_bytes:
         return status

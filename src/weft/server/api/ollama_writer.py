@@ -34,7 +34,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def error_body(error: ApiError) -> dict[str, str]:
-    """The body of an error. It has nothing but a text, so the text names the field."""
+    """The body of an error. The body has only a text, so the text names the field."""
     text = error.message
     if error.param and error.param not in text:
         text = f"{error.param}: {text}"
@@ -43,7 +43,7 @@ def error_body(error: ApiError) -> dict[str, str]:
 
 
 def head(model: str) -> dict[str, Any]:
-    """The fields that all lines have in common. The time is that of the line."""
+    """The fields that all lines have in common, with the time of this line."""
     return {"model": model, _TIME: _now()}
 
 
@@ -52,7 +52,7 @@ def rfc3339(time: datetime) -> str:
 
 
 def _now() -> str:
-    """The time of a line, as `rfc3339` writes it. Every token has one, so the text of a second is made once."""
+    """The time of a line, as `rfc3339` writes it. Every token has a line, so the text of each second is made only once."""
     second, microseconds = divmod(time.time_ns() // 1000, 1_000_000)
     return f"{_second(second)}.{microseconds:06}Z"
 
@@ -140,7 +140,7 @@ class OllamaWriter(AnswerWriter):
         return messages
 
     def _end_call(self) -> dict[str, Any] | None:
-        """The line of the call whose arguments are complete."""
+        """Ends the open call. Returns the message with it, or None if no call is open."""
         call, self._call = self._call, None
         if call is None:
             return None

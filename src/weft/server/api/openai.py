@@ -51,7 +51,7 @@ def parsed_request(
     grammar: Grammar | None,
     **more: Any,
 ) -> ParsedRequest:
-    """Adds the fields that both formats have. `more` are fields of `ParsedRequest`."""
+    """A `ParsedRequest` with the fields that all these formats have. `more` are its other fields."""
     return ParsedRequest(
         prompt,
         params,
@@ -67,7 +67,8 @@ def parsed_request(
 
 
 def _session_of(api_request: GenerationRequest) -> str | None:
-    """The session of a request. A longer `prompt_cache_key` than a session id may be is replaced by its hash."""
+    """The session id of a request: `session_id`, or else `prompt_cache_key`. A key that is too long for a session id is
+    replaced by its hash."""
     key = api_request.prompt_cache_key
     if api_request.session_id is not None or not key or len(key) <= MAX_NAME_LENGTH:
         return api_request.session_id or key or None
@@ -244,7 +245,7 @@ def _event(content: Any) -> bytes:
 
 
 def _timings(result: GenerationResult) -> dict[str, Any]:
-    """What one answer took; an extension of weft. `usage` counts the tokens of all answers together."""
+    """The seconds and tokens of one answer; an extension of weft. `usage` counts the tokens of all answers together."""
     return {
         "queue": result.waiting_time,
         "prefill": result.prefill_time,

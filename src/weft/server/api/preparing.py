@@ -42,9 +42,9 @@ _SMALL_BYTES = 16 << 10
 """Parsing the schemas in a body of up to this size takes a few milliseconds, so it runs in the event loop."""
 _MAX_DETOKENIZED = 1 << 18
 _TOKENS_OF_KIND = 16
-"""Prompts that are no conversations are of one kind if they begin with the same tokens."""
+"""Prompts that are no conversations are of one kind if their first tokens, up to this many, are the same."""
 _ANSWER_ROOM = 512
-"""A conversation that loses its oldest items leaves room for this many tokens of an answer without max_tokens."""
+"""If the oldest items of a conversation are left out, this many tokens of room remain for an answer without max_tokens."""
 
 T = TypeVar("T")
 
@@ -58,7 +58,8 @@ class Prepared:
     answer_form: AnswerSyntax | None
     is_streamed: bool
     kind: tuple[int, int] = (0, 0)
-    """Hashes of its template and of its tools. Answers to requests of one kind may have similar lengths."""
+    """Hashes of the instructions (or of the beginning of the prompt) and of the names of the tools. Answers to requests of
+    one kind may have similar lengths."""
 
 
 class Preparer:
@@ -110,8 +111,8 @@ class Preparer:
         request_id: RequestId,
         key: ApiKey | None,
     ) -> Prepared:
-        """A request whose search has not run: its writer, and a prompt of one token. Raises what `prepare` raises for
-        its other fields."""
+        """Prepares a request whose search has not run: makes its writer, and an `InferenceRequest` with a prompt of one
+        token. This checks the other fields of the request, as `prepare` does."""
         request = inference_request(parsed, (0,), parsed.params, key, request_id)
         writer = answer_format.writer(api_request, self._context(parsed, request_id))
         return Prepared([request], writer, None, parsed.is_streamed)
@@ -139,7 +140,7 @@ class Preparer:
         is_idle_work: bool = False,
         writer: AnswerWriter | None = None,
     ) -> Prepared:
-        """Prepares a request that `parse` has read. Raises if it is invalid. `writer`: that of `before_search`."""
+        """Prepares a request that `parse` has read. Raises if it is invalid. `writer`: the writer that `before_search` made."""
         size += parsed.stored_bytes
         grammar, answer_form = parsed.grammar, None
         echoes: Sequence[Echo] = ()
@@ -201,8 +202,8 @@ class Preparer:
     async def _fitting_chat_tokens(
         self, conversation: Conversation, parsed: ParsedRequest, size: int, client_id: str
     ) -> list[int]:
-        """The tokens of a conversation. If it `drops_oldest`, the oldest items are left out until the rest fits: as few
-        as possible."""
+        """The tokens of a conversation. If `parsed.drops_oldest` is set, as few of the oldest items as possible are left
+        out, so that the other items fit the context."""
         if not parsed.drops_oldest:
             return await self._chat_tokens(conversation, parsed.tools, size, client_id)
         room = min(parsed.params.max_tokens or _ANSWER_ROOM, self._encoder.max_context // 2)
@@ -212,7 +213,7 @@ class Preparer:
         index = 0  # the whole conversation is tried first
         while True:
             shorter = from_start(conversation, starts[index])
-            # `size` is that of the whole conversation. It only decides whether a worker process does the work.
+            # `size` is the size of the whole conversation. It only decides whether a worker process does the work.
             tokens = await self._tokens_if_short(shorter, parsed.tools, size, client_id)
             if tokens is not None and len(tokens) <= self._encoder.max_context - room:
                 found, most = tokens, index - 1

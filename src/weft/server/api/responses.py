@@ -230,7 +230,7 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
 
     async def load(self, api_request: ResponsesRequest, caller: Caller) -> ResponsesRequest:
         if caller.is_internal and not api_request.background and api_request.store is None:
-            # A line of a batch. A large batch would evict the conversations of the key.
+            # By default a line of a batch is not stored: a large batch would evict the conversations of the key.
             api_request = msgspec.structs.replace(api_request, store=False)
         loaded = await self._load_stored(api_request, caller)
         # A background request is loaded again when it runs.
@@ -301,7 +301,7 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
         given = api_request.tools or ()
         functions, choice = function_tools(given), tool_choice(api_request.tool_choice, given)
         if not functions and choice.mode == "required" and any(map(is_file_search, given)):
-            choice = ToolChoice("auto")  # the search is the required call
+            choice = ToolChoice("auto")  # the file search of the server is the required call
         tools = chosen_tools(functions, choice, api_request.parallel_tool_calls)
         items = list[Item]()
         stored_bytes = 0

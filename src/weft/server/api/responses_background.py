@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _PATH = "/v1/responses"
 _WAIT_CODES = frozenset({"engine_not_ready", "server_busy"})
-"""Codes of a 503 after which the request is sent again. It has not begun."""
+"""Codes of a 503 after which the request is sent again, because it has not begun."""
 _LONGEST_WAIT = 30.0
 _GIVE_UP_SECONDS = 86400.0
 """A background response fails after the server has refused its request for this long."""
@@ -51,7 +51,7 @@ async def begin_background(caller: Caller, row: table.StoredResponse) -> None:
 
 
 async def take_over(caller: Caller, response_id: str) -> float:
-    """Changes the status of a queued response to in_progress. Returns when it was created."""
+    """Changes the status of a queued response to in_progress. Returns the time of its creation."""
     store = caller.services.store
 
     def change(connection: Any) -> float:
@@ -66,8 +66,8 @@ async def take_over(caller: Caller, response_id: str) -> float:
 
 
 async def read_state(services: Services, response_id: str, owner: str) -> table.StoredResponse | None:
-    """A stored response. It is changed to `failed` if its worker has ended, or if its task has ended without storing
-    the result, for example because the disk was full."""
+    """A stored response. Its status becomes `failed` if its worker has ended. It also does if its task has ended without
+    storing the result, for example because the disk was full."""
     store = services.store
     is_own_task = response_id in services.tasks
 
@@ -83,7 +83,8 @@ async def read_state(services: Services, response_id: str, owner: str) -> table.
 
 
 async def cancel(services: Services, response_id: str, owner: str) -> table.StoredResponse | None:
-    """Cancels a background response. One that has ended stays as it is. None if there is none with this id."""
+    """Cancels a background response, and returns it. A response that has ended is not changed. None: there is no response
+    with this id."""
     store = services.store
 
     def change(connection: Any) -> table.StoredResponse | None:

@@ -1,8 +1,8 @@
 """The input items of the Responses API: checks them, converts them to items of a conversation, and lists them.
 
-An item exists in three forms: as the client sent it (many variants), as it is listed and stored (`listed_item`, one
-form for each type, with an id), and as an item of a conversation (`conversation_items`). Both functions accept the first
-two forms. The third form is never converted back.
+An item exists in three forms. The client sends the first one, with many variants. `listed_items` makes the second one,
+which is listed and stored: one form for each type, with an id. `conversation_items` makes items of a conversation. Both
+functions accept the first two forms. The third form is never converted back.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def check_calls(items: Sequence[Item]) -> None:
 
 
 def listed_items(items: Iterable[Mapping[str, Any]], request_id: str) -> list[dict[str, Any]]:
-    """The items as they are listed and stored. Each has an id: that of the client, or one made of `request_id`.
-    `items` are valid, and have no references."""
+    """The items as they are listed and stored. Each has an id: the client's, or one made of `request_id`. `items` are
+    valid, and have no references."""
     found = []
     for index, item in enumerate(items):
         kind = item_type(item)

@@ -106,7 +106,7 @@ class OutputItems:
         return events[0] if len(events) == 1 else b"".join(events)
 
     def add(self, piece: Piece, logprobs: bytes) -> None:
-        """Adds what arrived. `logprobs`: those of the text in it, as JSON without brackets."""
+        """Adds a piece. `logprobs`: the logprobs of its text, as JSON without brackets."""
         self.end_search()
         if piece.deltas is None:
             if piece.text or logprobs:
@@ -300,7 +300,7 @@ class OutputItems:
             item.around_delta = b"event: %b\ndata: %b" % (kind.encode(), before), b',"sequence_number":'
 
     def _delta(self, item: _Item, text: str) -> None:
-        """The event for new text. Called for every token."""
+        """Adds the event for new text. Called for every token."""
         if self._is_streamed:
             before, after = item.around_delta
             self._events.append(b"%b%b%b%d}\n\n" % (before, _encode(text), after, self._sequence_number))

@@ -1,6 +1,6 @@
 """The routes for stored responses: read, cancel and delete one, and list its input items.
 
-A response of another key does not exist for the caller: both are the same 404.
+The error for a response of another key is the same 404 as for an unknown id.
 """
 
 from __future__ import annotations

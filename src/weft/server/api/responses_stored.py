@@ -69,7 +69,7 @@ def _usable(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def stored_items(
     connection: Any, ids: Sequence[str], owner: str, now: float, limits: Mapping[str, int]
 ) -> dict[str, Any]:
-    """The stored items with these ids."""
+    """The stored items with these ids, and the other items of their responses. Raises ApiError if one does not exist."""
     responses = {one: response_of_item(one) for one in ids}
     rows = table.find_all(
         connection,

@@ -41,7 +41,8 @@ class ShownTool:
 
 
 def shown_name(name: str, namespace: str | None) -> str:
-    """The name of a tool in the prompt. It depends on nothing else, so that old calls keep their names."""
+    """The name of a tool in the prompt. It depends on nothing but the name and the namespace, so that the tools of earlier
+    calls keep their names."""
     if namespace is None:
         return name
     joined = f"{namespace.rstrip('_')}__{name}"
@@ -70,7 +71,7 @@ def known_tools(tools: Sequence[Any]) -> list[Mapping[str, Any]]:
 
 
 def ignored_tools(tools: Sequence[Any]) -> list[str]:
-    """The places and types of the tools that are ignored, also of those in namespaces."""
+    """The positions and types of the tools that are ignored, also of tools inside namespaces."""
     found: list[str] = []
     for index, tool in enumerate(tools):
         if _is_ignored(tool):
@@ -92,7 +93,7 @@ def known_choice(choice: Any, tools: Sequence[Any]) -> Any:
 
 
 def tool_choice(choice: Any, tools: Sequence[Any]) -> ToolChoice:
-    """Raises ApiError if it is invalid. The choice of a tool that is ignored is auto."""
+    """Parses `tool_choice`. The choice of an ignored tool becomes auto. Raises ApiError if the choice is invalid."""
     choice = known_choice(choice, tools)
     if isinstance(choice, str):
         if choice in ("auto", "none", "required"):
@@ -100,7 +101,7 @@ def tool_choice(choice: Any, tools: Sequence[Any]) -> ToolChoice:
         raise refusal(f"tool_choice is {choice!r:.80}; allowed: {_CHOICES}", "tool_choice")
     kind = _type(choice)
     if kind == file_search.KIND:
-        return ToolChoice("auto")  # it searches in any case
+        return ToolChoice("auto")  # the server searches in any case
     if kind in ("function", "custom"):
         return ToolChoice("required", _chosen_name(choice, "tool_choice"))
     mode, tools = choice.get("mode", "auto"), choice.get("tools")

@@ -200,8 +200,8 @@ class ResponsesWriter(AnswerWriter):
     # ------------------------------------------------------------------ logprobs
 
     def _take_logprobs(self, piece: Piece) -> bytes:
-        """The logprobs of the message's text in this piece, as JSON without brackets. Tokens whose text is still held
-        back wait for it; those of thoughts and calls have none."""
+        """The logprobs of the message's text in this piece, as JSON without brackets. Entries of tokens whose text is held
+        back are returned later, with their text. Entries of thoughts and calls are dropped."""
         pairs = zip(piece.tokens, piece.logprobs, strict=True)
         self._logprobs += [logprob_entry(*pair, self._token_bytes) for pair in pairs]
         kind = _first_kind(piece.deltas)

@@ -94,7 +94,7 @@ class GenerationRequest(_SamplingFields, frozen=True, kw_only=True):
     ttft_target: float | None = None
     cache_salt: str = ""
     session_id: str | None = None
-    # Structured output: the field of OpenAI, then those of vLLM and llama.cpp.
+    # Structured output: the field of OpenAI, then the fields of vLLM and llama.cpp.
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None

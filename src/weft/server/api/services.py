@@ -39,7 +39,7 @@ class Services(Protocol):
     def engine(self) -> EngineClient: ...
     @property
     def models(self) -> ModelRegistry:
-        """All models of the server. `engine` and `text` are those of MODEL."""
+        """All models of the server. `engine` and `text` belong to MODEL."""
         ...
 
     @property
@@ -63,7 +63,7 @@ class Services(Protocol):
 
     @property
     def learned(self) -> LearnedKeeper:
-        """What engines learned."""
+        """Keeps what engines learned."""
         ...
 
     @property

@@ -124,7 +124,7 @@ def _grammar(kind: str, value: Any, param: str) -> Grammar:
 
 
 def grammar_of_schema(schema: Any, param: str) -> Grammar:
-    """The grammar of a JSON schema. Raises ApiError if it is none."""
+    """The grammar of a JSON schema. Raises ApiError if `schema` is not a JSON schema."""
     if isinstance(schema, str):  # vLLM accepts a schema as a JSON string
         try:
             schema = msgspec.json.decode(schema)

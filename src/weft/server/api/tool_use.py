@@ -91,7 +91,7 @@ class FunctionTool:
     """A JSON schema; None: no parameters."""
     strict: Any
     where: str
-    """Its path in the body, for errors."""
+    """The path of the tool in the body, for errors."""
     parameters_field: str = "parameters"
     arguments_grammar: str | None = None
     """A Lark grammar of the arguments, as they are written in JSON. It is enforced if the tool is strict."""

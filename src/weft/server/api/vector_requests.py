@@ -40,7 +40,7 @@ def check_text(text: str, where: str) -> None:
 
 
 def chosen_model(services: Services, name: str | None, use: Literal["embed", "rerank"]) -> VectorModel:
-    """The model of a request, for its trace too. Raises as `for_vectors` does."""
+    """The model of a request. Also sets it in the log record, for the trace. Raises as `ModelRegistry.for_vectors` does."""
     record = current_record()
     record.model = name
     model = services.models.for_vectors(name, use)

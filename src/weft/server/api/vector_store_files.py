@@ -47,7 +47,7 @@ _ONE = f"{_FILES}/{{file_id}}"
 _BATCHES = "/v1/vector_stores/{id}/file_batches"
 _BATCH = f"{_BATCHES}/{{batch_id}}"
 _CONTENT_BYTES = 1 << 20
-"""Text of one page of the content of a file."""
+"""Bytes of text of one page of the content of a file."""
 _FILTER = {
     "filter": {
         "type": "string",

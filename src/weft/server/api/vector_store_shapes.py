@@ -284,7 +284,7 @@ def checked_days(given: ExpiresAfter | None) -> int | None:
 
 
 def checked_entries(given: Mapping[str, Value] | None, param: str) -> dict[str, Any]:
-    """Attributes or metadata."""
+    """Checks attributes or metadata, and returns them."""
     given = given or {}
     if len(given) > _MAX_ATTRIBUTES:
         raise refusal(f"{param} has {len(given)} entries; allowed: {_MAX_ATTRIBUTES}", param)

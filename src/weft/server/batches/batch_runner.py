@@ -1,4 +1,4 @@
-"""Decides which batches run: of each key the oldest that has not ended. Owns the tasks that run them."""
+"""Decides which batches run: for each API key the oldest one that has not ended. Owns the tasks that run them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class _Running:
     task: asyncio.Task[None]
 
     def must_begin_again(self, batch: Batch | None, now: float) -> bool:
-        """Whether this task must end and a new one must start. `batch` is the one that should run now for this owner:
-        another batch, or the same one after it was cancelled or its completion window passed. None: no batch."""
+        """Whether this task must end, because `batch` must run for this owner. That is another batch, or the same one after
+        it was cancelled or its completion window has passed. None: no batch must run."""
         if batch is None or batch.id != self.batch.id:
             return True
         is_cancelled = batch.status == "cancelling" != self.batch.status

@@ -39,7 +39,7 @@ _SPACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class LineLimits:
-    """What the lines in flight of one batch may use. One line is always allowed."""
+    """The limits for the lines in flight of one batch. One line is always allowed."""
 
     num_lines: int
     num_bytes: int
@@ -95,7 +95,7 @@ class BatchRun:
     # ------------------------------------------------------------------ validating
 
     async def _validate(self, batch: Batch) -> Batch | None:
-        """Gives every wrong line its result. The batch fails if no line is left."""
+        """Checks all lines, and saves an error as the result of each wrong one. The batch fails if all are wrong."""
         total = num_wrong = 0
         errors: list[LineError] = []
         try:
@@ -152,7 +152,7 @@ class BatchRun:
                 await self._wait_for_room(None)
                 saving.cancel()
         finally:
-            # The run was cancelled. What has arrived is saved, so that these lines do not run again.
+            # The run was cancelled. Results that have arrived are saved, so that their lines do not run again.
             if self._unsaved:
                 with suppress(StoreError):
                     await self._save(self._unsaved)
@@ -232,7 +232,7 @@ class BatchRun:
     # ------------------------------------------------------------------ the end
 
     async def _finish(self, batch: Batch) -> Batch | None:
-        """Writes the results to files. Their rows and the last status are one transaction."""
+        """Writes the results to files. One transaction adds the rows of the files and sets the last status."""
         details = batch.details
         files: dict[bool, NewFile] = {}
         try:

@@ -1,5 +1,5 @@
-"""Sends the lines of batches to the server itself. While the server has no room, no space for what a line stores, or no
-running engine, it tries again."""
+"""Sends the lines of batches to the server itself. A line is sent again while the server has no room for it, no disk space
+for what it stores, or no running engine."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ class LineSender:
     async def send(self, endpoint: str, body: bytes, key: ApiKey | None) -> InternalReply:
         """Returns the first response whose status is not one of `_RETRIED`.
 
-        If the engine crashes, any line in flight may be the cause. A line that has seen one crash is sent together with
-        others again: the cause is often something else. A line that has seen two is sent alone. After `_MAX_CRASHES`
-        crashes, the 503 is its result.
+        If the engine crashes, any line in flight may be the cause. After one crash, a line is sent together with others
+        again: the cause is often something else. After two, it is sent alone. After `_MAX_CRASHES`, the 503 is its result.
         """
         request = InternalRequest(key, is_idle_work=True)
         delay, crashes = _FIRST_DELAY, 0
@@ -52,7 +51,8 @@ class LineSender:
             delay = min(2 * delay, _LONGEST_DELAY)
 
     def _has_engine(self, endpoint: str) -> bool:
-        """Whether the engine of this route is ready. Without a model for the route, its lines get errors at once."""
+        """Whether the engine of this route is ready. True if there is no model for the route: its lines then get errors at
+        once."""
         engine = self._services.models.engine_of_route(endpoint)
         return engine is None or engine.state is EngineState.READY
 

@@ -44,7 +44,8 @@ def trim_memory() -> None:
 
 
 async def trim_often(seconds: float = 60.0) -> None:
-    """Runs until it is cancelled. Without it, the free memory between small requests grows for hours under load."""
+    """Calls `trim_memory` every `seconds`, until it is cancelled. Otherwise the free memory between small requests grows for
+    hours under load."""
     while True:
         await asyncio.sleep(seconds)
         await asyncio.get_running_loop().run_in_executor(None, trim_memory)

@@ -38,7 +38,7 @@ class Guard:
         self._answers = ByteBudget(
             settings.max_answer_bytes, settings.max_buffered_answer_bytes, answer_budget_error
         )
-        # Batches have budgets of their own, so that they cannot use up those of clients.
+        # Batches have budgets of their own, so that they cannot use up the budgets of clients.
         self._bodies_of_batches = _part_of(self._bodies)
         self._answers_of_batches = _part_of(self._answers)
         self._keys = KeyRing(settings.api_keys)
@@ -135,7 +135,7 @@ class Guard:
     def _check_admin(self, key: ApiKey | None, headers: dict[bytes, bytes]) -> None:
         if key is not None and key.admin:
             return
-        # Pages of `allowed_origins` may use the model, but not see or end what others do.
+        # Pages of `allowed_origins` may use the model, but may not read or cancel the requests of others.
         if self._is_private and _is_of(headers.get(b"origin"), headers.get(b"host")):
             return
         if self._has_admin:
@@ -206,7 +206,7 @@ def _is_open(path: str) -> bool:
 
 
 def _is_of(origin: bytes | None, host: bytes | None) -> bool:
-    """Whether a page of this server makes the request, or no page."""
+    """Whether the request comes from a page of this server, or from no page at all."""
     if origin is None:
         return True
     return host is not None and urlsplit(origin.decode("latin-1")).netloc == host.decode("latin-1")

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from weft.server.errors import ApiError, refusal
 
 UPLOADS = frozenset({"/v1/files"})
-"""Routes whose POST body is a file. It is never in memory as a whole, so it has its own size limit, and it
-may take longer to arrive than other bodies."""
+"""Routes whose POST body is a file. The file is never in memory as a whole. So it has its own size limit, and may take
+longer to arrive than other bodies."""
 FORM_BYTES = 64 << 10
-"""Bytes that the other parts of the form and its boundaries may have."""
+"""Maximum bytes of the other parts of the form and of its boundaries."""
 _PIECE_BYTES = 1 << 20
 _MAX_PARTS = 16
 _MAX_FIELD_BYTES = 1024
@@ -29,7 +29,7 @@ class UploadForm:
     """The form without the content of its file."""
 
     file_name: str | None = None
-    """None: the form has no file."""
+    """The name of the file in the form. None: the form has no file."""
     fields: dict[str, str] = field(default_factory=dict)
 
 
@@ -71,7 +71,7 @@ async def read_upload(
 
 
 class _Parts:
-    """What the parser has found so far. Its methods are callbacks of the parser."""
+    """Collects the parts that the parser has found. The methods are callbacks of the parser."""
 
     def __init__(self) -> None:
         self.form = UploadForm()

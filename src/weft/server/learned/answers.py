@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from weft.server.settings import ServerSettings
 
 _MAX_BYTES = 64 << 20
-"""Limit for the answers in memory: those in the making, and those in the queue."""
+"""Limit for the answers in memory: those that are being generated, and those in the queue."""
 _MAX_QUEUED = 1024
 _BATCH_SECONDS = 0.5
 """An answer waits up to this long, so that a transaction has several."""
 _AT_ONCE = 64
-"""Answers of one transaction, so that other work of the store does not wait long."""
+"""Maximum answers of one transaction, so that other work of the store does not wait long."""
 
 
 class AnswerKeeper:
@@ -47,7 +47,7 @@ class AnswerKeeper:
         self.room = Room(settings.feedback_days, settings.max_feedback_bytes, settings.max_stored_bytes)
         self.memory = Memory(_MAX_BYTES)
         self.totals = Totals()
-        """Of all owners, after the last transaction of this server."""
+        """The totals of all owners, after the last transaction of this server."""
         self.num_given = Counter[str]()
         """Feedback since the start, by the sign of its score."""
         self._queue: deque[Transcript] = deque()
@@ -56,7 +56,7 @@ class AnswerKeeper:
         self._has_failed = False
 
     def shown(self) -> dict[str, int] | None:
-        """For the live view. None: no feedback is kept."""
+        """The totals for the live view. None: no feedback is kept."""
         found = self.totals
         names = ("requests", "positive", "negative", "corrected")
         return {name: getattr(found, name) for name in names} if self.is_on else None
@@ -75,7 +75,7 @@ class AnswerKeeper:
         model: str,
         size: int,
     ) -> Transcript | None:
-        """Collects the answers to a request; None: they are not kept. `size`: bytes of its body."""
+        """A transcript that collects the answers to a request. None: they are not kept. `size`: bytes of its body."""
         if not self.keeps_for(key) or parsed.earlier_tokens:
             return None
         prompt = parsed.prompt if isinstance(parsed.prompt, Conversation) else tuple(parsed.prompt)
@@ -96,7 +96,7 @@ class AnswerKeeper:
             self._wake.set()
 
     async def run(self) -> None:
-        """Writes the queue now and then, until it is cancelled."""
+        """Writes the queue whenever it has answers, until it is cancelled."""
         if self.is_on and self._store.exists:
             await self._count()
         while True:
@@ -138,7 +138,7 @@ class AnswerKeeper:
         return added
 
     def count(self, connection: Any) -> None:
-        """Call after a change of the tables, in its transaction."""
+        """Updates `totals`. Call after a change of the tables, in the same transaction."""
         self.totals = table.totals(connection)
 
     async def _count(self) -> None:

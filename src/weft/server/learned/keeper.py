@@ -1,7 +1,7 @@
-"""Keeps what the engine of MODEL learned: reads it before the first request, and writes it now and then.
+"""Keeps what the engine of MODEL learned: reads it before the first request, and writes it regularly.
 
-The costs of steps are kept for each model and machine (`name_of`). After a crash of the engine, the next one gets what was
-last known. Nothing here ever fails a start or a request: without the store, an engine learns anew.
+The costs of steps are kept for each model and machine (`name_of`). After a crash, the new engine process gets the newest
+known costs. An error of the store never fails a start or a request: without the store, an engine learns anew.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class LearnedKeeper:
         return self._costs.get(name_of(self._settings, info))
 
     def start_reading(self) -> None:
-        """Reads what is kept, while the engine starts."""
+        """Begins to read the kept costs while the engine starts."""
         if self.store.exists:  # a server without state does not open the database when it starts
             self._reading = asyncio.create_task(self._read())
 
     async def begin(self) -> None:
-        """Passes what is kept to the engine, which is ready. Called before the first request."""
+        """Passes the kept costs to the engine, which must be ready. Called before the first request."""
         if self._reading is None:
             return
         await asyncio.wait((self._reading,), timeout=_READ_SECONDS)
@@ -99,7 +99,7 @@ class LearnedKeeper:
         await self._in_store(write)
 
     async def rows(self) -> list[tuple[LearnedRow, LearnedCosts]]:
-        """What is kept, the newest first. Damaged rows are set aside."""
+        """The kept rows with their costs, the newest first. Damaged rows are set aside."""
         now = self.store.wall_clock()
 
         def read(connection: Any) -> list[tuple[LearnedRow, LearnedCosts]]:
@@ -121,7 +121,7 @@ class LearnedKeeper:
         return await self.store.run(read)
 
     async def clear(self) -> int:
-        """Deletes what is kept, and what the engine learned. Returns the number of rows."""
+        """Deletes the kept costs, and everything that the engine learned. Returns the number of deleted rows."""
         count: int = await self.store.run(lambda connection: table.clear(connection, table.COSTS))
         self._costs.clear()
         self._engine.forget_learned()
@@ -147,8 +147,8 @@ class LearnedKeeper:
 
 
 def name_of(settings: ServerSettings, info: BackendInfo) -> str:
-    """The model and the machine that costs are true for. It may be the same for two models of equal size: costs are a
-    hint, and are measured again."""
+    """A name for the model and the machine that costs belong to. Two models of equal size may have the same name: costs
+    are a hint, and are measured again."""
     machine = info.device or _processor()
     options = {"model": settings.model, **settings.backend_options}
     options.pop("core_lease", None)  # a descriptor of this process
@@ -171,7 +171,7 @@ def _processor() -> str:
 
 
 def _costs_of(row: LearnedRow) -> LearnedCosts | None:
-    """None: the content is damaged."""
+    """The costs in a row. None: the content is damaged."""
     try:
         return msgspec.json.decode(row.content, type=LearnedCosts)
     except ValueError:  # also the errors of msgspec

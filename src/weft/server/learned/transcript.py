@@ -46,7 +46,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class KeptInput:
-    """What the answers belong to."""
+    """The request that the answers belong to."""
 
     request_id: RequestId
     owner: str
@@ -58,7 +58,8 @@ class KeptInput:
 
 
 class Transcript:
-    """Belongs to the event loop until it is closed. It never fails a request: if it grows too large, it is dropped."""
+    """Collects the answers to one request. Belongs to the event loop until it is closed. It never fails a request: a
+    transcript that grows too large is dropped."""
 
     def __init__(self, given: KeptInput, size: int, memory: Memory) -> None:
         """`size`: bytes of the body of the request."""
@@ -90,7 +91,7 @@ class Transcript:
             self._num_bytes += num_bytes
 
     def close(self) -> bool:
-        """Ends the collection; its memory stays counted. False: it was dropped before."""
+        """Ends the collection; the memory stays counted. Returns False if the transcript was dropped or closed before."""
         was_open, self.is_open = self.is_open, False
         return was_open
 

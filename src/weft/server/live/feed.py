@@ -29,7 +29,7 @@ _RETRY_SECONDS = 10.0
 
 
 class Viewer:
-    """One connection. It has one place: a frame that is not taken in time is replaced by the next one."""
+    """One connection. It holds one frame: a frame that is not taken in time is replaced by the next one."""
 
     def __init__(self) -> None:
         self._newest: bytes | None = None
@@ -45,7 +45,7 @@ class Viewer:
         self._changed.set()
 
     async def take(self) -> bytes | None:
-        """Waits for a frame that was not taken before. None: there will be none."""
+        """Waits for a frame that was not taken before. None: the feed has ended."""
         await self._changed.wait()
         frame, self._newest = self._newest, None
         if not self._has_ended:
@@ -54,7 +54,7 @@ class Viewer:
 
 
 class LiveFeed:
-    """Owns the viewers and the pace. Without viewers it does nothing. Belongs to one event loop."""
+    """Owns the viewers, and the task that makes frames while there are viewers. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -136,8 +136,8 @@ class LiveFeed:
             asked.cancel()
 
     def _publish(self, frame: bytes | None = None) -> float:
-        """Gives the viewers a frame of the engine with the fields of the server, or these fields alone. Returns the CPU
-        time."""
+        """Sends the viewers a frame of the engine with the fields that the server adds, or only these fields. Returns the CPU
+        seconds that this took."""
         began = time.thread_time()
         if frame is not None:
             state = "ready"

@@ -20,7 +20,7 @@ class HeldRequest(NamedTuple):
     state: str
     """preparing: the server tokenises its prompt. held: `FairGate` has not released all of its answers."""
     priority: int | None
-    """None: not known, because the server prepares the request."""
+    """The number of the priority of the request. None while the server prepares it."""
     age: float
     """Seconds since the body of the request arrived."""
     num_answers: int

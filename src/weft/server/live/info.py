@@ -1,4 +1,4 @@
-"""What the page needs to know before the first frame, of a live engine or of a replay."""
+"""The description of a live engine or of a replay. The page reads it before the first frame."""
 
 from __future__ import annotations
 

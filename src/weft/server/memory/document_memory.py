@@ -43,7 +43,7 @@ class DocumentMemory:
 
     @property
     def embedder(self) -> Embedder:
-        """Raises ApiError if the server has none."""
+        """The embedding model. Raises ApiError if the server has none."""
         found = self._embedder()
         if found is None:
             message = "this server has no embedding model, which vector stores need; start it with --embedder default"
@@ -51,7 +51,7 @@ class DocumentMemory:
         return found
 
     async def check(self, asked: SearchRequest) -> None:
-        """Raises ApiError if a store of the search does not exist for its owner, or is of another model."""
+        """Raises ApiError if a store of the search does not exist for its owner, or has vectors of another model."""
         await self._searcher.stores(asked, self.embedder)
 
     async def search(self, asked: SearchRequest) -> list[Source]:

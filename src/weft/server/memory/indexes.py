@@ -1,6 +1,6 @@
 """Owns the indexes of vector stores in memory, and their files in the folder `indexes` of the store.
 
-An index is derived: it can be made again from the rows at any time. docs/internals/memory.md has every case of a crash.
+An index is derived: it can be made again from the database at any time. docs/internals/memory.md has every case of a crash.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 _FOLDER = "indexes"
 _MAX_BYTES = 512 << 20
-"""Memory for indexes. Beyond it, those that were not used for the longest time are dropped."""
+"""Maximum memory of all indexes. Beyond it, the least recently used indexes are dropped."""
 _DAMAGED = "last.damaged"
-"""The newest damaged file. It replaces the one before."""
+"""The name that a damaged index file gets. Only the newest one is kept."""
 _PIECE = 2048
-"""Passages that one transaction loads. It takes about 20 ms."""
+"""Passages that one transaction loads. The transaction takes about 20 ms."""
 _RETRY_SECONDS = 300.0
 """The pause after a merge that failed. A merge of a large store writes gigabytes."""
 
@@ -50,7 +50,7 @@ class _Open:
     """A task holds this lock while it changes the index."""
     merging: asyncio.Task[None] | None = None
     merges_from: float = 0.0
-    """Monotonic time before which no merge begins: the last one failed."""
+    """No merge begins before this monotonic time. A merge that fails sets it."""
 
 
 class StoreIndexes:
@@ -63,7 +63,7 @@ class StoreIndexes:
         self._threads = threads or max(1, len(os.sched_getaffinity(0)) // 2)
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._num_added: Counter[int] = Counter()
-        """Number of a store -> passages that were added since its index was last brought up to date for that."""
+        """Number of a store -> passages that were added since `passages_added` last updated its index."""
         self._has_usearch = True
 
     async def close(self) -> None:
@@ -88,8 +88,8 @@ class StoreIndexes:
         return one.index
 
     async def passages_added(self, number: int, count: int) -> None:
-        """Call after a file with `count` passages was added to the store with this number, so that merges do not wait
-        for a search: the first one would have to load all vectors."""
+        """Call after a file with `count` passages was added to the store with this number. Updates and merges the index
+        meanwhile; otherwise the first search would have to load all vectors."""
         from weft.memory.vector_index import MAX_EXACT
 
         self._num_added[number] += count
@@ -131,7 +131,7 @@ class StoreIndexes:
         one.revision, one.files = revision, files
 
     async def _loaded(self, store: VectorStore, files: list[int]) -> passages.Loaded:
-        """The passages of files. Reads a piece for each transaction, so that others need not wait for all of them."""
+        """The passages of files. Each transaction reads one piece, so that other transactions do not wait for all pieces."""
         none = np.zeros(0, np.int64)
         parts, done = [passages.Loaded(none, none)], 0
         while done < len(files):
@@ -144,8 +144,8 @@ class StoreIndexes:
         return passages.Loaded(*(np.concatenate(each) for each in zip(*parts, strict=True)))
 
     async def _loaded_vectors(self, store: VectorStore, ids: Ids) -> tuple[Ids, Vectors]:
-        """Which of the passages still exist, as flags, and their vectors. Reads in pieces too, so a file may be removed
-        meanwhile; the next update then removes the rest of it."""
+        """A flag for each passage that says whether it still exists, and the vectors of those that do. A file may be
+        removed between two pieces. The next update then removes its other passages."""
         vectors = np.empty((len(ids), store.dimensions), np.float32)
         is_there = np.ones(len(ids), bool)
         for start in range(0, len(ids), _PIECE):
@@ -241,6 +241,6 @@ class StoreIndexes:
                 if entry.name not in named and entry.name != _DAMAGED:
                     os.unlink(entry.path)
 
-        # A merge writes a file before the row names it.
+        # A merge that runs may have written a file that the row does not name yet.
         if self._folder.is_dir() and not any(one.merging for one in self._open.values()):
             await self._store.run(remove)

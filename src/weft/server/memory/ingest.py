@@ -1,4 +1,4 @@
-"""Takes one attached file from its row to its end: reads it, embeds its passages, and adds them in pieces."""
+"""Ingests one attached file: reads it, embeds its passages, and adds them to the database in pieces."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Ingest:
         self._embedder = embedder
 
     async def run(self, owner: str, file: AttachedFile) -> int:
-        """Ends with the file completed or failed, unless it was removed meanwhile. Returns how many passages were
-        added. Raises StoreError or WeftError if it should be tried again."""
+        """Afterwards the file is completed or failed, unless it was removed meanwhile. Returns the number of passages that
+        were added. Every exception that this raises means that the file should be tried again."""
         try:
             return await self._add(owner, file)
         except DocumentError as error:
@@ -102,7 +102,7 @@ class Ingest:
 
 
 def unit(vectors: Vectors) -> Vectors:
-    """Vectors of length 1: then the nearest ones have the largest products."""
+    """Scales vectors to length 1, so that the nearest ones have the largest dot products."""
     lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
     return np.asarray(vectors / np.maximum(lengths, 1e-12), np.float32)
 

@@ -1,4 +1,4 @@
-"""Decides which attached file is read next: of each key the oldest, in turn. Owns the task that reads them."""
+"""Decides which attached file is read next: the oldest of each API key, in rotation. Owns the task that reads the files."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from weft.server.vectors.interface import ENGINE_NOT_READY, ENGINE_NOT_RESPONDIN
 
 _RETRY_SECONDS = 2.0
 _MAX_TRIES = 5
-"""A file fails after this many errors that are not its own, such as an engine that died while it read the file. The time
-until the engine is ready again does not count."""
+"""A file fails after this many errors that it did not cause, such as an engine that died meanwhile. Tries while the engine
+is not ready do not count."""
 
 
 class IngestRunner(StoreLoop):
@@ -33,7 +33,7 @@ class IngestRunner(StoreLoop):
         log: Callable[..., object],
         is_draining: Callable[[], bool],
     ) -> None:
-        """`ingest` returns None while the server has no embedding model: files wait."""
+        """`ingest` returns None while the server has no embedding model. Files wait until then."""
         super().__init__(store, log, is_draining)
         self._indexes = indexes
         self._ingest = ingest

@@ -1,4 +1,4 @@
-"""Reads a stored file into passages: in a worker process, with the tokens of the embedding model."""
+"""Splits a stored file into passages. A worker process reads and splits; the embedding model counts tokens."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from weft.server.text_work.worker import Worker
 from weft.server.vectors.interface import Embedder
 
 _MAX_COUNTED = 50_000
-"""Distinct words whose tokens are counted. The others count their bytes, which is never too few."""
+"""Maximum distinct words of a file that are tokenised. Every other word counts as one token per byte: never too few."""
 _COUNTED_AT_ONCE = 1000
 _CHECKED_AT_ONCE = 256
 _MAX_TRIES = 4
 _WAIT_SECONDS = 4.0 * SECONDS
-"""The limit of a job is processor time; a loaded machine gives less of it."""
+"""`SECONDS` limits the processor time of a job. On a loaded machine, the job takes longer than that."""
 _results = msgspec.msgpack.Decoder(Result)
 
 
@@ -45,7 +45,7 @@ class DocumentReader:
         """Raises DocumentError if the file cannot be read."""
         read = await self._run(ReadJob(str(path), name))
         assert isinstance(read, ReadResult)
-        tokens = await self._count(read.words, embedder)
+        tokens = await self._tokens_of_words(read.words, embedder)
         limit = embedder.spec.max_tokens
         [around] = await embedder.count_tokens([""], "document")
         size = size.within(limit - around)
@@ -59,8 +59,9 @@ class DocumentReader:
         message = f"a passage has {longest} tokens; the embedding model reads {limit}; send plain text"
         raise DocumentError(message)
 
-    async def _count(self, words: list[str], embedder: Embedder) -> dict[str, int]:
+    async def _tokens_of_words(self, words: list[str], embedder: Embedder) -> dict[str, int]:
         tokens: dict[str, int] = {}
+        # The embedding model adds this many tokens to every text; a word does not have them.
         [around] = await embedder.count_tokens([""], "document")
         for start in range(0, min(len(words), _MAX_COUNTED), _COUNTED_AT_ONCE):
             part = words[start : start + _COUNTED_AT_ONCE]

@@ -1,7 +1,7 @@
 """The worker process that reads documents and splits them.
 
-A document is hostile until it is read. Each job runs in a forked child with limits on processor time and memory, so a
-document can only end that child.
+A document may be hostile. Each job runs in a forked child with limits on processor time and memory, so a document can end
+only that child.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _result(content: bytes) -> Result:
         return Failed(str(error), error.code)
     except MemoryError:
         return _no_memory()
-    except Exception as error:  # a mistake in a parser ends the file, with its true reason
+    except Exception as error:  # a bug of a parser fails only this file; the message names the exception
         return Failed(f"the file cannot be read ({type(error).__name__}); it may be broken", "invalid_file")
 
 

@@ -27,14 +27,16 @@ if TYPE_CHECKING:
 
 MAX_RESULTS = 50
 _CANDIDATES = 50
-"""Minimum passages to read of each of the two rankings (by vector, by words) that are joined."""
+"""Each of the two rankings that are joined (by vectors, by words) has at most this many passages, or twice `max_results`
+if that is more."""
 _RERANKED = 32
-"""How many candidates a reranker scores. Each costs one forward pass over the query and the passage."""
+"""A reranker scores this many candidates, or `max_results` if that is more. Each costs one forward pass over the query and
+the passage."""
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What to look for, checked."""
+    """The parameters of a search, checked."""
 
     owner: str
     store_ids: Sequence[str]
@@ -61,7 +63,8 @@ class Searcher:
     async def search(
         self, asked: SearchRequest, embedder: Embedder, reranker: Reranker | None
     ) -> list[Source]:
-        """The best passages, best first. Raises ApiError if a store does not exist for the owner."""
+        """The best passages, best first. Raises ApiError if a store does not exist for the owner, or has vectors of another
+        model."""
         stores = await self.stores(asked, embedder)
         texts = [await _shortened(one, embedder) for one in asked.queries]
         vectors = unit(
@@ -147,7 +150,7 @@ class Searcher:
 
 
 async def _shortened(query: str, embedder: Embedder) -> str:
-    """The beginning of a query, as much as fits the model. The search by words uses the whole query."""
+    """A query, cut to what the embedding model reads. The search by words uses the whole query."""
     limit = embedder.spec.max_tokens
     while True:
         try:

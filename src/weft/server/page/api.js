@@ -2,19 +2,19 @@
 
 const KEY = "weft.key";
 
-/** An error in the words of the server. `status` is 0 if there was no answer. */
+/** A failed request, with a message for the user. `status` is 0 unless the server answered with an error status. */
 export class ApiError extends Error {
   constructor(message, { status = 0, code = null, retryAfter = null } = {}) {
     super(message);
     this.status = status;
     this.code = code;
-    /** Seconds until the next attempt, as the server asks for. Null: it named none. */
+    /** Seconds that the server asks to wait before the next attempt. Null: it named none. */
     this.retryAfter = retryAfter;
   }
 }
 
 export class Api {
-  /** `askForKey(message)`: shows the message and resolves to a key, or to null if there will be none. */
+  /** `askForKey(message)`: shows the message and resolves to a key, or to null if the user gives none. */
   constructor(askForKey) {
     this._askForKey = askForKey;
     this._asking = null;
@@ -54,7 +54,7 @@ export class Api {
     }
   }
 
-  /** Several requests may need the key at once; they share one question. */
+  /** Asks for the key. Requests that need it at the same time share one dialog. Returns whether the user gave a key. */
   async _askOnce(message, refused) {
     const words = refused ? "The server does not accept this API key." : "This server needs an API key.";
     this._asking ??= this._askForKey(words).finally(() => { this._asking = null; });

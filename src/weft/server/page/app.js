@@ -10,7 +10,7 @@ const api = new Api(askForKey);
 const root = document.getElementById("views");
 const tabList = document.getElementById("tabs");
 
-/** Each view: {title, mount(panel) -> {show(), hide()}}. A view is mounted when it is opened first. */
+/** Name -> {title, mount, panel, tab, view}. When the view is first opened, `mount(panel)` makes it: {show(), hide()}. */
 const views = new Map();
 let open = null;
 
@@ -54,8 +54,8 @@ tabList.addEventListener("keydown", (event) => {
   views.get(open).tab.focus();
 });
 
-/** Mounts the live view once `/live/info` is there. Until then, shows why it is not. Mounts it again if a server that was
- *  started again has other sizes. */
+/** Mounts the live view when `/live/info` has answered. Until then, shows why it has not. Mounts the view again if a
+ *  restarted server has another `info`. */
 function liveView(panel, info) {
   const shell = { view: null, show: () => shell.view?.show?.(), hide: () => shell.view?.hide?.() };
   function mount(found) {

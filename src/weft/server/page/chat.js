@@ -53,7 +53,7 @@ class Chat {
       giveResults: (node, results) => this._giveResults(node, results),
       copyAs: (kind, node, from) => this._copyAs(kind, node, from),
     });
-    this._newest = button("down", "Go to the newest message", () => this._follow(), { class: "icon-button newest", hidden: true });
+    this._newest = button("down", "Go to the newest message", () => this._scrollToNewest(), { class: "icon-button newest", hidden: true });
     this._input = growing({ id: "message", rows: "1", placeholder: "Ask something", onkeydown: (event) => this._key(event) });
     this._send = make("button", { type: "submit", class: "main send", onclick: (event) => {
       if (event.detail > 1) event.preventDefault(); // the second click of a double click would stop the answer
@@ -153,7 +153,7 @@ class Chat {
     this._showCount();
     this._showMessages();
     this._showList();
-    this._follow();
+    this._scrollToNewest();
   }
 
   _showMessages() {
@@ -258,7 +258,7 @@ class Chat {
     const run = { conversation, control: new AbortController(), nodes: [first], savedAt: performance.now(), isDue: false };
     this._runs.set(conversation.id, run);
     this._showMessages();
-    this._follow();
+    this._scrollToNewest();
     // The element that had the focus may be gone, such as the field of an edited question.
     if (document.activeElement === document.body) this._input.focus();
     announce("The model answers.");
@@ -270,9 +270,10 @@ class Chat {
     }
     if (this._runs.get(conversation.id) === run) this._runs.delete(conversation.id);
     if (conversation === this._conversation) this._showMessages();
-    this._grow(run);
+    this._growMessages(run);
     announce(first.error ? "" : first.text.length < 500 ? first.text : "The answer is complete.");
-    if (problem) await this._count(run);
+    // Without its end, the stream has no number of tokens.
+    if (problem) await this._countTokens(run);
     await this._save(conversation);
   }
 
@@ -313,18 +314,18 @@ class Chat {
     run.isDue = true;
     requestAnimationFrame(() => {
       run.isDue = false;
-      this._grow(run);
+      this._growMessages(run);
     });
   }
 
-  _grow(run) {
+  _growMessages(run) {
     if (run.conversation !== this._conversation) return;
     for (const node of run.nodes) if (node) this._messages.grow(node);
     if (this._isFollowing) this._log.scrollTop = this._log.scrollHeight;
   }
 
-  /** The server reports the number of tokens at the end. For an answer without an end, its text is tokenised again. */
-  async _count(run) {
+  /** The server reports the number of tokens at the end of a stream. An answer without it is tokenised again to count them. */
+  async _countTokens(run) {
     for (const node of run.nodes) {
       if (!node || node.usage || node.times.first === undefined) continue;
       try {
@@ -367,7 +368,7 @@ class Chat {
     this._newest.hidden = this._isFollowing;
   }
 
-  _follow() {
+  _scrollToNewest() {
     this._isFollowing = true;
     this._log.scrollTop = this._log.scrollHeight;
     this._newest.hidden = true;

@@ -1,11 +1,13 @@
-// The fields of a chat request, read from the OpenAPI document: kind, range, description; and the values that are typed.
+// Reads the fields of a chat request from the OpenAPI document (kind, range, description), and parses the values that the
+// user types.
 
 /** Fields that the chat sets itself. */
 const OWN = new Set(["messages", "stream", "stream_options", "tools", "response_format"]);
 const PATH = "/v1/chat/completions";
 
-/** A list of {name, kind, isWhole, minimum, above, maximum, fallback, description, isMain}.
- *  Kinds: number, boolean, text, number-or-text, lines, numbers, json. `isMain`: it takes a number or is a switch. */
+/** A list of {name, kind, isTextToo, isWhole, minimum, above, maximum, fallback, description, isMain}.
+ *  Kinds: number, boolean, text, number-or-text, lines, numbers, json. `isTextToo`: a field for JSON also takes plain text.
+ *  `isMain`: the field is a number or a boolean. */
 export function fieldsOf(openapi) {
   const { schema } = openapi.paths[PATH].post.requestBody.content["application/json"];
   const { properties } = resolved(openapi, schema);
@@ -45,7 +47,7 @@ function alternatives(schema, openapi) {
   return one.anyOf ? one.anyOf.flatMap((each) => alternatives(each, openapi)) : [one];
 }
 
-/** "0 to 2", "above 0, up to 1"; empty without a range. Limits of the number format are left out. */
+/** A range in words: "0 to 2", "above 0, up to 1"; "" if there is none. Limits of the number format are left out. */
 export function rangeOf({ minimum, above, maximum }) {
   const isLarge = (value) => value === null || Math.abs(value) > 1e9;
   const low = above !== null ? `above ${above}` : isLarge(minimum) ? "" : String(minimum);
@@ -111,7 +113,7 @@ function shortened(text) {
   return text.length > 60 ? text.slice(0, 57) + "…" : text;
 }
 
-/** The tools of a request from what was typed: a list of tools or one, each whole or only its function. */
+/** Parses the typed tools: {value}, or {error}. The text is one tool or a list; each is a whole tool or only its function. */
 export function toolsOf(text) {
   if (!text.trim()) return { value: undefined };
   const { value, error } = readJson(text);
@@ -127,7 +129,7 @@ export function toolsOf(text) {
 /** Forms of an answer that the page offers. */
 export const FORMS = { text: "Text", json_object: "Any JSON", json_schema: "JSON with a schema", other: "Another response_format" };
 
-/** `response_format` from the chosen form and what was typed. */
+/** `response_format` from the chosen form and the typed text: {value}, or {error}. */
 export function formatOf(form, text) {
   if (form === "text") return { value: undefined };
   if (form === "json_object") return { value: { type: "json_object" } };

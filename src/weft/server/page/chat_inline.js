@@ -1,5 +1,5 @@
 // Markdown inside a line: emphasis, code, links, breaks. Makes elements and text nodes; no text is parsed as HTML.
-// Links lead to http and https only. Everything else stays the text that it was.
+// Links lead to http and https only. Everything else stays plain text.
 
 import { make } from "./dom.js";
 
@@ -10,7 +10,7 @@ const PUNCTUATION = /[\p{P}\p{S}]/u;
 const AUTOLINK = /<(https?:\/\/[^\s<>]{1,2000})>/y;
 const BREAK = /<br ?\/?>/iy;
 const BARE_LINK = /https?:\/\/[^\s<>"`]{1,2000}/y;
-/** After a closing bracket: a target with balanced parentheses of one level, and perhaps a title. */
+/** What follows the closing bracket of a link: an address with at most one level of parentheses, and perhaps a title. */
 const TARGET = /\( *(?:<([^<>\n]{0,2000})>|((?:[^\s()<>\\]|\\.|\([^\s()<>]{0,500}\)){0,2000}))(?: +(?:"[^"\n]{0,500}"|'[^'\n]{0,500}'))? *\)/y;
 
 export function inline(text) {
@@ -18,7 +18,7 @@ export function inline(text) {
   return emphasised(scan(text));
 }
 
-/** The address if it is one that a link may have, else null. */
+/** The address if it is one of http or https, else null. */
 export function safeAddress(text) {
   let url;
   try {
@@ -33,7 +33,7 @@ function link(address, ...children) {
   return make("a", { href: address, target: "_blank", rel: "noopener noreferrer" }, ...children);
 }
 
-/** Entries: {node}, or a run of marks {char, count, canOpen, canClose}, or an open bracket {bracket, isImage}. */
+/** Splits text into entries: {node}, a run of marks {char, count, canOpen, canClose}, or an open bracket {bracket, isImage}. */
 function scan(text) {
   const entries = [];
   const brackets = [];
@@ -106,7 +106,7 @@ function scan(text) {
     if (!safe) return;
     flush(start);
     const [open, ...inside] = entries.splice(index);
-    // An image is a link to it: the page loads nothing from other hosts.
+    // An image becomes a link to the image: the page loads nothing from other hosts.
     const nodes = emphasised(inside);
     const words = nodes.length ? nodes : [open.isImage ? "image" : safe];
     const isInLink = open.isImage && brackets.length > 0;
@@ -201,7 +201,7 @@ function emphasised(entries) {
 
 function isPartner(opener, closer) {
   if (opener.char !== closer.char || !opener.canOpen || !opener.count) return false;
-  // CommonMark's rule of three: if a run can open and close, the sum of both lengths is no multiple of 3, or both are.
+  // CommonMark's rule of three: if a run can open and close, the sum of both lengths is no multiple of 3, or each length is one.
   const isBoth = opener.canClose || closer.canOpen;
   return !isBoth || (opener.length + closer.length) % 3 !== 0 || (opener.length % 3 === 0 && closer.length % 3 === 0);
 }

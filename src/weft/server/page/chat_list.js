@@ -3,7 +3,7 @@
 import { button, make } from "./dom.js";
 
 export class ConversationList {
-  /** `actions`: open(id), create(), rename(id, title), remove(id). The promise of `rename` ends when the list has the title. */
+  /** `actions`: open(id), create(), rename(id, title), remove(id). The promise of `rename` resolves when the list has the title. */
   constructor(actions) {
     this._actions = actions;
     this._list = make("ul", {});

@@ -1,14 +1,14 @@
-// Markdown as it arrives: each complete line is parsed once, and adds to the elements of the lines before it. Only the
-// paragraph, heading or table row that still grows is made again. The result does not depend on how the text was split.
+// Parses Markdown while it arrives. Each complete line is parsed once, and extends the elements of the lines before it. Only
+// the paragraph, heading or table row that still grows is made again. The result does not depend on how the text was split.
 //
-// The incomplete last line is a draft: what it changes is written into a journal and undone before more text comes.
+// The incomplete last line is a draft: its changes are written into a journal, and undone before more text is added.
 // Differences from CommonMark: indented lines are no code, `---` under a line is a rule, a new line is a break, and a
 // list may be nested with two spaces. Models write all of these.
 
 import { inline } from "./chat_inline.js";
 import { button, copy, make } from "./dom.js";
 
-/** Containers inside each other. Deeper ones are text. */
+/** Maximum depth of quotes and lists inside each other. Deeper ones are shown as text. */
 const MAX_DEPTH = 12;
 /** A longer paragraph is parsed in parts, so that its growth stays cheap. */
 const MAX_PARAGRAPH = 8_000;
@@ -31,7 +31,7 @@ export class MarkdownView {
     this._page.render();
   }
 
-  /** Nothing more comes: the last line is complete. */
+  /** Call when no more text follows: the last line is complete. */
   end() {
     this._page.undoDraft();
     if (this._pending) this._top.line(withoutReturn(this._pending));
@@ -180,7 +180,7 @@ function listMarker(line) {
     text: strip(rest, padding) };
 }
 
-/** Whether a line ends a paragraph before it. */
+/** Whether a line ends the paragraph before it. */
 function interrupts(line) {
   if (isRule(line) || heading(line) || fence(line) || /^\s*>/.test(line)) return true;
   const marker = listMarker(line);
@@ -271,7 +271,7 @@ class Paragraph {
     return true;
   }
 
-  /** The last line of the paragraph is the head of a table, if it has as many cells. */
+  /** Makes the last line of the paragraph the head of a table, if it has one cell for each of `aligned`. Returns whether it has. */
   _beginTable(aligned) {
     const { page, element } = this._blocks;
     const { text } = this._leaf;
@@ -308,7 +308,7 @@ class Table {
 
 class Heading {
   constructor(blocks, { level, text }) {
-    // The page has headings of its own above those of an answer.
+    // The page itself uses h1 and h2, so the headings of an answer begin with h3.
     const leaf = new Leaf(make(`h${Math.min(6, level + 2)}`, { class: `level-${level}` }));
     blocks.page.append(blocks.element, leaf.element);
     blocks.page.setText(leaf, text);
@@ -353,7 +353,7 @@ class Code {
       this._page.set(this, "_isClosed", true);
       return true;
     }
-    // The first marks of a draft are probably the end of the code: showing them would make the block flicker.
+    // Marks in a draft are probably the beginning of the closing fence: showing them would make the block flicker.
     if (isMarks && this._page.isDraft) return true;
     this._page.appendText(this._text, (this._isEmpty ? "" : "\n") + strip(line, this._indent));
     this._page.set(this, "_isEmpty", false);

@@ -299,7 +299,7 @@ class ResultsView {
 
 const VIEWS = { user: UserView, assistant: AnswerView, tool: ResultsView };
 
-/** A field for the result of each call. */
+/** A form with a field for the result of each call. */
 function resultsForm(calls, given, submit) {
   const areas = calls.map(({ name }, index) => make("textarea", { rows: "3", class: "mono", value: given[index]?.text ?? "",
     "aria-label": calls.length > 1 ? `Result ${index + 1} of ${name}` : `Result of ${name}`, placeholder: `What ${name} returns` }));

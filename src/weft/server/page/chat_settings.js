@@ -9,7 +9,7 @@ const TOOL = {
   description: "The weather in a city",
   parameters: { type: "object", properties: { city: { type: "string", maxLength: 40 } }, required: ["city"] },
 };
-/** The first content of the field for JSON, by form of answers. */
+/** The example that the field for JSON shows first, by form of answers. */
 const EXAMPLES = {
   json_schema: {
     type: "object",
@@ -36,7 +36,7 @@ export class SettingsPanel {
       this._answerForm(), this._tools(),
       make("section", {}, make("h2", {}, "Parameters"), make("label", { for: "field-filter" }, "Find a field"), this._filter, this._fieldList),
       make("div", { class: "row" }, button("again", "Reset all settings", () => this._reset(), { isShort: false })));
-    /** Resolves when the fields are loaded, or cannot be. */
+    /** Resolves when the fields are loaded, or loading has failed. */
     this.ready = this.reload();
   }
 
@@ -72,7 +72,7 @@ export class SettingsPanel {
     return given + Boolean(system.trim()) + (form !== "text") + Boolean(tools.trim());
   }
 
-  /** The fields of the request, or null: then the panel shows what is wrong. */
+  /** The fields of the request. Null: a setting is wrong, and the panel shows why. */
   request() {
     const isMissing = !this.fields.length && Object.keys(this._settings.values).length > 0;
     const { value, error, field } = isMissing ? { error: "The fields of the server are not loaded, so their values cannot be sent." }

@@ -1,4 +1,4 @@
-// Keeps conversations in this browser (IndexedDB). Bounded: the oldest ones are deleted when there is no more room.
+// Keeps conversations in this browser (IndexedDB), up to `LIMITS`. Then the oldest ones are deleted.
 // Where the browser has no storage, they last as long as the page.
 
 const NAME = "weft";
@@ -31,7 +31,7 @@ export class ConversationStore {
     return titles.sort((one, other) => other.updated - one.updated);
   }
 
-  /** Null if it does not exist. */
+  /** The conversation, or null if it does not exist. */
   async read(id) {
     return (await this._read((stores) => stores[CONVERSATIONS].get(id), () => structuredClone(this._memory.get(id)))) ?? null;
   }

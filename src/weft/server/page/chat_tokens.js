@@ -61,7 +61,7 @@ export class TokensView {
     this._place(span);
   }
 
-  /** Below the token, inside the width of the answer; above it if there is no room in the part that can be seen. */
+  /** Places the tip below the token, inside the width of the answer; above the token if the visible part has no room below. */
   _place(span) {
     const left = Math.max(0, Math.min(span.offsetLeft, this.element.clientWidth - this._tip.offsetWidth));
     const { offsetTop, offsetHeight } = span;

@@ -78,7 +78,7 @@ function pathTo(conversation, node) {
   return found;
 }
 
-/** Calls of an answer that can get results. Those of an answer that was cut off may be incomplete. */
+/** The calls of an answer that can get results: none if the answer was cut off, because a call may be incomplete. */
 export function openCalls(node) {
   return node.state === "done" ? node.calls : [];
 }
@@ -111,7 +111,7 @@ export function bodyOf(conversation, answer) {
   return { messages: messagesOf(conversation, answer), ...answer.request };
 }
 
-/** A reload ends all streams: answers that were running are stopped ones. */
+/** Marks running answers as stopped, because a reload has ended their streams. Returns the conversation. */
 export function settled(conversation) {
   for (const node of Object.values(conversation.nodes)) {
     if (node.state === "running") node.state = "stopped";

@@ -13,7 +13,7 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** A text field that grows with its text. Browsers without `field-sizing` get its height from here. */
+/** A text field that grows with its text. In browsers without `field-sizing`, a listener sets its height. */
 export function growing(attributes) {
   const area = make("textarea", { ...attributes, class: "growing" });
   if (!CSS.supports("field-sizing", "content")) {
@@ -67,12 +67,12 @@ export function button(name, text, onclick, { isShort = true, ...attributes } = 
     icon(name), isShort ? null : make("span", {}, text));
 }
 
-/** Read aloud by screen readers, not shown. */
+/** Screen readers read this text aloud; it is not shown. */
 export function announce(text) {
   document.getElementById("status").textContent = text;
 }
 
-/** A short message at the bottom, with an optional action `{text, run}`. It stays longer if it has one. */
+/** A short message at the bottom, with an optional action `{text, run}`. A message with an action stays longer. */
 export function toast(text, action = null) {
   const close = () => box.remove();
   const box = make("div", { class: "toast", role: "status" }, make("span", {}, text),
@@ -82,7 +82,7 @@ export function toast(text, action = null) {
   setTimeout(close, action ? 12000 : 5000);
 }
 
-/** Copies a text; says so on the button. */
+/** Copies a text, and shows a check mark on the button `from`. */
 export async function copy(text, from) {
   try {
     await navigator.clipboard.writeText(text);

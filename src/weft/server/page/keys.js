@@ -1,8 +1,8 @@
-// The question for an API key.
+// The dialog that asks for an API key.
 
 import { make } from "./dom.js";
 
-/** Resolves to the key, or to null if the question is closed. */
+/** Resolves to the key, or to null if the dialog is closed without one. */
 export function askForKey(message) {
   return new Promise((resolve) => {
     const input = make("input", { type: "password", id: "key-input", autocomplete: "off", spellcheck: "false", required: true });

@@ -168,7 +168,7 @@ class LiveView {
     this._schedule();
   }
 
-  /** A new engine may have another number of blocks and rows. */
+  /** Reads `info` again: a new engine may have another number of blocks and rows. */
   async _checkInfo() {
     this._mayDiffer = false;
     try {
@@ -201,7 +201,7 @@ class LiveView {
     if (isSeek) this._loadEarlier();
   }
 
-  /** After a seek the history begins some frames earlier: the events before that come from the index of the server. */
+  /** After a seek, the history has only the last frames. Earlier events of the open request come from the server's index. */
   async _loadEarlier() {
     const { id } = this._request, history = this._history;
     if (!this._isReplay || id === null) return;
@@ -246,7 +246,7 @@ class LiveView {
     this._isForced = false;
   }
 
-  /** The cost of the page itself: milliseconds of scripting for each frame. */
+  /** Adds to the cost of the page itself, and shows it every 2 s: milliseconds of scripting for each frame. */
   _count(milliseconds, frames) {
     const now = performance.now();
     this._cost.milliseconds += milliseconds;
@@ -272,7 +272,7 @@ class LiveView {
 
   // --- called by the shell ---
 
-  /** Another view takes its place. */
+  /** Called when another live view replaces this one. */
   close() {
     this._source?.stop();
     this._source = null;

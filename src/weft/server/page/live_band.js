@@ -31,11 +31,11 @@ export class Band {
     this.count = 0;
     const size = numRows * capacity;
     this.columns = new Array(capacity);
-    /** 0: no request; otherwise the number of the request. */
+    /** The number of the request that a cell belongs to. 0: no request. */
     this.owner = new Uint32Array(size);
     /** Prompt tokens that the column computed for the row. */
     this.prefill = new Float32Array(size);
-    /** Tokens for each step: generated without drafts, accepted drafts, rejected drafts. */
+    /** Tokens for each step: generated ones that were no draft tokens, accepted draft tokens, rejected draft tokens. */
     this.decode = new Float32Array(size);
     this.accepted = new Float32Array(size);
     this.rejected = new Float32Array(size);
@@ -64,7 +64,7 @@ export class Band {
     return number;
   }
 
-  /** Rows from 0 to this one have content in the last `columns` columns. */
+  /** How many rows from 0 on are needed for all content of the last `columns` columns. */
   rowsInUse(columns) {
     let rows = 0;
     for (let number = Math.max(this.first, this.count - columns); number < this.count; number++) {

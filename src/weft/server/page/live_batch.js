@@ -5,13 +5,13 @@ import { MARKS } from "./live_band.js";
 import { palette, Pool, setAttribute, setText, Surface } from "./live_canvas.js";
 import { duration, percent, plural, shortId, whole } from "./live_numbers.js";
 
-/** Heights of rows in pixels. Rows are as tall as the height allows; those of the overview are lower and have no text. */
+/** Heights of rows in pixels. Rows are as tall as the panel allows. In the overview they may be lower, and have no text. */
 const TALLEST = 26, SHORTEST = 14, LOWEST = 3;
 const COLUMN_WIDTH = 4;
 /** At most this many rows are elements at the same time. */
 const MAX_ELEMENTS = 64;
 
-/** `open(id)` shows the life of a request. `idle` says that there is none. */
+/** `open(id)` shows the life of a request. `idle` is the text that is shown while no request runs. */
 export class BatchView {
   constructor(root, { open, idle }) {
     this._open = open;
@@ -58,7 +58,7 @@ export class BatchView {
 
   /** How many columns fit on the band. */
   _columns() {
-    return Math.max(8, Math.ceil((this._surface.width - this._left() - this._right()) / COLUMN_WIDTH) + 1);
+    return Math.max(8, Math.ceil((this._surface.width - this._bandLeft() - this._right()) / COLUMN_WIDTH) + 1);
   }
 
   _toggleOverview() {
@@ -69,11 +69,13 @@ export class BatchView {
     this.draw();
   }
 
-  _left() {
+  /** The x position where the band begins, in pixels. The labels of the rows are to the left of it. */
+  _bandLeft() {
     if (this._isOverview) return 14;
     return this._surface.width < 480 ? 88 : 104;
   }
 
+  /** The width to the right of the band, in pixels. The numbers of tokens are there. */
   _right() {
     if (this._isOverview) return 8;
     return this._surface.width < 480 ? 8 : 140;
@@ -99,7 +101,7 @@ export class BatchView {
     this._markActive();
     if (!this._surface.begin()) return;
     const context = this._surface.context;
-    const left = this._left(), right = this._surface.width - this._right();
+    const left = this._bandLeft(), right = this._surface.width - this._right();
     context.save();
     context.beginPath();
     context.rect(left, 0, right - left, this._surface.height);
@@ -120,7 +122,7 @@ export class BatchView {
     context.restore();
   }
 
-  /** A line where steps are missing between two columns. */
+  /** Draws a dashed line where steps are missing between two columns. */
   _drawGaps(context, left, right) {
     const { band } = this._history;
     context.fillStyle = palette().edge;
@@ -168,7 +170,7 @@ export class BatchView {
     for (const [at, mark] of marks) drawMarks(context, mark, at, y, height);
   }
 
-  /** Accepted drafts stand on the token of the step; rejected ones hang from the top. */
+  /** Draws accepted draft tokens above the token of the step, and rejected ones from the top of the row downwards. */
   _drawDrafts(context, cell, x, y, height) {
     const { band } = this._history;
     const colours = palette();
@@ -242,7 +244,7 @@ export class BatchView {
     }
   }
 
-  /** What is at a point of the list: {row, cell, column} */
+  /** What is under the pointer: {} or {index, row, x}; on a column of the band also {cell, column, life}. */
   _find(event) {
     const box = this._list.getBoundingClientRect();
     const index = Math.floor((event.clientY - box.top + this._list.scrollTop) / this._height);
@@ -250,7 +252,7 @@ export class BatchView {
     const x = event.clientX - box.left;
     const right = this._surface.width - this._right();
     if (!row) return {};
-    if (x < this._left() || x >= right || row.row < 0) return { index, row, x };
+    if (x < this._bandLeft() || x >= right || row.row < 0) return { index, row, x };
     const { band } = this._history;
     const number = band.count - 1 - Math.floor((right - x) / COLUMN_WIDTH);
     if (number < band.first || number < 0) return { index, row, x };

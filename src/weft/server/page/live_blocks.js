@@ -85,7 +85,7 @@ export class BlocksView {
     for (let cell = 0; cell < states.length; cell++) {
       const [red, green, blue, strength] = colours[states[cell]];
       const share = shape.perCell === 1 ? 1 : shares[cell];
-      // The more of its blocks are free, the paler is a cell. It stays visible.
+      // A cell is paler the more of its blocks are free, but it stays visible.
       const alpha = share === 0 || shape.perCell === 1 ? strength : strength * (.35 + .65 * share);
       image.data.set([red, green, blue, Math.round(alpha * 255)], cell * 4);
     }
@@ -138,7 +138,7 @@ export class BlocksView {
     if (!this._tip.hidden) this._showTip(first, shape, x, y);
   }
 
-  /** Says what the cell of the block `first` stands for, near a point of the map. Returns the text. */
+  /** Shows near the point (x, y) what the cell with the block `first` stands for. Returns the text. */
   _showTip(first, { perCell }, x, y) {
     const { blocks } = this._history;
     const box = this._canvas.getBoundingClientRect();

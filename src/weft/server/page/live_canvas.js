@@ -1,4 +1,4 @@
-// What the drawings share: a canvas with the size and the sharpness of its box, and the colours of the page.
+// Shared by the drawings: a canvas with the size and the sharpness of its box, and the colours of the page.
 
 const NAMES = ["paper", "panel", "raised", "hover", "ink", "soft", "line", "edge", "accent", "bad", "warn", "good",
   "data-1", "data-2", "data-3", "data-4", "data-5", "data-6", "data-7", "data-quiet", "data-empty"];
@@ -15,7 +15,7 @@ export function palette() {
   return colours;
 }
 
-/** Calls `listener` when light becomes dark or the other way. Returns a function that ends this. */
+/** Calls `listener` when the colours change between light and dark. Returns a function that removes it. */
 export function onTheme(listener) {
   DARK.addEventListener("change", listener);
   return () => DARK.removeEventListener("change", listener);
@@ -37,7 +37,7 @@ export class Surface {
     new ResizeObserver(() => { if (this.measure()) redraw(); }).observe(canvas);
   }
 
-  /** Takes the size of the box. True if it changed. */
+  /** Gives the canvas the size of its box. Returns whether the size has changed. */
   measure() {
     const ratio = Math.min(devicePixelRatio || 1, 3);
     const width = this.canvas.clientWidth, height = this.canvas.clientHeight;
@@ -48,7 +48,7 @@ export class Surface {
     return true;
   }
 
-  /** Clears the canvas. Then one unit is a CSS pixel. False if there is no room to draw. */
+  /** Clears the canvas, and makes its unit a CSS pixel. Returns false if there is no room to draw. */
   begin() {
     if (!this.width || !this.height) return false;
     this.context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
@@ -57,7 +57,7 @@ export class Surface {
   }
 }
 
-/** Sets the text of an element if it is another one. */
+/** Sets the text of an element if it differs. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }

@@ -1,6 +1,6 @@
 // The states of the KV blocks, and their map with a bounded number of cells. Nothing here draws.
 
-/** The states in the order of the legend. "" : not known yet. Those of the store of a two-tier cache are upper case. */
+/** The letters of the states, as the server sends them. "": not known yet. States of store blocks are upper case. */
 export const STATES = ["", "f", "u", "s", "c", "h", "i", "U", "S", "C", "H", "I", "F"];
 const CODES = new Map(STATES.map((letter, code) => [letter, code]));
 const FREE = [CODES.get(""), CODES.get("f"), CODES.get("F")];
@@ -13,7 +13,7 @@ export class BlockStates {
     this.counts[0] = numBlocks;
   }
 
-  /** Takes the letters of the blocks from `first` on. */
+  /** Sets the states of the blocks from `first` on. */
   write(first, letters) {
     const end = Math.min(first + letters.length, this.codes.length);
     for (let block = first; block < end; block++) {
@@ -55,7 +55,7 @@ export function grid(numBlocks, width, height, { largest = 40, smallest = 4 } = 
   return { size: smallest, columns, rows: Math.ceil(Math.ceil(numBlocks / perCell) / columns), perCell };
 }
 
-/** For each cell of `perCell` blocks: the most frequent state that is not free, and the share of blocks that are not free. */
+/** For each cell of `perCell` blocks: the most frequent state that is not free, and the fraction of blocks that are not free. */
 export function aggregate(codes, perCell) {
   const number = Math.ceil(codes.length / perCell);
   const states = new Uint8Array(number);

@@ -15,7 +15,7 @@ const CHARTS = [
 const LEFT = 4, RIGHT = 4, TOP = 6, BOTTOM = 16;
 
 export class ChartsView {
-  /** `end`: the words for the newest point. */
+  /** `end`: the label at the right end of the time axis. */
   constructor(root, { end }) {
     const box = make("div", { class: "charts" });
     root.append(make("h2", { class: "unseen" }, "The last minutes"), box);
@@ -66,7 +66,7 @@ class Chart {
     this.draw();
   }
 
-  /** The point that is read: the one under the pointer, otherwise the newest. */
+  /** The point whose values are shown: the nearest to the pointer, otherwise the newest. */
   _read() {
     const points = this._points;
     if (!points.length) return null;

@@ -1,4 +1,4 @@
-// Collects what the page draws from the frames so far: the rows of the last steps (`Band`), what happened to each
+// Collects data from the frames, for the page to draw. It has the rows of the last steps (`Band`), the events of each
 // request (`lives`), the points of the charts, and the states of KV blocks. The size of everything is bounded.
 
 import { Band, groupSteps, MARKS, stepsWithin } from "./live_band.js";
@@ -28,8 +28,8 @@ export class History {
     this._late = [];
   }
 
-  /** The life of a request: what frames said of it in the engine or, before that, what the server says of it. A request
-   *  that reads the sequence of another one has the life of the sequence; `sequence`: its id, if it is known. */
+  /** The life of a request: what frames have said about it, or the server's entry (`held`) if it is not in the engine yet. A
+   *  coalesced request has the life of the sequence that it reads. `sequence`: the id of that sequence, if it is known. */
   lifeOf(id, sequence = this._sequenceOf(id)) {
     const life = this.lives.get(sequence);
     if (life) {
@@ -50,7 +50,7 @@ export class History {
     return this._byNumber.get(number);
   }
 
-  /** Takes a frame as the server sends it. */
+  /** Adds a frame in the form that the server sends. */
   add(sent) {
     const frame = readFrame(sent);
     const before = this.frame;
@@ -111,7 +111,7 @@ export class History {
     }
   }
 
-  /** When a sequence ends, it keeps the readers that it had last. */
+  /** Sets the readers of each sequence. A sequence that has ended keeps its last readers. */
   _addReaders({ readers, keys }) {
     const found = new Map();
     for (const reader of readers) {

@@ -1,4 +1,4 @@
-// Numbers of the live view: fields of a frame, quantiles, and how values are written. Nothing here draws.
+// Names the fields of a frame, computes quantiles, and writes numbers as text. Nothing here draws.
 
 /** The fields of `LiveRequest`, `LiveStep` and `LiveEvent` in `weft/live.py`, in their order. */
 const REQUEST_FIELDS = ["request_id", "row", "state", "priority", "is_idle_work", "prompt_length", "cached_tokens", "computed",
@@ -6,9 +6,9 @@ const REQUEST_FIELDS = ["request_id", "row", "state", "priority", "is_idle_work"
   "first_token_at", "deadline_at"];
 const STEP_FIELDS = ["step", "seconds", "num_decodes", "num_drafts", "num_prefills", "prefill_tokens"];
 const EVENT_FIELDS = ["at", "step", "kind", "request_id", "first", "second"];
-/** Those of `HeldRequest` in `weft/server/live/held.py`. */
+/** The fields of `HeldRequest` in `weft/server/live/held.py`. */
 const HELD_FIELDS = ["request_id", "key", "state", "priority", "age", "answers", "prompt_tokens", "left"];
-/** Those of `SharedReader` in `weft/engine/ipc/shared_answers.py`. */
+/** The fields of `SharedReader` in `weft/engine/ipc/shared_answers.py`. */
 const READER_FIELDS = ["request_id", "sequence_id", "age", "left"];
 
 function named(fields, values) {
@@ -43,7 +43,7 @@ export function priorityNames(priorities) {
     typeof value === "number" ? [value, name] : [Number(name), String(value)]));
 }
 
-/** `newer` minus `older`: counts by bucket. An engine that started again begins at zero. */
+/** `newer` minus `older`: counts by bucket. The counts of a restarted engine begin at zero. */
 export function countsSince(newer, older) {
   const found = new Map();
   for (const [bucket, count] of Object.entries(newer || {})) {
@@ -129,8 +129,8 @@ export function requestOf(id) {
   return id.replace(/(-\d{1,4}){1,2}$/, "");
 }
 
-/** The end of a request id is random and long; its first letters tell it from the others on the screen. With the number
- *  of an answer, fewer letters are shown: the whole has room in the column of names. */
+/** The first characters of a request id, enough to tell the requests on the screen apart. With the number of an answer,
+ *  fewer characters are shown, so that both fit in the column of names. */
 export function shortId(id) {
   const [, base, child] = /^(.*?)((?:-\d{1,4}){0,2})$/.exec(id);
   const room = child ? Math.max(3, 9 - child.length) : 8;

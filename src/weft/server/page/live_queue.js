@@ -6,8 +6,8 @@ import { duration, plural, priorityNames, shortId, whole } from "./live_numbers.
 
 const MAX_ROWS = 40, MAX_OF_A_GROUP = 8;
 
-/** The waiting requests in groups of one priority and key, the most urgent first. Each group has its requests, the one
- *  that waits longest first. */
+/** Groups the waiting requests by place, priority and key. Groups in the engine come first, then those of higher priority.
+ *  In a group, the request that waits longest is first. */
 export function groupQueue(waiting) {
   const groups = new Map();
   for (const one of waiting) {
@@ -91,7 +91,7 @@ export class QueueView {
     setText(this._empty, wanted ? "No request that waits has such an id or key." : "Nothing waits.");
     this._find.hidden = !wanted && waiting.length <= MAX_OF_A_GROUP && document.activeElement !== this._find;
     this._more.hidden = total <= number && !this._isAll;
-    // A frame has no more than some hundred requests.
+    // A frame lists only some hundred requests, so not all of `total` can be shown.
     setText(this._moreText, total > number ? `And ${whole(total - number)} more.` : "");
     this._all.hidden = !this._isAll && number >= found.length;
     setText(this._all, this._isAll ? "Show fewer" : "Show all");
@@ -168,7 +168,7 @@ export function inTime(seconds) {
   return seconds < 0 ? `passed ${duration(roughly(-seconds))} ago` : `in ${duration(roughly(seconds))}`;
 }
 
-/** Ages change all the time: tenths of a second are enough to read. */
+/** Rounds an age to tenths of a second, because it changes with every frame. */
 function roughly(seconds) {
   return Math.round(seconds * 10) / 10;
 }

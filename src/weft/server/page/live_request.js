@@ -134,7 +134,7 @@ export class RequestView {
     return this._life?.id ?? null;
   }
 
-  /** The id of the row of the batch: that of the sequence that the request reads. */
+  /** The id of the sequence that the request reads. The batch has its row under this id. */
   get sequence() {
     return this._life?.sequence ?? this.id;
   }
@@ -159,7 +159,7 @@ export class RequestView {
 
   update(history) {
     if (!this.isOpen || !this._life) return;
-    // After a seek in a replay, the history is another one.
+    // A seek in a replay begins a new history, which may not have this request.
     const known = history.lifeOf(this._life.id, this._life.sequence);
     this._life = known || (this._info.mode === "replay" ? newLife(this._life.id, 0) : this._life);
     this._history = history;
@@ -195,7 +195,7 @@ export class RequestView {
     setText(this._cancel, hasOthers ? "Cancel this request with all its answers" : "Cancel this request");
     this._cancel.hidden = isOver || this._info.mode === "replay";
     this._showText.hidden = isOver || this._info.mode === "replay" || !this._info.show_prompts;
-    // What the server holds has no steps and no events yet.
+    // A request that waits in the server, not yet in the engine, has no steps and no events.
     for (const part of [this._lifeBox, this._legend, this._linesHead]) part.hidden = Boolean(held);
     const others = life.readers.filter((one) => one.request_id !== life.id);
     this._othersHead.hidden = this._others.hidden = !others.length || Boolean(life.end);
@@ -305,7 +305,7 @@ export class RequestView {
     context.fillText(duration(end - start), width, height);
   }
 
-  /** Computed tokens over time, on the way to the limit. */
+  /** Draws the computed tokens over time. The full height is the number of tokens that the request has now. */
   _drawTokens(context, colours, x, end, width, height) {
     const { samples, request } = this._life;
     if (!request || !samples.length) return;
@@ -317,7 +317,7 @@ export class RequestView {
     context.beginPath();
     context.moveTo(0, bottom);
     let last = bottom;
-    // What happened before the first frame that had the request.
+    // Points before the first frame that had the request.
     const known = [[request.admitted_at, 0], [request.first_token_at, request.prompt_length]];
     for (const [at, tokens] of known) if (at !== null && at < samples[0].at) context.lineTo(x(at), last = y(tokens));
     samples.forEach(({ at, computed, state }, index) => {
@@ -352,7 +352,7 @@ export class RequestView {
     }
   }
 
-  /** The server may know only the request of an answer: `ID` of `ID-1`. */
+  /** Calls `ask(id)`. If the server does not know the id of an answer (`ID-1`), asks for the id of its request (`ID`). */
   async _withBase(id, ask) {
     try {
       return await ask(id);

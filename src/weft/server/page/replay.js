@@ -15,7 +15,7 @@ const WINDOW = 240;
 const SPEEDS = [0.1, 0.25, 0.5, 1, 2, 5, 10, 50];
 const SHORTEST_TICK = 1 / 20;
 
-/** Pages of frames, the ones used last. `load(start, count)` resolves to the frames that are there: the last page may be
+/** Keeps the pages of frames that were used last. `load(start, count)` resolves to the frames that are there: the last page may be
  *  short, and is loaded again when the log has more frames. */
 export class FramePages {
   constructor(load, { size = PAGE, limit = MAX_PAGES } = {}) {
@@ -95,7 +95,7 @@ export class ReplayControls {
     return Math.max(0, this._info.num_frames - 1);
   }
 
-  /** Begins, and follows the server as it reads the log. */
+  /** Shows the first frame, and updates the controls until the server has read the whole log. */
   async start() {
     for (;;) {
       this._takeInfo();
@@ -194,7 +194,7 @@ export class ReplayControls {
     this._showPlaying();
   }
 
-  /** Shows the frames that are due on the clock of the engine, times the speed. Several may be due at once. */
+  /** Shows the frames that are due when the engine's clock runs at the chosen speed. Several may be due at once. */
   async _tick() {
     if (!this._isPlaying) return;
     const speed = Number(this._speed.value);
@@ -251,7 +251,7 @@ export class ReplayControls {
   }
 }
 
-/** The width of a point of the charts, so that the window has about 120 of them. */
+/** The seconds of a point of the charts, chosen so that the window has about 120 points. */
 function binOf(frames) {
   const span = frames[frames.length - 1].at - frames[0].at;
   return Math.max(1e-4, span / 120);

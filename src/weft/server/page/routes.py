@@ -1,4 +1,4 @@
-"""Serves the files of the page. It loads nothing from other hosts."""
+"""Serves the files of the page. The page loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def routes(services: Services) -> Sequence[Route]:
 
 
 def page_routes() -> Sequence[Route]:
-    """These routes need nothing of the server."""
+    """The routes without `Services`: the server of a replay has none."""
     return [
         Route("/", _root, methods=["GET"]),
         Route("/page/{name}", _file, methods=["GET"], include_in_schema=False),

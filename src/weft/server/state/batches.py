@@ -94,7 +94,7 @@ def add(connection: Connection, batch: Batch) -> None:
 
 
 def find(connection: Connection, batch_id: str, owner: str | None = None) -> Batch | None:
-    """`owner` None: the batch may have any owner."""
+    """The batch with this id, or None. `owner` None: the batch may have any owner."""
     row = connection.execute(f"SELECT {_COLUMNS} FROM batches WHERE id = ?", (batch_id,)).fetchone()
     batch = None if row is None else _batch(*row)
     return batch if batch is not None and owner in (None, batch.owner) else None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _DAY = 86400.0
 _EVICTED_AT_ONCE = 16
 _ROW_BYTES = 256
-"""What a row takes besides its texts."""
+"""Estimated bytes of a row besides its texts."""
 _PAGE_BYTES = 4 << 20
 """A page ends after this many bytes, or after its first row."""
 _COLUMNS = "id, owner, created_at, model, num_answers, input, answers"
@@ -65,7 +65,7 @@ class Feedback:
 
 @dataclass(frozen=True)
 class Room:
-    """How long and how much is kept."""
+    """The limits for kept answers: days and bytes."""
 
     days: float
     max_bytes: int
@@ -89,13 +89,14 @@ _SUMS = ", ".join(f"coalesce(sum({field.name}), 0)" for field in fields(Totals))
 
 
 def totals(connection: Connection, owner: str | None = None) -> Totals:
-    """None: of all owners."""
+    """The totals of an owner. None: of all owners."""
     where, values = ("", ()) if owner is None else ("WHERE owner = ?", (owner,))
     return Totals(*connection.execute(f"SELECT {_SUMS} FROM feedback_totals {where}", values).fetchone())
 
 
 def insert(connection: Connection, rows: Sequence[KeptAnswers], room: Room) -> int:
-    """Adds answers. Older ones make room for them. Returns how many were added: there may be no room even then."""
+    """Adds answers, and deletes older ones to make room. An answer for which there is still no room is left out. Returns
+    how many were added."""
     added = 0
     for row in rows:
         if not _make_room(connection, row.num_bytes, room):
@@ -119,7 +120,7 @@ def num_answers(connection: Connection, request_id: str, owner: str, now: float)
 
 
 def give(connection: Connection, request_id: str, owner: str, feedback: Feedback, room: Room) -> None:
-    """Adds feedback, or replaces that about the same answer."""
+    """Adds feedback. It replaces earlier feedback about the same answer."""
     connection.execute("DELETE FROM feedback WHERE id = ? AND answer = ?", (request_id, feedback.answer))
     if not _make_room(connection, feedback.num_bytes, room, spared_id=request_id):
         raise StoreFullError(
@@ -136,8 +137,8 @@ def give(connection: Connection, request_id: str, owner: str, feedback: Feedback
 def read(
     connection: Connection, owner: str | None, query: PageQuery, now: float
 ) -> tuple[list[tuple[KeptAnswers, list[Feedback]]], bool] | None:
-    """A page of the answers that have feedback, and whether more follow. `owner` None: those of all owners. None: there
-    is no answer `query.after`."""
+    """A page of the answers that have feedback, and whether more follow. `owner` None: the answers of all owners. Returns
+    None if there is no answer `query.after`."""
     where, values = "expires_at > ?", [now]
     if owner is not None:
         where, values = f"owner = ? AND {where}", [owner, now]  # type: ignore[list-item]
@@ -173,7 +174,8 @@ def delete(connection: Connection, owner: str | None) -> int:
 
 
 def _make_room(connection: Connection, num_bytes: int, room: Room, spared_id: str = "") -> bool:
-    """Deletes answers of the owner with the most bytes, oldest first, until `num_bytes` more fit. False: they do not."""
+    """Deletes answers of the owner with the most bytes, oldest first, until `num_bytes` more fit. Returns
+    whether they fit."""
     if num_bytes > room.max_bytes:
         return False
     largest = "SELECT owner FROM feedback_totals WHERE requests > 0 ORDER BY num_bytes DESC LIMIT 1"

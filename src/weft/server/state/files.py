@@ -99,7 +99,7 @@ class FileStore:
         self._store = store
         self._max_bytes = max_bytes
         self._incoming: dict[str, int] = {}
-        """Bytes that are reserved for each file that is arriving."""
+        """Id of a file that is arriving -> the bytes that are reserved for it."""
 
     def path(self, file_id: str) -> Path:
         return self.folder / file_id

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 COSTS, DAMAGED = "costs", "damaged"
 _DAYS = 90.0
-"""A row that was not written for so long is deleted: its model or its machine is no longer used."""
+"""A row that was not written for this many days is deleted: its model or its machine is no longer used."""
 _MAX_ROWS = 256
-"""Of one kind. The rows that were not written for the longest time go first."""
+"""Maximum rows of one kind. The rows that were not written for the longest time are deleted first."""
 _VERSION = 1
-"""Of the content. Rows of another version are learned again."""
+"""The version of the content. Rows with another version are set aside, and their content is learned again."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def put(connection: Connection, kind: str, name: str, content: bytes, now: float
 
 
 def read(connection: Connection, kind: str, now: float) -> tuple[list[LearnedRow], list[str]]:
-    """The rows of a kind, and the ids of those that are damaged."""
+    """The rows of a kind, and the ids of those that are damaged or have another version."""
     rows, damaged = [], []
     for version, checksum, *fields in connection.execute(
         "SELECT version, checksum, id, name, created_at, updated_at, content FROM learned "
@@ -65,7 +65,7 @@ def read(connection: Connection, kind: str, now: float) -> tuple[list[LearnedRow
 
 
 def set_aside(connection: Connection, row_id: str) -> None:
-    """Keeps a damaged row for those who want to look at it, until it expires."""
+    """Gives a damaged row the kind `damaged`, so that an operator can look at it until it expires."""
     connection.execute("DELETE FROM learned WHERE id = ?", (f"{DAMAGED}:{row_id}",))
     connection.execute(
         "UPDATE learned SET kind = ?, id = ? WHERE id = ?", (DAMAGED, f"{DAMAGED}:{row_id}", row_id)
@@ -73,5 +73,5 @@ def set_aside(connection: Connection, row_id: str) -> None:
 
 
 def clear(connection: Connection, kind: str) -> int:
-    """Deletes the rows of a kind, and damaged ones. Returns how many."""
+    """Deletes the rows of a kind, and all damaged rows. Returns how many."""
     return connection.execute("DELETE FROM learned WHERE kind IN (?, ?)", (kind, DAMAGED)).rowcount

@@ -1,6 +1,6 @@
 """The rows of passages: their texts, their vectors, and their words.
 
-A passage is visible while the row of its file is `completed`. Others are being added, or are leftovers.
+A passage is visible while the row of its file is `completed`. Other passages are being added, or are leftovers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def load(connection: Connection, store: int, files: Sequence[int], count: int) -
 
 
 def load_vectors(connection: Connection, store: int, ids: Ids, out: Vectors) -> list[int]:
-    """Writes the vectors of passages to the rows of `out`. Returns the rows of passages that were removed."""
+    """Writes the vectors of passages to the rows of `out`. Returns the indices of the passages that were removed."""
     removed = []
     query = "SELECT vector FROM vectors WHERE store = ? AND passage = ?"
     for index, passage_id in enumerate(ids.tolist()):
@@ -75,7 +75,7 @@ def load_vectors(connection: Connection, store: int, ids: Ids, out: Vectors) -> 
 def by_words(
     connection: Connection, store: int, words: str, count: int, files: Sequence[int] | None = None
 ) -> list[int]:
-    """The visible passages with the best BM25 for an FTS5 query, best first. `files`: only passages of these."""
+    """The visible passages with the best BM25 for an FTS5 query, best first. `files`: only passages of these files."""
     among, values = "", list[int]()
     if files is not None:
         if len(files) > _MAX_SQL_VALUES:
@@ -137,7 +137,7 @@ def remove_leftovers(connection: Connection, now: float) -> bool:
         query = "SELECT id FROM passages WHERE store = ? LIMIT ?"
         ids = [one for (one,) in connection.execute(query, (store, _CHUNK))]
         connection.execute("UPDATE vector_stores SET is_deleted = 1 WHERE number = ?", (store,))
-        # Its words go with their table, so the texts need not be read again.
+        # The words of the store are removed with their table, so the texts need not be read again.
         connection.executemany(
             "DELETE FROM vectors WHERE store = ? AND passage = ?", ((store, one) for one in ids)
         )

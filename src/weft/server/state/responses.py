@@ -5,8 +5,8 @@ before it, so a conversation is a chain of rows. An id is made by the server and
 there are no cycles.
 
 The state of a background response is the `status` of its row and nothing else. A row that is `queued` or `in_progress`
-changes once, to a final status; later changes have no effect. So a cancellation and an end at the same time are no
-conflict, and any process that has the store may cancel. `worker` names the process that works on it
+changes once to a final status; later changes have no effect. So a cancellation and an end at the same time are no
+conflict, and any process that has the store may cancel. `worker` names the process that works on the row
 (`weft.server.state.process_lock`). When that process has ended, a reader changes the row to `failed`.
 
 All functions that take a connection run in the thread of the store, inside one transaction.
@@ -60,7 +60,7 @@ class StoredResponse:
 
 @dataclass(frozen=True)
 class Keeping:
-    """How long and how much is kept."""
+    """The limits for stored responses: days and bytes."""
 
     days: float
     max_bytes: int
@@ -71,7 +71,7 @@ def keeping(settings: ServerSettings) -> Keeping:
 
 
 def insert(connection: Connection, row: StoredResponse, owner: str, now: float, keeping: Keeping) -> None:
-    """Adds a response. If the store is full, the oldest responses are deleted: those of the owner that has most."""
+    """Adds a response. If the store is full, the oldest responses of the owner with the most bytes are deleted."""
     _make_room(connection, row.num_bytes, keeping.max_bytes)
     connection.execute(
         f"INSERT INTO responses (owner, expires_at, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -80,7 +80,7 @@ def insert(connection: Connection, row: StoredResponse, owner: str, now: float, 
 
 
 def find(connection: Connection, response_id: str, owner: str, now: float) -> StoredResponse | None:
-    """None: there is none, it has expired, or it belongs to another owner."""
+    """The response with this id. None: it does not exist, has expired, or belongs to another owner."""
     found = connection.execute(
         f"SELECT {_COLUMNS} FROM responses WHERE id = ? AND owner = ? AND expires_at > ?",
         (response_id, owner, now),
@@ -99,7 +99,7 @@ class Chain:
     """Older responses exist, but are left out because of the limits."""
     num_items: int = 0
     num_bytes: int = 0
-    """If the chain is cut: of these responses, and of the first one that is left out."""
+    """If the chain is cut: the items and bytes of these responses and of the first one that is left out. Else 0."""
 
 
 def chain(

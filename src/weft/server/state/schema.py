@@ -1,6 +1,6 @@
 """The tables of the database. A change of a table is a new entry at the end of `MIGRATIONS`; earlier entries never change.
 
-Columns that every table has: `owner` is the API key that made the row (`ApiKey.owner`), "" without keys; times are seconds
+In all tables, the column `owner` has the API key that made the row (`ApiKey.owner`), "" without keys; times are seconds
 since 1970.
 """
 
@@ -69,7 +69,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE responses ADD COLUMN num_items INTEGER NOT NULL DEFAULT 0",
     ),
     (
-        # Rows that refer to a vector store have no owner column: their owner is that of the store. `number` and the ids
+        # Rows that refer to a vector store have no column `owner`: the owner of the store owns them. `number` and the ids
         # of passages are never used twice, so that an old index cannot find a new passage. `index_file` is the file of
         # the base of its index. `details` is JSON of `StoreDetails`. Each store also has a table `words_NUMBER`.
         """
@@ -90,7 +90,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         )
         """,
         "CREATE INDEX vector_stores_by_owner ON vector_stores (owner, created_at, id)",
-        # The column `id` is that of the file in `files`. `details` is JSON of `FileDetails`.
+        # The column `id` has the id of the file in `files`. `details` is JSON of `FileDetails`.
         """
         CREATE TABLE vector_store_files (
             number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -159,7 +159,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         """,
     ),
     (
-        # Answers that may get feedback. `id` is that of the request. `input` and `answers` are JSON.
+        # Answers that may get feedback. `id` is the id of the request. `input` and `answers` are JSON.
         """
         CREATE TABLE kept_answers (
             id TEXT PRIMARY KEY,
@@ -175,7 +175,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         """,
         "CREATE INDEX kept_answers_by_owner ON kept_answers (owner, created_at, id)",
         "CREATE INDEX kept_answers_by_expiry ON kept_answers (expires_at)",
-        # At most one for each answer of a request. `correction` is text, `labels` a JSON list.
+        # At most one row for each answer of a request. `correction` is text, `labels` a JSON list.
         """
         CREATE TABLE feedback (
             id TEXT NOT NULL REFERENCES kept_answers (id) ON DELETE CASCADE,
@@ -232,8 +232,8 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         """,
     ),
     (
-        # What engines learned. `kind`: costs; damaged: a row that could not be read. `name`: of what it is true. `owner`: ""
-        # for what belongs to no key. `checksum` is the CRC-32 of `content`.
+        # What engines learned. `kind`: costs; damaged: a row that could not be read. `name`: the model and the machine that
+        # the content belongs to. `owner`: "" if it belongs to no key. `checksum` is the CRC-32 of `content`.
         """
         CREATE TABLE learned (
             id TEXT PRIMARY KEY,

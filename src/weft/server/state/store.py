@@ -1,6 +1,6 @@
 """The database of the server. It opens the file, migrates it, runs transactions in one thread, and sets a damaged file aside.
 
-Each kind of row has a module of its own, which has its SQL. Every row has an owner, an API key, and an expiry.
+Each kind of row has a module of its own, which has its SQL. Rows belong to an owner, an API key, and may expire.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class StoreFullError(StoreError):
 
 
 class _DamagedError(Exception):
-    """The database was checked when it was opened, and is damaged."""
+    """The check of the database at its opening has found damage."""
 
 
 @contextmanager
 def storage_errors(folder: Path) -> Iterator[None]:
-    """Converts an OSError of a file in `folder`."""
+    """Converts an OSError of a file in `folder` to a StoreError."""
     try:
         yield
     except OSError as error:
@@ -86,11 +86,12 @@ class Store:
         """When expired rows were last deleted."""
         self.process_lock = ProcessLock(folder)
         self.is_primary = False
-        """Whether this server opened the store before any other. False until the first transaction."""
+        """Whether this server has the lock of the folder. The first server takes it; when that ends, another one. False until
+        the first transaction."""
 
     async def run(self, work: Callable[[Connection], T]) -> T:
-        """Runs `work` in the thread of the store, in one transaction. It is on disk when this method returns. An
-        exception of `work` rolls it back. A cancelled caller does not stop the transaction."""
+        """Runs `work` in the thread of the store, in one transaction. The transaction is on disk when this method returns. An
+        exception of `work` rolls it back. A cancelled caller does not stop it."""
         give_up_at = time.monotonic() + _BUSY_SECONDS
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, work, give_up_at)
 
@@ -170,7 +171,7 @@ class Store:
         return connection
 
     def _try_lock(self) -> None:
-        """The kernel frees the lock of a server that ended, so another server becomes the primary one."""
+        """Tries to become the primary server. The kernel releases the lock when the primary server ends."""
         if self._lock is None:
             self._lock = _open_private(self.folder / _LOCK)
         with suppress(BlockingIOError):
@@ -189,7 +190,7 @@ class Store:
 
     def _set_aside(self, reason: str) -> None:
         """Renames a damaged database, and the folder of files: without their rows they would count as leftovers of a
-        crash. The next transaction begins with an empty one."""
+        crash. The next transaction begins with an empty database."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -237,7 +238,7 @@ def _full_message(folder: Path) -> str:
 
 
 def _open_private(path: Path) -> IO[str]:
-    """Opens a file to append to, readable by its owner alone."""
+    """Opens a file to read and write, and makes it if it does not exist. Only its owner can read it."""
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
 
 

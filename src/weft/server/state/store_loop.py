@@ -1,4 +1,4 @@
-"""A task that works on what the store says: it reads the store when it is woken, and now and then."""
+"""A task that does the work that rows of the store describe. It reads the store when it is woken, and regularly."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import ClassVar
 from weft.server.state.store import Store, StoreError
 
 POLL_SECONDS = 30.0
-"""How often the store is read. Another server with the same folder may have changed it."""
+"""Seconds between two reads of the store. Another server with the same folder may have changed it."""
 _SWEEP_SECONDS = 600.0
 
 
 class StoreLoop(ABC):
-    """Belongs to one event loop. The primary server of a folder does the work; others only make rows."""
+    """Belongs to one event loop. The primary server of a folder does the work; other servers only add rows."""
 
     event: ClassVar[str]
     """The name of the log entry for an error."""
     work: ClassVar[str]
-    """What waits after an error, for the message of that entry."""
+    """The name of the work that waits after an error, for the message of this log entry."""
     retry_seconds: ClassVar[float] = POLL_SECONDS
-    """How long it waits."""
+    """Seconds until the next try after an error."""
 
     def __init__(self, store: Store, log: Callable[..., object], is_draining: Callable[[], bool]) -> None:
         self._store = store
@@ -62,10 +62,11 @@ class StoreLoop(ABC):
 
     @abstractmethod
     async def _sweep(self, now: float) -> None:
-        """Removes what is left over."""
+        """Removes leftovers, such as files without a row."""
 
     async def _may_work(self, now: float) -> bool:
-        """Whether this server does the work; sweeps if that is due. The first transaction decides which is primary."""
+        """Whether this server does the work. Also calls `_sweep` if that is due. Call it after a transaction: the first one
+        decides whether this server is the primary one."""
         if not self._store.is_primary or self._is_draining():
             return False
         if abs(now - self._swept_at) >= _SWEEP_SECONDS:  # abs: an operator may set the clock back

@@ -179,7 +179,7 @@ def touch(connection: Connection, store: VectorStore, now: float) -> None:
 
 
 def delete(connection: Connection, store: VectorStore) -> None:
-    """The store is gone for clients. `passages.remove_leftovers` removes its rows."""
+    """Hides the store from clients. `passages.remove_leftovers` removes its rows later."""
     connection.execute("DELETE FROM vector_store_files WHERE store = ?", (store.number,))
     connection.execute("UPDATE vector_stores SET is_deleted = 1 WHERE number = ?", (store.number,))
 
@@ -211,7 +211,7 @@ def attach(
     now: float,
     batch_id: str | None = None,
 ) -> None:
-    """Adds rows for files: id, name, details. A file that is attached already begins again, with a new number: its old
+    """Adds rows for files: id, name, details. A file that is attached already is read again, under a new number: its old
     passages are no longer visible."""
     for file_id, name, details in files:
         connection.execute(
@@ -301,7 +301,7 @@ def finish(
     num_passages: int = 0,
     error: FileError | None = None,
 ) -> bool:
-    """Ends a file that is in progress. Returns whether it was: it may have been removed or cancelled meanwhile."""
+    """Sets the final status of a file that is in progress. Returns False if it was removed or cancelled meanwhile."""
     file = file_by_number(connection, number)
     if file is None or file.status != "in_progress":
         return False
@@ -335,7 +335,7 @@ def find_batch(connection: Connection, store: int, batch_id: str) -> FileBatch |
 
 
 def cancel_batch(connection: Connection, batch: FileBatch) -> None:
-    """Files that are not read yet are cancelled. Files that are completed stay."""
+    """Cancels the files that are still in progress. Completed files stay."""
     connection.execute("UPDATE vector_store_batches SET is_cancelled = 1 WHERE id = ?", (batch.id,))
     connection.execute(
         "UPDATE vector_store_files SET status = 'cancelled' WHERE batch_id = ? AND status = 'in_progress'",

@@ -64,7 +64,7 @@ class Choice:
         self.num_reasoning_tokens = 0
         self.has_calls = False
         self.calls_began = self.calls_ended = 0.0
-        """When its first tool call began, and when the last one was complete."""
+        """The times when the first tool call of the answer began, and when the last one was complete."""
         self._answer = answer
         self.effort_per_token = effort_per_token
         self._text = text
@@ -155,8 +155,8 @@ class Choice:
 
     @property
     def engine_result(self) -> GenerationResult | None:
-        """The result of the engine, with the time in the server before it. Failed and cancelled answers have one too.
-        None: not known yet."""
+        """The result of the engine. Its times include the wait in the server. Failed and cancelled answers have a result
+        too. None: not known yet."""
         result, waited = self._answer.result, self._waited
         if result is None or not waited:
             return result
@@ -349,7 +349,7 @@ class Choices:
 
     def take(self) -> list[Piece]:
         """The pieces that arrived since the last call, limited by `_MAX_EFFORT`. If some are left, `has_more` stays
-        set. Raises if one answer failed: then the whole request fails."""
+        true. Raises if one answer failed: then the whole request fails."""
         self._arrived.clear()
         self._raise_failure()
         pieces: list[Piece] = []

@@ -21,7 +21,8 @@ from weft.server.stream.loop_turns import LoopTurns
 
 _SECONDS_PER_EVENT = 1e-4
 """Time to write one event. After an event, a stream pauses for this time multiplied by the number of open streams, so
-that the event loop has time for all. A single stream does not pause. With hundreds, an event has several tokens."""
+that the event loop has time for all. A single stream does not pause. With hundreds of streams, an event has several
+tokens."""
 _MAX_PAUSE = 0.1
 _MIN_PAUSE = 1e-3
 
@@ -94,8 +95,8 @@ class EventStream(Response):
         self._pause_timer: asyncio.TimerHandle | None = None
         self._writer: BodyWriter | None = None
         self._stopped: asyncio.Future[bytes] | None = None
-        """Its result is set when direct writing stops: at the end of the answers, or because the writer did not accept
-        bytes. These bytes are the result."""
+        """Its result is set when direct writing stops: b"" at the end of the answers, else the bytes that the writer did
+        not accept."""
         self._has_events = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

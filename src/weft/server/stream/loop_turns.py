@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 _SLICE_SECONDS = 0.004
 """Target time for one iteration of the event loop. Work that needs no turn (a new connection, /health) takes about five
-iterations. It must not wait for hundreds of streams in each of them."""
+iterations. Such work must not wait for hundreds of streams in each of them."""
 _INITIAL_TURNS = 16
 
 
@@ -69,8 +69,8 @@ class LoopTurns:
                 self._adapt()  # the last iteration counts too
 
     def _adapt(self) -> None:
-        """Adapts the number of turns to the time of the last iteration. It measures the CPU time of this thread: the
-        time that other programs take does not depend on the number of turns."""
+        """Adapts the number of turns to the time of the last iteration. That is the CPU time of this thread: the time that
+        other programs take does not depend on the number of turns."""
         now = time.thread_time()
         seconds, self._began = now - self._began, now
         if seconds > _SLICE_SECONDS:

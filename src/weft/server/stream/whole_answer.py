@@ -52,7 +52,7 @@ class _Logprobs:
         self._lists: dict[str, bytearray] = {}
 
     def add(self, lists: dict[str, list[Any]]) -> int:
-        """Returns the number of bytes added."""
+        """Encodes and adds entries. Returns the number of bytes added."""
         num_bytes = 0
         for name, values in lists.items():
             encoded = _encode(values)
@@ -174,7 +174,8 @@ class WholeAnswer:
 
 
 class PartsResponse(Response):
-    """Sends a body that is a queue of pieces, and frees each piece after it is sent. `answer_bytes` counts the rest."""
+    """Sends a body that is a queue of pieces, and frees each piece after it is sent. `answer_bytes` counts the bytes that
+    are not sent yet."""
 
     def __init__(
         self, body: deque[bytes | bytearray], answer_bytes: RequestBytes, headers: dict[str, str]

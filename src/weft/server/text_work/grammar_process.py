@@ -1,7 +1,7 @@
 """The worker process that compiles grammars before they go to the engine.
 
 llguidance limits its own work, but the server must not depend on that. Each grammar is compiled in a child of this
-process with limits on memory and CPU time. A hostile grammar can only kill that child.
+process with limits on memory and CPU time. A hostile grammar can kill only that child.
 """
 
 from __future__ import annotations

@@ -43,8 +43,6 @@ _MAX_NORMALISER_SHRINK = 4
 """A normaliser composes characters, which can shorten a text to a third. Only a text that is this many times too long
 is certain not to fit. It is refused without tokenising."""
 
-"""The code of the error for a prompt that is longer than the context."""
-
 T = TypeVar("T")
 
 
@@ -85,7 +83,7 @@ class PromptEncoder:
         return found
 
     async def run_in_thread(self, size: int, client_id: str, work: Callable[..., T], *arguments: Any) -> T:
-        """Runs `work` in a thread. Its cost is about that of tokenising `size` bytes."""
+        """Runs `work` in a thread. The work costs about as much as tokenising `size` bytes."""
         cost = _SECONDS_PER_BYTE * size
         await self._slots.take(client_id, cost)
         try:

@@ -97,7 +97,7 @@ class Workers:
         self._idle = list(self._workers)
         self._slots = WorkSlots(count)
         self._running_jobs: dict[asyncio.Task[bytes], tuple[Worker, float]] = {}
-        """The process and the cost of each running job."""
+        """Task of a running job -> its worker, and its cost in seconds."""
 
     async def run(self, *job: bytes | bytearray, client_id: str, cost: float, seconds: float) -> bytes:
         """Runs a job of about `cost` seconds in one of the processes. On cancellation a waiting job is dropped. A

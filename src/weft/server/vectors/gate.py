@@ -1,4 +1,4 @@
-"""Fair sharing of an engine that makes vectors: decides which inputs of which request go to it next.
+"""Fair sharing of an engine that makes vectors: decides which inputs of which request go to the engine next.
 
 A request with thousands of inputs is given to the engine in small groups, and few groups are in the engine at a time. So
 a request with one input waits for a few groups, not for thousands of inputs. Clients share the engine by tokens and
@@ -51,7 +51,7 @@ class VectorTicket(_Account):
 
 
 class VectorGate:
-    """At most `max_tokens` are in the engine, or one group. Belongs to one event loop."""
+    """Keeps at most `max_tokens` tokens in the engine, or one group that has more. Belongs to one event loop."""
 
     def __init__(self, max_tokens: Callable[[], int]) -> None:
         self._max_tokens = max_tokens

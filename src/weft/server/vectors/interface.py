@@ -1,4 +1,4 @@
-"""What other parts of the server may use of the models that make vectors and scores: `Services.models` has them."""
+"""The interface of the models that make vectors and scores, for other parts of the server. `Services.models` has them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TextKind = Literal["query", "document"]
 ENGINE_NOT_READY = "engine_not_ready"
 """The code of the ApiError while the engine of a model starts."""
 ENGINE_NOT_RESPONDING = "engine_not_responding"
-"""The code while the engine is stuck."""
+"""The code of the ApiError while the engine is stuck."""
 
 
 class Embedder(Protocol):
@@ -28,7 +28,7 @@ class Embedder(Protocol):
     def spec(self) -> EmbeddingSpec: ...
 
     def check_ready(self) -> None:
-        """Raises a 503 with one of these codes while the engine of the model is not ready or does not respond."""
+        """Raises a 503 with ENGINE_NOT_READY or ENGINE_NOT_RESPONDING while the engine is not ready or does not respond."""
         ...
 
     def new_id(self) -> RequestId:

@@ -23,10 +23,11 @@ _ROOM_TOKENS = 1536
 """Maximum tokens in an engine that reports no other number (`BackendInfo.room_tokens`): those of the running step and of
 the next one. A text that arrives waits for them. With 1,536, all-MiniLM-L6-v2 needs 3% more CPU time for a text than with 3,072, and the wait is half as long."""
 _ROOM_BESIDE_ANSWERS = 512
-"""Replaces that number while another engine generates answers on the same cores: they wait for each step."""
+"""Maximum tokens while another engine generates answers on the same cores: each of its steps waits for a step of this
+model."""
 _GROUP_TOKENS = 256
 _GROUP_INPUTS = 16
-"""Inputs go to the engine in groups of at most this size. A larger group makes others wait longer."""
+"""Inputs go to the engine in groups of at most this size. A larger group makes other requests wait longer."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class VectorModel:
         self.vocabulary_size = engine.info.vocabulary_size
         self._room_tokens = engine.info.room_tokens or _ROOM_TOKENS
         self.beside: EngineClient | None = None
-        """An engine on the same cores that generates text. While it has answers to generate, the steps of this model are
-        short, because each step of that engine waits for the end of one of this model."""
+        """An engine on the same cores that generates text. Each of its steps waits for the end of a step of this model. So
+        while it has answers to generate, the steps of this model are short."""
         self.gate = VectorGate(self._max_tokens)
 
     @property
@@ -126,8 +127,8 @@ class VectorModel:
     # ------------------------------------------------------------------ running
 
     async def run(self, prompts: Sequence[Sequence[int]], caller: VectorCaller) -> Vectors:
-        """The vectors of prompts. A reranker has one number in each. Raises if the engine fails or ends; then no input
-        of the call is left in it."""
+        """The vectors of prompts. The vectors of a reranker have one number. Raises if the engine fails or ends; then no
+        input of the call is left in the engine."""
         self.check_ready()
         run = _Run(self, prompts, caller)
         try:
@@ -150,7 +151,7 @@ class _Run:
         self._vectors = np.empty((len(prompts), model.spec.dimensions), np.float32)
         self._ticket = self._gate.enter(caller.client_id, caller.weight, is_idle_work=caller.is_idle_work)
         self._open: dict[int, RemoteAnswer] = {}
-        """By index: the inputs that are in the engine."""
+        """Index of an input that is in the engine -> its answer."""
         self._num_submitted = 0
         self._arrived = asyncio.Event()
 
@@ -195,7 +196,7 @@ class _Run:
             self._arrived.set()
 
     def _id_of(self, index: int) -> RequestId:
-        """The id of one input, as those of several prompts or answers (docs/internals/server.md)."""
+        """The id of one input. It has the form of the ids of several prompts or answers (docs/internals/server.md)."""
         request_id = self._caller.request_id
         return request_id if len(self._prompts) == 1 else RequestId(f"{request_id}-{index}")
 

@@ -11,8 +11,8 @@ from weft.embedding import EmbeddingSpec
 
 @dataclass(frozen=True)
 class VectorModelFiles:
-    """A model that makes vectors or scores, and how its engine is built. `weft serve` makes it of --embedder and
-    --reranker."""
+    """A model that makes vectors or scores, and how its engine is built. `weft serve` makes one for --embedder and
+    one for --reranker."""
 
     spec: EmbeddingSpec
     path: str

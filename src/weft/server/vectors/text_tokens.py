@@ -80,7 +80,7 @@ class VectorTexts:
         max_document: int | None = None,
     ) -> list[list[int]]:
         """The tokens of each text with the only query, or with the query at the same index. Long texts are cut. The only
-        query is tokenised once. `max_document`: tokens of each text that are used."""
+        query is tokenised once. `max_document`: at most this many tokens of each text are used."""
         asked = [part async for part in self._parts("pair_query", queries, client_id, query_field)]
         if len(asked) == 1:
             asked *= len(texts)

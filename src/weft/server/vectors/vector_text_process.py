@@ -14,7 +14,8 @@ from weft.server.text_work.worker import ignore_signals, serve_jobs
 from weft.text.embedding_text import EmbeddingText, NoTokensError, PairPart
 
 JobKind = Literal["query", "document", "default", "pair_query", "pair_document"]
-"""The prompt before a text: for a query, for a document, or the default of the model's files. Or the part of a pair."""
+"""The prompt that is put before a text: for a query, for a document, or the default of the model's files. pair_query and
+pair_document: the text is this part of a pair."""
 
 
 class VectorTextJob(msgspec.Struct, frozen=True):
@@ -26,9 +27,9 @@ class VectorTextJob(msgspec.Struct, frozen=True):
     first: int = 0
     """The index of the first text among the inputs of the request."""
     max_document: int | None = None
-    """Tokens of the text of a pair that are used."""
+    """At most this many tokens of the document of a pair are used."""
     allows_empty: bool = False
-    """A text may have no tokens, which is no prompt."""
+    """A text may have no tokens. Otherwise such a text is an error."""
 
 
 class VectorTextTokens(msgspec.Struct, frozen=True, tag=True):
@@ -38,7 +39,8 @@ class VectorTextTokens(msgspec.Struct, frozen=True, tag=True):
 
 
 class VectorTextRefusal(msgspec.Struct, frozen=True, tag=True):
-    """Why the text with this index cannot be tokenised. For a text that is too long: its tokens, and the most."""
+    """Why the text with this index cannot be tokenised. `lengths`, for a text that is too long: the number of its tokens,
+    and the limit."""
 
     index: int
     message: str
