@@ -4,7 +4,8 @@ Two engines run the same model. One keeps finished answers; the other keeps none
 requests in turn, since the speed of a shared machine changes from minute to minute. Both must give the same answers,
 token for token. Requests that are not measured go to the first engine only, so that it learns from them.
 
-One stream: tokens per second after the first token. 8 streams: tokens per second of a wave of 8 requests, prompts included.
+One stream: the time after the first token. 8 streams: the time of a wave of 8 requests, prompts included. A ratio is the
+geometric mean over the requests or waves, with its 95% interval: a stall of the machine changes one of many.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from benchmarks.peers_environment import (
     script,
 )
 from benchmarks.traces import TRACES, Trace
+from weft.bench.ratios import Ratios
 from weft.bench.report import Check, machine, print_checks, print_json, print_line, print_table
 from weft.errors import InvalidRequestError
 from weft.llm import LLM
@@ -53,10 +55,11 @@ class Part:
     learned_drafts: int
     learned_drafts_accepted: int
     is_same: bool
-
-    @property
-    def ratio(self) -> float:
-        return self.seconds_cold / self.seconds_warm
+    ratio: float
+    """How many times as fast the warm engine was."""
+    low: float
+    high: float
+    """The 95% interval of `ratio`."""
 
 
 def main(
@@ -114,7 +117,8 @@ def checks(parts: list[Part]) -> list[Check]:
             continue
         bar = BARS[part.streams] if related[part.trace] else UNRELATED_BAR
         name = f"{part.trace}, streams: {part.streams}, {part.name}"
-        found.append(Check(name, f"{part.ratio:.2f} times", f"{bar} times", part.ratio >= bar))
+        measured = f"{part.ratio:.2f} times [{part.low:.2f}, {part.high:.2f}]"
+        found.append(Check(name, measured, f"{bar} times", part.ratio >= bar))
     return found
 
 
@@ -150,26 +154,31 @@ class _Replay:
     def run(self, first: int, end: int, name: str) -> Part:
         stats = self._warm.engine.scheduler.stats
         drafts, accepted = stats.learned_drafts, stats.learned_drafts_accepted
-        seconds, tokens, is_same = {self._warm: 0.0, self._cold: 0.0}, 0, True
+        seconds: dict[LLM, list[float]] = {self._warm: [], self._cold: []}
+        tokens, is_same = 0, True
         for number, wave in enumerate(range(first, end, len(self._earlier))):
             answers: dict[LLM, list[GenerationResult]] = {}
             for llm in (self._warm, self._cold) if number % 2 else (self._cold, self._warm):
                 answers[llm], took = self._ask(llm, wave)
-                seconds[llm] += took
+                seconds[llm].append(took)
             self._note(wave, answers[self._warm])
             tokens += sum(answer.decode_steps for answer in answers[self._warm])
-            pairs = zip(answers[self._warm], answers[self._cold], strict=True)
-            is_same = is_same and all(one.tokens == other.tokens for one, other in pairs)
+            both = zip(answers[self._warm], answers[self._cold], strict=True)
+            is_same = is_same and all(one.tokens == other.tokens for one, other in both)
+        # An answer of one token has no time after it.
+        pairs = [pair for pair in zip(seconds[self._warm], seconds[self._cold], strict=True) if min(pair) > 0]
+        change = Ratios([warm for warm, _ in pairs], [cold for _, cold in pairs]).change()
         return Part(
             self._trace.name,
             len(self._earlier),
             name,
             tokens,
-            seconds[self._cold],
-            seconds[self._warm],
+            sum(seconds[self._cold]),
+            sum(seconds[self._warm]),
             stats.learned_drafts - drafts,
             stats.learned_drafts_accepted - accepted,
             is_same,
+            *(1 + one for one in change),
         )
 
     def _ask(self, llm: LLM, first: int) -> tuple[list[GenerationResult], float]:
@@ -199,7 +208,7 @@ def _row(part: Part) -> tuple[str, ...]:
         f"{part.tokens:,}",
         f"{part.tokens / part.seconds_cold:.0f}",
         f"{part.tokens / part.seconds_warm:.0f}",
-        f"{part.ratio:.2f}",
+        f"{part.ratio:.2f} [{part.low:.2f}, {part.high:.2f}]",
         f"{part.learned_drafts:,}",
         f"{part.learned_drafts_accepted / max(1, part.learned_drafts):.0%}",
     )

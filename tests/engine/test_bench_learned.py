@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -60,15 +59,14 @@ def test_both_engines_answer_all_parts(
     for part in parts:
         assert part["is_same"] and part["streams"] == 8 and 0 < part["tokens"] <= 8 * 11
         assert min(part["seconds_cold"], part["seconds_warm"]) > 0
+        assert 0 <= part["low"] <= part["ratio"] <= part["high"]
     parts = [dataclasses.asdict(part) for part in learned.measure(str(default_model_path), UNRELATED, 4, 1)]
     assert [part["name"] for part in parts] == [f"quarter {number}" for number in (1, 2, 3, 4)]
     assert all(part["is_same"] for part in parts)
 
 
-def part(trace: Trace, name: str, ratio: float, streams: int = 1, **fields: Any) -> Part:
-    return Part(
-        **{**dataclasses.asdict(Part(trace.name, streams, name, 100, ratio, 1.0, 5, 4, True)), **fields}
-    )
+def part(trace: Trace, name: str, ratio: float, streams: int = 1, is_same: bool = True) -> Part:
+    return Part(trace.name, streams, name, 100, ratio, 1.0, 5, 4, is_same, ratio, ratio - 0.1, ratio + 0.1)
 
 
 @pytest.mark.parametrize(

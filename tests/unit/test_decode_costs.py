@@ -46,6 +46,15 @@ def test_on_a_noisy_machine_the_estimate_is_still_about_right(fixed_rows: float)
         assert 0.4 * fixed_rows < trained(fixed_rows, steps, noise=0.5).fixed_rows < 2.5 * fixed_rows
 
 
+def test_among_many_streams_noise_hardly_moves_the_estimate() -> None:
+    """8 streams with draft tokens: the rows of steps differ by ten, and so a few steps decide little."""
+    rng, costs = random.Random(5), DecodeCosts(STATED)
+    for number in range(4000):
+        rows = 8 + min(24, int(rng.expovariate(0.1)))
+        costs.learn(rows, 0.0006 * (5.0 + rows) * (1.0 + 0.5 * rng.random()))
+        assert number < 200 or 1.5 < costs.fixed_rows < 10.0
+
+
 def test_a_staircase_of_costs_is_learned_as_a_line_that_is_close_to_it() -> None:
     rng, costs = random.Random(5), DecodeCosts(STATED)
     for _ in range(100):

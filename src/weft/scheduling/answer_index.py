@@ -31,6 +31,9 @@ sequences have a match."""
 GENERATIONS = 8
 """A new generation begins when the newest one has 1/GENERATIONS of the tokens of its index. About as many are lost when
 the oldest one is dropped."""
+SMALLEST_GENERATION = 64
+"""The newest generation also has at least 1/SMALLEST_GENERATION of the tokens of all memory, so that a search looks into
+few generations."""
 MAX_WAITING_TOKENS = 1 << 16
 """The maximum number of tokens of finished answers that wait until they are indexed."""
 MAX_SALTS = 4096
@@ -52,7 +55,7 @@ class _Generation:
         self.tokens = array("i")
         self.places: dict[int, int] = {}
         """Hash of an n-gram -> the index in `tokens` after its last occurrence. Two n-grams may have the same hash, so
-        `find` compares the tokens."""
+        `AnswerIndex.find` compares the tokens."""
         self._first = 0
         """Index of the first token of the newest text."""
 
@@ -73,11 +76,6 @@ class _Generation:
 
     def end_text(self) -> None:
         self.tokens.append(END)
-
-    def find(self, last: bytes, length: int, key: int) -> int:
-        """The index after the last occurrence of `last`, or -1. `last` has `length` tokens, and their hash is `key`."""
-        index = self.places.get(key, -1)
-        return index if index >= 0 and self.tokens[index - length : index].tobytes() == last else -1
 
 
 class AnswerRates(dict[int, float]):
@@ -105,8 +103,10 @@ class AnswerIndex:
     def num_tokens(self) -> int:
         return sum(len(generation.tokens) for generation in self._generations)
 
-    def begin_text(self) -> None:
-        if not self._generations or len(self._generations[0].tokens) * GENERATIONS >= self.num_tokens:
+    def begin_text(self, least: int) -> None:
+        """Begins a new text; in a new generation if the newest one has enough tokens, and at least `least`."""
+        enough = max(least, self.num_tokens / GENERATIONS)
+        if not self._generations or len(self._generations[0].tokens) >= enough:
             self._generations.appendleft(_Generation())
         self._generations[0].begin_text()
 
@@ -126,9 +126,11 @@ class AnswerIndex:
             ngram = last[-size:]
             key = crc32(ngram, length)
             for generation in self._generations:
-                index = generation.find(ngram, length, key)
-                if index >= 0 and generation.tokens[index] != END:
-                    return length, generation.tokens, index
+                # Most look-ups end here, and each new token without a match makes them: no call.
+                if key in generation.places:
+                    tokens, index = generation.tokens, generation.places[key]
+                    if tokens[index - length : index].tobytes() == ngram and tokens[index] != END:
+                        return length, tokens, index
         return 0, array("i"), -1
 
     def drop_oldest(self) -> None:
@@ -214,7 +216,7 @@ class AnswerIndexes:
             return  # the index with its first tokens was dropped
         self._unlist(salt, index)
         if is_new:
-            index.begin_text()
+            index.begin_text(self._max_bytes // (SMALLEST_GENERATION * BYTES_PER_TOKEN))
         index.extend_text(piece, text.num_prompt_tokens)
         if text.num_indexed == len(text.tokens):
             index.end_text()

@@ -11,10 +11,10 @@ MEAN_WEIGHT = 1 / 16
 """Weight of a new step in the running mean. Each step is compared with that mean."""
 
 INITIAL_EVIDENCE = 16.0
-MAX_EVIDENCE = 256.0
-"""Evidence for the estimate: the sum, over all steps, of the squared difference between a step's rows and the mean. It
-starts at INITIAL_EVIDENCE and grows up to MAX_EVIDENCE. The more evidence there is, the less a new step changes
-the estimate."""
+EVIDENCE_STEPS = 32
+"""Evidence for the estimate: the sum, over about the last EVIDENCE_STEPS steps whose rows differ from the mean, of the
+squared difference. It is at least INITIAL_EVIDENCE. The more evidence there is, the less a new step changes the estimate.
+The limit is a number of steps, since rows differ by ten among 8 streams with draft tokens, and by one or two without."""
 
 MAX_CORRECTION = 0.25
 MAX_STEP_RATIO = 3.0
@@ -92,7 +92,7 @@ class DecodeCosts:
         weight = more_rows * more_rows
         if weight:
             per_row = self._mean_seconds / (self.fixed_rows + self._mean_rows)
-            self._evidence = min(self._evidence + weight, MAX_EVIDENCE)
+            self._evidence = max(self._evidence * (1 - 1 / EVIDENCE_STEPS) + weight, INITIAL_EVIDENCE)
             per_row += min(weight / self._evidence, MAX_CORRECTION) * (more_seconds / more_rows - per_row)
             # Limits `per_row`. Noise can make it negative: a step with more rows may have been faster.
             lowest, highest = (
