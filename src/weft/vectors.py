@@ -37,7 +37,7 @@ def check_dimensions(dimensions: int | None, spec: EmbeddingSpec) -> None:
 
 
 def shortened(vectors: Vectors, dimensions: int | None, spec: EmbeddingSpec) -> Vectors:
-    """The first `dimensions` numbers of each vector; None: all. If the model normalises, cut vectors are scaled to length 1."""
+    """The first `dimensions` numbers of each vector; None: all. If the model normalises, they are scaled to length 1."""
     if dimensions is None or dimensions == spec.dimensions:
         return vectors
     cut = np.ascontiguousarray(vectors[:, :dimensions])
