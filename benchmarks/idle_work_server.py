@@ -1,7 +1,7 @@
 """Idle work beside interactive requests over HTTP, with the default model or the noop backend.
 
-A server process with the real engine answers streamed requests. The idle work is made of requests that the server sends
-to itself, as it does for lines of batches.
+A server in this process, with an engine process, answers streamed requests. The idle work is made of requests that the
+server sends to itself, as it does for lines of batches.
 """
 
 from __future__ import annotations

@@ -22,8 +22,6 @@ CLEAR_SHARE = 0.8
 """The fraction of requests with a template that only short or only long answers have. The others share a third one."""
 PROMPT = (16, 256)
 MAX_TOKENS = 1024
-RETRY_SECONDS = 0.05
-"""Not used: a refused job tries again after the wait that it was given (`Door`)."""
 
 
 @dataclass

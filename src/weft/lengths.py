@@ -24,7 +24,7 @@ _PARENT_WEIGHT = 4.0
 """In the mix, the next more general context counts as this many answers."""
 MAX_CONTEXTS = 4096
 """Maximum number of contexts. Each takes about 1 KiB. Beyond it, the owner without an answer for the longest time loses
-its least recently used context."""
+its oldest context."""
 _MAX_OF_ONE_OWNER = MAX_CONTEXTS // 4
 _GROWTH = 2 ** (1 / HALF_LIFE)
 _LARGEST_WEIGHT = 1e9

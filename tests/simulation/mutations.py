@@ -292,7 +292,7 @@ MUTATIONS = (
     ),
     Mutation(
         "answer ends at its expected length",
-        f"{SCHEDULER}._take_token",
+        f"{TOKENS}._take_token",
         "length >= sequence.limit",
         "length - sequence.prompt_length >= sequence.expected_tokens",
     ),

@@ -245,7 +245,7 @@ class ServingEngine:
         return finished
 
     def drop_deadline(self, request_id: RequestId) -> bool:
-        """Removes the deadline of a request: from now on its caller must cancel it. Returns False if it had ended already."""
+        """Removes the deadline of a request: from now on the caller must cancel it. Returns False if it had ended before."""
         with self._lock:
             return self.scheduler.drop_deadline(request_id)
 

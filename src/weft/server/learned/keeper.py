@@ -147,8 +147,8 @@ class LearnedKeeper:
 
 
 def name_of(settings: ServerSettings, info: BackendInfo) -> str:
-    """A name for the model and the machine that costs belong to. Two models of equal size may have the same name: costs
-    are a hint, and are measured again."""
+    """A name for the model and the machine that costs belong to. It has the path of the model, its size and its options. So
+    another file at the same path may get these costs: they are a hint, and are measured again."""
     machine = info.device or _processor()
     options = {"model": settings.model, **settings.backend_options}
     options.pop("core_lease", None)  # a descriptor of this process
