@@ -127,7 +127,7 @@ def _open_vector_model(
 def _log_of_model(
     log: Callable[..., object], model: str, name: str, message: str, level: str = "info", **fields: Any
 ) -> None:
-    """Logs an event of an engine besides that of MODEL, with the name of its model."""
+    """Logs an event of an engine of another model than MODEL, with the name of that model."""
     log(name, f"{model}: {message}", level, model=model, **fields)
 
 
@@ -250,14 +250,14 @@ class _ServerRun:
         return found
 
     async def _bind(self) -> None:
-        """Binds the addresses: the main one, and that for Ollama's clients if it is set."""
+        """Binds the addresses: the main one, and the one for Ollama's clients if `ollama_port` is set."""
         settings = self._settings
         await self._listener.bind(settings.port, "--host and --port")
         if settings.ollama_port is not None:
             await self._listener.bind(settings.ollama_port, "--host and --ollama-port")
 
     async def _listen(self, app: ServerApp, tasks: list[asyncio.Task[None]]) -> None:
-        """Serves until a signal arrives. Adds to `tasks` those that run as long as the server."""
+        """Serves until a signal arrives. Adds to `tasks` the tasks that run as long as the server."""
         settings = self._settings
         asgi = app.asgi()
         _tune_garbage_collection()

@@ -53,7 +53,7 @@ class Record:
     model: str | None = None
     """The model name in the request."""
     vector_model: str | None = None
-    """The model that makes its vectors or scores."""
+    """The model that makes the vectors or scores of the request."""
     active: ActiveRequest | None = None
     """The active request. `Traces` needs its times."""
     num_inputs: int = 0

@@ -440,7 +440,7 @@ class _MirroredCounter:
 
 
 class _MirroredBuckets:
-    """A histogram that follows one of the engine process. It keeps its counts when the process restarts."""
+    """A histogram that follows a histogram of the engine process. It keeps its counts when the process restarts."""
 
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets

@@ -258,8 +258,8 @@ def _phases(active: ActiveRequest, ended: float) -> Iterator[Span]:
 def _phases_of_answer(
     result: GenerationResult, queued_at: float, attributes: dict[str, Attribute]
 ) -> Iterator[Span]:
-    """Queue until the first admission, prefill until the first token, decode until the end. Preemptions are children of
-    the phase in which they began."""
+    """The spans of an answer: queue until the first admission, prefill until the first token, decode until the end.
+    Preemptions are children of the phase in which they began."""
     preempted = result.preempted_times
     admitted = result.waiting_time - sum(one.ended - one.began for one in preempted)
     end, first = result.total_time, result.time_to_first_token

@@ -1,4 +1,5 @@
-"""The routes of operators: list and cancel the active requests. `Guard` has checked the admin key."""
+"""The routes of operators: list and cancel active requests, show and delete what was learned. `Guard` has checked the
+admin key."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class OtherRoutes(Protocol):
 
     @property
     def OPERATIONS(self) -> Mapping[tuple[str, str], Operation]:
-        """Their part of the OpenAPI document, by method and path."""
+        """The part of the OpenAPI document for these routes, by method and path."""
         ...
 
     def routes(self, services: Services) -> Sequence[Route]: ...

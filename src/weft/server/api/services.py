@@ -1,4 +1,4 @@
-"""What the routes and formats of an API may use of the server."""
+"""The parts of the server that the routes and formats of an API may use."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Services(Protocol):
 
 @dataclass(frozen=True)
 class Caller:
-    """The server, and who sent a request to it."""
+    """The server, and the key, the id and the body of a request to it."""
 
     services: Services
     key: ApiKey | None

@@ -18,7 +18,7 @@ from weft.server.state.store_loop import POLL_SECONDS, StoreLoop
 _KEPT_SECONDS = 30 * 86400.0
 """The row of a batch that has ended is deleted this long after the batch was made. Its files are kept."""
 _RETRY_SECONDS = 2.0
-"""Delay before a batch continues that was stopped by a full disk or by an error in the code."""
+"""Delay before a batch continues, after a full disk or an error in the code has stopped it."""
 _MAX_BYTES = 32 << 20
 """Limit for the bytes of all lines in flight."""
 

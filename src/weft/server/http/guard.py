@@ -126,8 +126,8 @@ class Guard:
         )
 
     def _cors_headers(self, scope: Scope) -> dict[str, str]:
-        """CORS headers for errors of the guard, so that an allowed page can read them. Other responses get theirs from
-        the CORS middleware."""
+        """CORS headers for errors of the guard, so that an allowed page can read them. Other responses get these headers
+        from the CORS middleware."""
         origin = dict(scope["headers"]).get(b"origin", b"").decode("latin-1")
         is_allowed = bool(origin) and (origin in self._origins or "*" in self._origins)
         return {"access-control-allow-origin": origin, "vary": "Origin"} if is_allowed else {}

@@ -52,7 +52,7 @@ class Listener:
         self._servers.append(server)
 
     async def accept(self, apps: Sequence[ASGIApp], new_id: Callable[[], str] | None = None) -> list[int]:
-        """Accepts connections. Those of the socket with index i go to apps[i]. Returns the port of each socket. `new_id`
+        """Accepts connections. Connections of socket i go to apps[i]. Returns the port of each socket. `new_id`
         makes the ids of requests that are refused before they reach an app."""
         self._new_id = new_id
         self._configs = [self._config(app) for app in apps]

@@ -93,7 +93,7 @@ class LearnedKeeper:
         content, now = msgspec.json.encode(costs), self.store.wall_clock()
 
         def write(connection: Any) -> None:
-            if self.store.is_primary:  # two servers with one folder must not overwrite each other's
+            if self.store.is_primary:  # two servers with one folder must not overwrite each other's rows
                 table.put(connection, table.COSTS, name, content, now)
 
         await self._in_store(write)

@@ -89,7 +89,7 @@ class StoreIndexes:
 
     async def passages_added(self, number: int, count: int) -> None:
         """Call after a file with `count` passages was added to the store with this number. Updates and merges the index
-        meanwhile; otherwise the first search would have to load all vectors."""
+        after every few thousand passages; otherwise the first search would have to load all vectors."""
         from weft.memory.vector_index import MAX_EXACT
 
         self._num_added[number] += count

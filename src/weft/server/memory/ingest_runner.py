@@ -33,7 +33,7 @@ class IngestRunner(StoreLoop):
         log: Callable[..., object],
         is_draining: Callable[[], bool],
     ) -> None:
-        """`ingest` returns None while the server has no embedding model. Files wait until then."""
+        """`ingest` returns None while the server has no embedding model. Files wait meanwhile."""
         super().__init__(store, log, is_draining)
         self._indexes = indexes
         self._ingest = ingest

@@ -25,7 +25,7 @@ class Chat {
   constructor(root, api) {
     this._api = api;
     this._conversation = newConversation();
-    this._runs = new Map(); // id of a conversation -> {conversation, control, nodes}
+    this._runs = new Map(); // id of a conversation -> {conversation, control, nodes, savedAt, isDue}
     this._deleted = new Set();
     this._store = new ConversationStore({ onChange: () => this._showList(),
       onDelete: (title) => toast(`The oldest chat was deleted, because there is no more room: ${title}`) });

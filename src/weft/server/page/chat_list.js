@@ -1,4 +1,4 @@
-// The list of conversations: open, rename, delete. It keeps no data: the store does.
+// The list of conversations: open, rename, delete. The list keeps no data: `ConversationStore` does.
 
 import { button, make } from "./dom.js";
 

@@ -271,7 +271,7 @@ class Paragraph {
     return true;
   }
 
-  /** Makes the last line of the paragraph the head of a table, if it has one cell for each of `aligned`. Returns whether it has. */
+  /** Makes the last line of the paragraph the head of a table, if it has one cell for each of `aligned`. Returns whether it did. */
   _beginTable(aligned) {
     const { page, element } = this._blocks;
     const { text } = this._leaf;

@@ -3,7 +3,7 @@
 // node: {id, parent, role: "user" | "assistant" | "tool", ...}
 //   user       text
 //   assistant  text, thoughts, calls [{id, type, name, text}], tokens, state: "running" | "done" | "stopped" | "failed",
-//              finish, error, usage, times, request (what was asked for besides messages), system
+//              finish, error, usage, times, request (its fields besides messages), system
 //   tool       results [{id, text}]
 
 const MAX_TITLE = 60;

@@ -59,7 +59,7 @@ export function addCounts(sum, counts) {
   return sum;
 }
 
-/** The quantile `share` of counts by bucket, in seconds: the middle of a bucket. Null without counts. */
+/** The quantile `share` (0 to 1) of counts by bucket, in seconds: the middle of its bucket. Null without counts. */
 export function quantile(counts, share, [first, growth]) {
   let total = 0;
   for (const count of counts.values()) total += count;

@@ -13,7 +13,7 @@ export function pauseAfter(failures, wanted) {
 
 export class LiveSource {
   /** `onFrame(frame)`; `onState(name, detail)`: "connecting", "open", "waiting" (with the seconds and the error), "stopped",
-   *  "refused" (with the error: only the user can go on). */
+   *  "refused" (with the error: the page does not try again). */
   constructor(api, { onFrame, onState }) {
     this._api = api;
     this._onFrame = onFrame;

@@ -48,7 +48,7 @@ def add(connection: Connection, store: int, file: int, passages: Sequence[Passag
 
 
 def load(connection: Connection, store: int, files: Sequence[int], count: int) -> tuple[Loaded, int]:
-    """The passages of the first files, until there are `count`; and how many files these are."""
+    """The passages of the first files, as many files as `count` passages need. Also returns the number of these files."""
     rows: list[tuple[int, int]] = []
     num_files = 0
     while num_files < len(files) and len(rows) < count:

@@ -70,7 +70,7 @@ class Store:
     """Owns the connection and its thread. Belongs to one event loop.
 
     The file is opened at the first use, so that a start does not wait for it. Several servers may share a folder: their
-    transactions exclude each other. Only the first one `is_primary`; it runs batches.
+    transactions exclude each other. Only one of them is the primary server (`is_primary`); it runs batches.
     """
 
     def __init__(self, folder: Path, log: LogEvent, wall_clock: Callable[[], float] = time.time) -> None:
