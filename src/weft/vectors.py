@@ -1,4 +1,4 @@
-"""Arrays of vectors: checks and cuts of their dimensions."""
+"""Arrays of vectors. Checks the `dimensions` of a request, and shortens vectors to that many numbers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def check_dimensions(dimensions: int | None, spec: EmbeddingSpec) -> None:
 
 
 def shortened(vectors: Vectors, dimensions: int | None, spec: EmbeddingSpec) -> Vectors:
-    """The first `dimensions` numbers of each vector; None: all. If the model normalises, they are scaled to length 1."""
+    """The first `dimensions` numbers of each vector; None: all of them. If the model normalises, the shortened vectors are
+    scaled to length 1."""
     if dimensions is None or dimensions == spec.dimensions:
         return vectors
     cut = np.ascontiguousarray(vectors[:, :dimensions])
