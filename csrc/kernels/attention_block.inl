@@ -11,7 +11,7 @@ struct Statistics {
 // A group of queries of a task, with all their heads, and the scratch memory to compute them.
 struct QueryBlock {
   const AttendTask& task;
-  Prefetcher* prefetcher;   // gets the number of cache lines before they are read; may be null
+  Prefetcher* prefetcher;   // is called with the number of cache lines about to be read, and prefetches later lines meanwhile; may be null
   int64_t first_query, rows;
   int64_t width;            // head size rounded up to whole vectors and units
   float* scores;            // [tile_rows, score_stride]: scores of the current tile and segment, later weights * value scales
@@ -75,8 +75,8 @@ struct QueryBlock {
   int64_t last_segment(int64_t query) const { return position(query) / segment_keys; }
   int64_t position(int64_t query) const { return task.first_position + first_query + query; }
   Span seen_by_query(int64_t query, int64_t segment) const { return seen_from(task, position(query), segment); }
-  // A later query never sees an earlier first position or an earlier end. So the first query decides where the span
-  // begins, and the last query where it ends.
+  // The union of the spans of all queries. Both ends of a span grow with the query's position. So the union begins with
+  // the first query's span and ends with the last one's.
   Span seen_by_any(int64_t segment) const {
     return {seen_by_query(0, segment).first, seen_by_query(rows / task.group - 1, segment).end};
   }

@@ -134,10 +134,11 @@ void write_cache(const float* key, const float* value, const CachedHead& head, i
 
 // --- out of the cache --------------------------------------------------------------------------------------------------------------------
 
-// Unpacks three vectors of elements into four vectors of codes. The three are `distance` elements apart.
 struct Codes {
   vec::CodePairs of[codes_of_unit];
 };
+
+// Unpacks three vectors of elements into four vectors of codes. The three are `distance` elements apart.
 template <typename Lanes>
 inline Codes unpacked(const uint16_t* elements, int64_t distance, Lanes n) {
   const vec::CodePairs a = vec::in_register(vec::load_elements(elements, n)), b = vec::in_register(vec::load_elements(elements + distance, n));

@@ -34,8 +34,8 @@ inline uint16_t float_to_half(float value) {
   const uint32_t magnitude = bits & 0x7fffffff;
   if (magnitude > 0x7f800000) return sign | 0x7e00;    // NaN
   if (magnitude >= 0x477ff000) return sign | 0x7c00;   // 65520 or more: infinity
-  // Below 2^-14 the result is subnormal: a multiple of 2^-24, the unit of the last place of floats from 0.5 to 1. So
-  // adding 0.5 rounds to it.
+  // Below 2^-14 the result is subnormal: a multiple of 2^-24. Floats from 0.5 to 1 have this spacing, so adding 0.5
+  // rounds to such a multiple. Subtracting the bits of 0.5 leaves the multiple.
   if (magnitude < 0x38800000)
     return sign | static_cast<uint16_t>(bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3f000000);
   return sign | static_cast<uint16_t>((magnitude + 0xfff + (magnitude >> 13 & 1) - 0x38000000) >> 13);

@@ -119,7 +119,8 @@ class RowGrammars:
             try:
                 matcher = self._compiler.compile(grammar).deep_copy()
             except InvalidRequestError as error:
-                # The grammar compiled when the request was submitted, but the compiler's cache no longer has it.
+                # Rare: the grammar was valid at submission, then left the compiler's cache, and compiling it again
+                # failed.
                 self._fail(row, str(error))
                 continue
             matcher.consume_tokens(list(generated))

@@ -80,7 +80,8 @@ def chat_command(
 
 
 def _recall(name: str, url: str, api_key: str | None) -> Recall:
-    """Searches a vector store of a server. Raises WeftError if there is none with this name."""
+    """Returns a function that searches the vector store `name` of a server. Raises WeftError if the server has no such
+    store."""
     from weft.cli.memory_command import MemoryClient
 
     client = MemoryClient(url, api_key)

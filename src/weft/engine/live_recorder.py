@@ -98,7 +98,7 @@ class LiveRecorder:
         )
 
     def _block_states(self) -> tuple[int, str]:
-        """The index of the next block to show, and the states from there on."""
+        """The index of the next block to show, and the states of up to `_blocks_per_frame` blocks from there on."""
         kv_cache = self._scheduler.kv_cache
         first_stored = kv_cache.pool.num_blocks
         num_blocks = first_stored + kv_cache.store.num_blocks

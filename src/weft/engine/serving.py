@@ -223,7 +223,8 @@ class ServingEngine:
                     is_over = output.is_final
                     yield output
         finally:
-            if not is_over:  # else a new request may have this id
+            # A request that is over may have given its id to a new one, which must not be cancelled.
+            if not is_over:
                 self.cancel(request_id)
 
     def cancel(self, request_id: RequestId, reason: str | None = None) -> bool:

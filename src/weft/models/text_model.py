@@ -76,6 +76,8 @@ class TextModel:
     def forward(self, step: TextIndices) -> Any:
         ops, config, pooling = self._ops, self._body.config, self.spec.pooling
         prepared = ops.prepare_texts(step, config.attention, config.patterns)
+        # `cls` and `last` pick one token per text. The model picks it in its last layer, and skips the other tokens from
+        # there on. A mean needs all tokens.
         select = None if pooling == "mean" else (lambda rows: ops.pool(prepared, rows, pooling))
         if isinstance(self._body, Decoder):
 

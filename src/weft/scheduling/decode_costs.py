@@ -103,7 +103,7 @@ class DecodeCosts:
         self._mean_seconds += MEAN_WEIGHT * more_seconds
 
     def learn_gap(self, seconds: float) -> None:
-        """Updates the mean gap. `seconds`: from the end of a step to the start of the next, if the next step was not
-        planned ahead."""
+        """Updates the mean gap: the seconds from the end of a step to the start of the next. Called only if the next
+        step was not planned ahead."""
         seconds = min(max(seconds, 0.0), MAX_GAP_COST / GAP_FACTOR * self._mean_seconds)
         self._mean_gap += MEAN_WEIGHT * (seconds - self._mean_gap) if self._mean_gap else seconds

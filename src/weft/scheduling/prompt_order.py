@@ -80,8 +80,9 @@ class StepSize:
         return max(0, room)
 
     def _affordable(self, builder: PlanBuilder, start: int, remaining: int) -> int:
-        """How many tokens the time target allows. The first prompt of a step gets at least a block, so that prompts
-        always progress. A later prompt gets at least a block or nothing: less is not worth an entry."""
+        """How many tokens the time target allows. The first prompt of a step gets at least a KV block, so that prompts
+        always progress. Later prompts, and idle work beside interactive sequences, get at least a block or all that
+        remains. Otherwise they get nothing."""
         if not self._is_timed(builder):
             return builder.budget.for_prefill
         tokens = self._cost_model.affordable_tokens(start, builder.budget.prefill_seconds)

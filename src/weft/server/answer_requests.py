@@ -170,7 +170,9 @@ class AnswerRequests:
                 )
                 await prepared.writer.start(caller)
                 names = answer_format.field_names(api_request)
-                active.choices.submit_later(partial(self._search, prepare, prepared, active, caller, names))
+                active.choices.submit_later(
+                    partial(self._search_and_submit, prepare, prepared, active, caller, names)
+                )
                 return prepared, None
             prepared = await prepare()
             if not prepared.is_streamed:
@@ -230,7 +232,7 @@ class AnswerRequests:
         await writer.finish(caller, choices)
         self._answers.put(choices.transcript)
 
-    async def _search(
+    async def _search_and_submit(
         self,
         prepare: Callable[..., Awaitable[Prepared]],
         begun: Prepared,
@@ -238,7 +240,8 @@ class AnswerRequests:
         caller: Caller,
         names: Mapping[str, str],
     ) -> None:
-        """Prepares and submits a request whose stream has begun."""
+        """Runs the file search of a streamed request, then submits it. `prepare` searches; `begun` has the writer, which
+        has started the stream."""
         with renamed_fields(names):
             async with active.until_deadline():
                 prepared = await prepare(writer=begun.writer)

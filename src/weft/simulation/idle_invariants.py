@@ -86,10 +86,9 @@ def _plan_without(idle: set[RequestId], scheduler: ContinuousBatchScheduler) -> 
     other = copy.deepcopy(scheduler, {id(value): value for value in shared})
     for queue, copied in ((scheduler.queue, other.queue), (scheduler.idle_queue, other.idle_queue)):
         for item, twin in zip(queue._heap, copied._heap, strict=True):
+            # deepcopy copies a NamedTuple in a cycle twice; the sequence must refer to the one in the heap.
             if item.sequence.queue_item is item:
-                twin.sequence.queue_item = (
-                    twin  # deepcopy makes two copies of a tuple that is part of a cycle
-                )
+                twin.sequence.queue_item = twin
     # The memory of an idle request that ends in a step in flight is free only after that step, as for every request.
     other._expire()
     table, now = other._sequence_table, other._clock()

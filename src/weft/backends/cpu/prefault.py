@@ -51,7 +51,8 @@ class Prefaulter:
     """
 
     def __init__(self, rows: np.ndarray, ahead_bytes: int, faulter: PageFaulter | None = None) -> None:
-        """Keeps `ahead_bytes` prefaulted after the used rows. No other thread may write there meanwhile."""
+        """`ahead_bytes`: bytes to keep prefaulted after the used rows. Nothing else may write to a page while it is being
+        prefaulted."""
         self._bytes = rows.reshape(-1).view(np.uint8)
         self._address = self._bytes.ctypes.data
         self._row_bytes = self._bytes.size // len(rows)

@@ -141,9 +141,8 @@ class StepThread:
         self._waited = 0.0
         self._running = None
         self._unreported = step, outcome
-        is_last = (
-            self._steps.empty() or not self._end.alive
-        )  # after `close`, the next item may be the end marker
+        # After `close`, the queue may contain only the end marker. Then no later step would report this one.
+        is_last = self._steps.empty() or not self._end.alive
         if self._lease is not None:
             self._lease.end_step()
         if is_last:

@@ -211,7 +211,7 @@ class LateAnswer(RemoteAnswer):
     _early: array[int] | None = None
     """The tokens of the sequence. None: no earlier token is left to read."""
     _num_early = 0
-    """How many of `_early` the sequence had when this answer joined it."""
+    """The length of `_early` when this answer joined. The array may grow later."""
     _next_early = 0
 
     def catch_up(self, tokens: array[int]) -> None:

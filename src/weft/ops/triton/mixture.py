@@ -243,6 +243,7 @@ class MixtureProduct:
         )
 
     def _tile(self, tokens: int, inputs: int) -> Tile:
-        """The tile for the average number of tokens per expert. Every tile gives the same sums."""
+        """The tile for the average number of tokens per expert. The choice does not change results: every tile
+        gives the same sums."""
         count, _, _, per_token, _ = self._space.sizes
         return small_tile(min(64, ceil_divide(tokens * per_token, count)), inputs)

@@ -95,4 +95,5 @@ class SwapSlots:
         return taken
 
     def is_guarded(self, block: int) -> bool:
+        """Whether a swap in flight copies this block."""
         return block in self._block_guards

@@ -134,8 +134,9 @@ class FairGate:
         engine starts. `max_tokens` is the capacity of the KV cache."""
         accounts = {key.name: _Account(key.weight) for key in keys}
         self._accounts = accounts if len(accounts) > 1 else {}
-        # Answers that began together end at about the same time. Without a reserve, another key would wait until then.
         self._max_running = max_running
+        # Without a reserve, one key can take all places. Answers that began together end at about the same time, so
+        # other keys would wait until then.
         self._max_unreserved = (
             max_running - (max_running + _SLOTS_PER_RESERVED_SLOT // 2) // _SLOTS_PER_RESERVED_SLOT
         )

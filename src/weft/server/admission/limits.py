@@ -8,8 +8,8 @@ from weft.server.errors import ApiError
 
 _SECONDS = 60.0
 _MAX_OWN_PER_FREE = 4
-"""With several keys, a key may have at most this many requests for each free place. So a key that sends very many requests
-leaves a fifth of all places to the other keys."""
+"""With several keys, a key may have at most this many requests per place that is still free. So a key that sends very many
+requests leaves a fifth of all places to the other keys."""
 
 
 def places_needed(num_own: int, num_free: int, num_keys: int) -> int:

@@ -23,7 +23,7 @@ _PIECE_LINES = 256
 _PIECE_BYTES = 256 << 10
 """The input is read in pieces, which take about a millisecond to check. A piece ends after this many lines, or with the
 line that reaches this many bytes."""
-_REFUSED = {
+_FORBIDDEN = {
     "stream": "the results of a batch are in a file; leave stream out",
     "background": "a batch runs in the background already; leave background out",
 }
@@ -107,7 +107,7 @@ def _check(index: int, raw: bytes | InvalidRequestError, endpoint: str) -> Line 
         return _wrong(index, None, "line_too_long", str(raw))
     try:
         request = _requests.decode(raw)
-        refused = _bodies.decode(request.body)
+        forbidden = _bodies.decode(request.body)
     except msgspec.ValidationError as error:
         return _wrong(index, _custom_id(raw), "invalid_line", f"{error}; {_FORM}")
     except RecursionError:
@@ -124,8 +124,9 @@ def _check(index: int, raw: bytes | InvalidRequestError, endpoint: str) -> Line 
     if request.url != endpoint:
         message = f"url is {request.url!r:.80}; allowed: {endpoint}, the endpoint of the batch"
         return _wrong(index, custom_id, "mismatched_url", message, "url")
-    for name, why in _REFUSED.items():
-        if getattr(refused, name) not in (None, False):
+    # `false` and `null` are allowed: they ask for nothing.
+    for name, why in _FORBIDDEN.items():
+        if getattr(forbidden, name) not in (None, False):
             return _wrong(index, custom_id, "unsupported", why, f"body.{name}")
     return Line(index, custom_id, bytes(request.body))
 

@@ -75,6 +75,7 @@ class Chat {
 
   // --- conversations ---
 
+  /** Shows the conversation that was open before a reload. Not if the user has begun another one meanwhile. */
   async _reopen(id) {
     const found = await this._read(id);
     if (!found || path(this._conversation).length) return;

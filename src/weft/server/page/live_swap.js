@@ -5,8 +5,8 @@ import { palette, setAttribute, setText, Surface } from "./live_canvas.js";
 import { grid } from "./live_cells.js";
 import { plural, shortId, whole } from "./live_numbers.js";
 
-/** The requests with blocks in the swap space: [{id, first, end}] with slots counted from zero. Frames say how many slots a
- *  request has, not which ones. */
+/** The requests with blocks in the swap space: [{id, first, end}] with slots counted from zero. Frames say only how many
+ *  slots a request has, so the positions are assigned in request order. */
 export function slotsOf({ requests, swap_blocks_used: used }) {
   const found = [];
   let first = 0;
