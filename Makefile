@@ -71,7 +71,8 @@ BY_NUMBERS := engine/test_llm.py engine/test_llm_vectors.py parity/test_native_p
 	parity/test_blocks_in_flow.py parity/test_text_models.py triton/test_interpreter.py \
 	triton/test_gpu_attention.py::$(SAME_BITS) triton/test_tiers_attention.py::$(SAME_BITS)
 # Skipped without AVX, where the real model takes six minutes.
-REAL_MODEL := engine/test_real_model.py engine/test_real_model_drafts.py engine/test_real_model_predictions.py
+REAL_MODEL := engine/test_real_model.py engine/test_real_model_drafts.py engine/test_real_model_learned.py \
+	engine/test_real_model_predictions.py
 BY_CORES_AND_SIGNALS := engine/test_cpu_company.py engine/test_commands.py engine/test_engine_client.py engine/test_serving.py \
 	engine/test_wire_steps.py unit/test_cli.py unit/test_batch_lines.py unit/test_step_thread.py
 ONE_CORE = $$($(BIN)/python -c 'import os; print(min(os.sched_getaffinity(0)))')

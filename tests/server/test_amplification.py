@@ -356,8 +356,9 @@ def test_every_list_has_a_limit_and_the_error_has_both_numbers(
 
 LIMITED_OTHERWISE = {"prompt", "context", "tokens", "guided_choice"}
 """Lists with a limit that is no number of entries: the number of answers, the context, the length of a grammar."""
-LIMITED_BY_ROUTE = {"text_1", "text_2", "file_ids", "files", "query"}
-"""Lists whose route checks their length: see the bad bodies of test_embeddings.py and test_vector_stores.py."""
+LIMITED_BY_ROUTE = {"text_1", "text_2", "file_ids", "files", "labels", "query"}
+"""Lists whose route checks their length: see the bad bodies of test_embeddings.py, test_vector_stores.py and
+test_feedback.py."""
 
 
 def lists_of(kind: Any) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import gc
+import heapq
 import json
 import os
 import signal
@@ -96,6 +97,11 @@ async def kept(model_path: Path) -> tuple[int, Counter[str], int]:
     """How many memory blocks and objects of each type are kept after requests of every kind; and their number."""
 
     def count() -> tuple[int, Counter[str]]:
+        # An event loop removes cancelled timers only when there are many of them.
+        loop: Any = asyncio.get_running_loop()
+        loop._scheduled = [timer for timer in loop._scheduled if not timer.cancelled()]
+        heapq.heapify(loop._scheduled)
+        loop._timer_cancelled_count = 0
         gc.collect()
         return sys.getallocatedblocks(), Counter(type(one).__name__ for one in gc.get_objects())
 

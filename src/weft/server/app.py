@@ -268,9 +268,10 @@ class ServerApp:
         """Seconds after which a client that is refused now should retry."""
         if self.engine.state is not EngineState.READY:
             return self.engine.seconds_until_ready
-        seconds = self.active_requests.seconds_until_free()
-        # A server that drains has usually been replaced by another one after the drain time.
-        return max(seconds, self.settings.drain_seconds) if self.is_draining else seconds
+        if self.is_draining:
+            # Usually another server has replaced this one after the drain time, so its places do not matter.
+            return self.settings.drain_seconds
+        return self.active_requests.seconds_until_free()
 
     def check_model(self, name: str | None) -> None:
         self.models.check(name, "generate")
