@@ -18,7 +18,7 @@ from weft.request import (
     TokenLogprobs,
     TokenOutput,
 )
-from weft.scheduling.answer_index import LENGTHS, PROMPT_TOKENS
+from weft.scheduling.answer_index import END, LENGTHS, PROMPT_TOKENS, RESUMED_LENGTHS
 from weft.scheduling.policy import PATIENCE
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
@@ -146,10 +146,14 @@ class PlanChecker:
 
     def _continues_an_answer(self, sequence: Sequence, drafts: Listing[int]) -> bool:
         """Whether the tokens of the match, followed by the draft tokens, occur in a completed sequence with the same
-        salt."""
+        salt. A match that was resumed is in the answer that had the mismatch."""
         proposer = sequence.draft_proposer
         if proposer is None or not proposer.is_learned:
             return False
+        if proposer.match_length in RESUMED_LENGTHS:
+            assert proposer._left is not None
+            if END in proposer._left[proposer._left_at : proposer._first]:
+                return False
         text = [*sequence.tokens[len(sequence.tokens) - proposer.match_length :], *drafts]
         return any(
             answer.tokens[index : index + len(text)] == text
