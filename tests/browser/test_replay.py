@@ -223,8 +223,8 @@ def test_a_cut_log_says_so_and_shows_the_frames_before(
     cut.write_bytes(content[: len(content) // 2])
     with shown(cut) as server:
         page = open_page(server)
-        expect_frame(page, server, 0)
         wait_for(lambda: info(server)["problem"])
+        expect_frame(page, server, 0)
         expect(page.locator(".live-notice")).to_have_text(info(server)["problem"])
         last = info(server)["num_frames"] - 1
         page.locator(".replay-bar button").first.focus()

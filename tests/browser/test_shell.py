@@ -64,6 +64,7 @@ def test_the_first_tab_stop_skips_the_header_and_keeps_the_view(
     open_page: OpenPage, noop_server: Server
 ) -> None:
     page = open_page(noop_server, "/#live")
+    expect(page.get_by_role("tab", name="Live")).to_have_attribute("aria-selected", "true")
     page.keyboard.press("Tab")
     expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
     page.keyboard.press("Enter")
