@@ -56,6 +56,7 @@ inline PerBlock largest_of_blocks(const float* lane_maxima) {
   return larger_of_two(larger_of_two(two_blocks(0), two_blocks(1)), larger_of_two(two_blocks(2), two_blocks(3)));
 }
 
+// Replaces the value of one block by the largest of its lane maxima.
 inline PerBlock with_block(PerBlock all, int block, const float* lane_maxima) {
   const PerBlock twice = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(lane_maxima)), pairs = larger_of_two(twice, twice);
   const __m256i is_block = _mm256_cmpeq_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(block));

@@ -149,9 +149,7 @@ inline void convert_value(const StoreLayer& store, const uint8_t* from, float* o
   }
 }
 
-// Tiles are copied if the KV block size is not a multiple of the tile. Tiles of the store are also copied if bytes are
-// slow to read and several row tiles read them. So are its tiles of values if a head is not a multiple of the vector.
-// Codes keep their values, so sums have the same bits as without a copy.
+// Copies tiles of the store, converted to floats. The conversion is exact, so sums have the same bits as without a copy.
 inline void copy_from_store(const QueryBlock& block, int64_t start, TierTiles& tier) {
   const AttendTask& task = block.task;
   const int64_t size = task.cache.head_size;
@@ -201,6 +199,9 @@ inline void copy_from_cache(const QueryBlock& block, int64_t start, TierTiles& t
   });
 }
 
+// Finds the tiles of a tier in one segment, or copies them to scratch memory. Tiles are copied if the KV block size is
+// not a multiple of the tile. Tiles of the store are also copied if bytes are slow to read and several row tiles read
+// them. So are its tiles of values if a head is not a multiple of the vector.
 inline void find_tiles(const QueryBlock& block, int64_t segment, TierTiles& tier) {
   const AttendTask& task = block.task;
   const int64_t size = task.cache.head_size, features_per_element = tier.is_stored && task.store.bits == 4 ? Keys<Nibbles>::features : 1;

@@ -55,7 +55,7 @@ constexpr bool goes_in_pairs(int rows) {
 #if defined(WEFT_PAIRS)
   return layout == Layout::w4 && rows >= 6;
 #else
-  return rows < 0;
+  return rows < 0;   // always false
 #endif
 }
 
@@ -305,8 +305,8 @@ WEFT_IN_ONE_FUNCTION void multiply_floats_of_strip(const LinearTask& task, int64
   finish(task, multiply_floats<layout, rows>(task, first_row, strip), first_row, first_output);
 }
 
-// If the rows do not fit into registers, they are computed in two portions. Each strip of weights is multiplied with both
-// portions before the next strip, so it is read from memory once.
+// Multiplies `rows` rows by the strips. If the rows do not fit into registers, they are computed in two portions. Each
+// strip is multiplied by both portions before the next strip, so it is read from memory once.
 template <Layout layout, int rows>
 void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_strip, int64_t end_strip) {
   const int64_t bytes = strip_bytes(layout, task.weight->inputs);
