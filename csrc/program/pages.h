@@ -14,8 +14,8 @@ namespace weft {
 void prefault_pages(Pool& pool, uint8_t* begin, uint8_t* end);
 
 // Faults the offered pages in on the calling thread, unless another thread has taken the offer. No thread may write to
-// them during the call. Only one thread does this while the others compute: two threads at once need 1.5 times as long per
-// page.
+// them during the call. Only one thread does this while the others compute: two threads at once need 1.5 times as long
+// per page.
 void prefault_offered_pages(Pool& pool);
 
 }  // namespace weft

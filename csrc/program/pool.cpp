@@ -69,8 +69,8 @@ void Pool::run_shared(int64_t items, Work work, void* context) {
   // items.
   untaken_.store(items);
   if (sleeping_.load() > 0) {
-    // A worker that has just found no items holds the mutex until it sleeps. Without the lock, the notification could
-    // come between the two and be lost.
+    // A worker holds the mutex from its check for items until it sleeps. Taking the mutex here ensures that the
+    // notification does not come in between, where it would be lost.
     { std::lock_guard<std::mutex> lock(workers_->mutex); }
     workers_->wake.notify_all();
   }

@@ -181,7 +181,10 @@ def _gemma3(fields: Fields, max_context: int | None) -> ModelConfig:
 
 
 def _gemma_embedding(fields: Fields, max_context: int | None) -> ModelConfig:
-    """Gemma 3 with attention in both directions. The window reaches half its size to each side."""
+    """The configuration of EmbeddingGemma: Gemma 3 with attention in both directions.
+
+    Its window reaches half its size to each side.
+    """
     sizes = _windows(fields, lambda layer: (layer + 1) % 6 != 0, default=512)
     config = _gemma3_with(
         fields, max_context, tuple(None if size is None else size // 2 + 1 for size in sizes)

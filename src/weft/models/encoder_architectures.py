@@ -44,7 +44,7 @@ def _bert(fields: Fields) -> EncoderConfig:
     positions = fields.size("max_context")
     # GGUF files of RoBERTa leave out the rows before the first position.
     pad = (
-        0 if is_gguf or fields.section.text("model_type", "bert") == "bert" else _padding(fields.section) + 1
+        0 if is_gguf or fields.section.text("model_type", "bert") == "bert" else _padding_id(fields.section) + 1
     )
     if pad >= positions:
         raise fields.error("max_context", f"{positions} positions, but the first position is {pad}")
@@ -120,7 +120,7 @@ def _modern_bert(fields: Fields) -> EncoderConfig:
     )
 
 
-def _padding(section: Section) -> int:
+def _padding_id(section: Section) -> int:
     return section.size("pad_token_id", 1, smallest=0)
 
 
@@ -264,7 +264,7 @@ def by_encoder_name(
                 continue
         ours = _encoder_name(name, names) or file_name
         if ours in named and name.startswith("pooler."):
-            continue  # RoBERTa has a head of its own, and may have the pooler that it does not use
+            continue  # RoBERTa has a head of this name, and does not use the pooler in its file
         named[ours] = tensor
         file_names[ours] = file_name
     return named, lambda ours: file_names.get(ours) or prefix + _file_name(ours, names)
