@@ -44,7 +44,9 @@ def _bert(fields: Fields) -> EncoderConfig:
     positions = fields.size("max_context")
     # GGUF files of RoBERTa leave out the rows before the first position.
     pad = (
-        0 if is_gguf or fields.section.text("model_type", "bert") == "bert" else _padding_id(fields.section) + 1
+        0
+        if is_gguf or fields.section.text("model_type", "bert") == "bert"
+        else _padding_id(fields.section) + 1
     )
     if pad >= positions:
         raise fields.error("max_context", f"{positions} positions, but the first position is {pad}")
