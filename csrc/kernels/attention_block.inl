@@ -80,6 +80,7 @@ struct QueryBlock {
   Span seen_by_any(int64_t segment) const {
     return {seen_by_query(0, segment).first, seen_by_query(rows / task.group - 1, segment).end};
   }
+  // The number of positions of a segment that are read from the store.
   int64_t stored_in(int64_t segment) const { return larger(0, smaller(stored - segment * segment_keys, segment_keys)); }
 
   // Calls use(row, query, feature) for rows [first, end). The head of the row begins at `feature` of its query. There

@@ -158,7 +158,9 @@ class _Names:
     layer: str
     """What precedes the number of a layer."""
     whole: Mapping[str, str]
+    """The tensors outside the layers."""
     parts: Mapping[str, str]
+    """The tensors of a layer."""
 
 
 _BERT_NAMES = _Names(
@@ -286,7 +288,7 @@ def _encoder_name(name: str, names: _Names) -> str | None:
 
 
 def _file_name(ours: str, names: _Names) -> str:
-    """The name in the file of a tensor that is missing there: the inverse of `_encoder_name`."""
+    """The name that a missing tensor would have in the file: the inverse of `_encoder_name`."""
     base, suffix = (ours.removesuffix(".bias"), "bias") if ours.endswith(".bias") else (ours, "weight")
     for theirs, whole in names.whole.items():
         if whole == base:

@@ -238,6 +238,7 @@ def _decoder_config(
 
 
 def _longest(config: Any) -> int:
+    """The most tokens that an input of the model may have."""
     return int(config.max_tokens if isinstance(config, EncoderConfig) else config.max_context)
 
 

@@ -293,6 +293,7 @@ def shortlist_kernel(
             fits = is_whole | (count <= LIST)
             # True if the list or row contains all tokens that may be kept.
             is_covered = is_whole | (low <= _KEY_OF_MINUS_INFINITY)
+            # The list has every token with at least this score.
             reach_score = _score_of(tl.maximum(low, _KEY_OF_MINUS_INFINITY))
             reach_relative = (reach_score - best).to(tl.float64) / temperature
             line = list_line
