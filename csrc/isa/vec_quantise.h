@@ -157,7 +157,7 @@ constexpr int32_t correction_of(int32_t sum) { return -128 * sum; }
 
 // `write_codes` below quantises up to groups_together groups. It writes their codes, and the start values of their
 // `RowGroup`, to `into`; neighbouring groups are `panel_rows` apart. A code is value * factor, rounded to nearest, ties
-// to even. Returns one bit for each group: 1 if the sum of its magnitudes is above the limit.
+// to even. Returns one bit for each group: 1 if the magnitudes of its codes add up to more than largest_magnitudes.
 #if defined(WEFT_AVX512)
 
 // The sum of every four codes.

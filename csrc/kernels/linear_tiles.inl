@@ -236,7 +236,7 @@ inline void add_products(const QuantisedRows& rows_in_bytes, int64_t first_row, 
 
 // Adds the products of outliers. The weights of the strip were just read, so they are in the L1 cache. A row without an
 // outlier at this input has the value 0: adding 0 is faster than a branch. A list of outliers covers four rows. A tile
-// that begins inside four such rows does not extend past them.
+// that begins inside four such rows does not extend past them, so `at` is 0 if the tile has several lists.
 template <Layout layout, int rows>
 inline void add_outliers(const QuantisedRows& from, int64_t first_row, const uint8_t* strip, Totals<rows>& totals) {
   constexpr int together = outlier_rows;

@@ -6,7 +6,7 @@ namespace {
 namespace quantising {
 
 // Statistics that `write_values` collects: sums of the magnitudes of a row, and the largest magnitude of its current
-// block. There are as many sums as in sum_row, so that values are added in the same order.
+// block. There are as many sums as in sum_row, so AVX2 and AVX-512 add the values in the same order.
 struct RowStatistics {
   static constexpr int num_sums = 4 * vec::sum_parts;
   vec::Vec sums[num_sums];
