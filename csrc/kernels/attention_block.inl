@@ -150,7 +150,7 @@ inline void convert_value(const StoreLayer& store, const uint8_t* from, float* o
   }
 }
 
-// Copies tiles of the store, converted to floats. The conversion is exact, so sums have the same bits as without a copy.
+// Copies tiles of the store, converted to floats. The conversion is exact, so sums keep the same bits.
 inline void copy_from_store(const QueryBlock& block, int64_t start, TierTiles& tier) {
   const AttendTask& task = block.task;
   const int64_t size = task.cache.head_size;

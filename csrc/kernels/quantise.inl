@@ -122,7 +122,8 @@ void quantise_row(const RowInput& input, int64_t columns, float* scratch, const 
     const int groups = taken_together(out.groups, first, groups_together);
     float* factors = lane_maxima + first_block * maxima_kept;
     const auto write = [&] { return write_codes(values + first * group_inputs, factors, groups, out.group_of(out_row, first)); };
-    // If the codes of a group are too large in total (kernels.h), its block gets half the factor, and all are coded again.
+    // If the codes of a group are too large in total (kernels.h), its block gets half the factor, and all codes are
+    // computed again.
     if (const uint32_t too_large = write()) {
       for (int block = 0; block < blocks_together; block++) {
         if ((too_large >> block * scale_block_groups & ((1u << scale_block_groups) - 1)) == 0) continue;
