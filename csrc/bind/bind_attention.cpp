@@ -22,7 +22,8 @@ void check(bool is_right, const std::string& message) {
 
 using Codes = Array<uint16_t, 5>;
 using Store = Array<uint8_t, 4>;
-// In this order: the store, bits of a code, tail blocks, block table of the store.
+// The arguments of attention over a two-tier cache, in this order: the store, bits of a code, tail blocks, block table
+// of the store.
 using StoreArguments = std::tuple<Store, int64_t, int64_t, Array<const int64_t, 1>>;
 
 CacheLayer layer_of(const Codes& cache, size_t layer, int64_t head_size) {
@@ -84,6 +85,8 @@ void move_block(const Codes& cache, size_t layer, size_t from, const Store& stor
     kernels().move_block(source, static_cast<int64_t>(from), target, static_cast<int64_t>(to), head, scratch.data());
 }
 
+// Attention of consecutive queries of one request. With `split`, the segments of the context are computed one by one
+// and then merged, as a program does to divide one long context among its threads.
 void attend(const Array<const float, 3>& queries, const Codes& cache, size_t layer, const Array<const int64_t, 1>& table,
             int64_t first_position, int64_t window, float scale, float cap, const Array<float, 3>& out, bool split,
             const std::optional<StoreArguments>& two_tier) {

@@ -84,6 +84,8 @@ nb::tuple quantise(Array<const float, 2> rows, bool with_outliers) {
   return nb::make_tuple(codes, scales, starts, corrections, places, values);
 }
 
+// Computes one linear layer. Each thread computes a share of the outputs, for at most `rows_each` rows in one kernel
+// call (0: for all rows).
 NewArray<float> linear(int layout, int64_t outputs, int64_t inputs, Array<const uint8_t, 1> packed,
                        std::optional<Array<const float, 1>> bias, Array<const float, 2> rows, int threads,
                        std::optional<Array<const float, 2>> residual, float scale, bool with_outliers, int64_t rows_each) {

@@ -20,6 +20,7 @@ void bind_pool(nb::module_& module) {
         nb::gil_scoped_release release;
         prefault_pages(pool, bytes.data(), bytes.data() + bytes.size());
       }, nb::arg("bytes").noconvert())
+      // See Pool::Offer. `withdraw_pages` returns false if a thread has taken the offer.
       .def("offer_pages", [](Pool& pool, Array<uint8_t, 1> bytes) {
         pool.offer.begin = bytes.data();
         pool.offer.end = bytes.data() + bytes.size();

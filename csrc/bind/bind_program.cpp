@@ -19,8 +19,8 @@ namespace {
 
 using Floats = Array<const float, 1>;
 using Indices = Array<const int64_t, 1>;
-// With a two-tier cache, in this order: the store, bits of a code, tail blocks, block tables of the store, KV blocks to
-// move, store blocks to move them to.
+// The arguments of a step with a two-tier cache, in this order: the store, bits of a code, tail blocks, block tables of
+// the store, KV blocks to move, store blocks to move them to.
 using StoreArguments = std::tuple<Array<uint8_t, 4>, int64_t, int64_t, Array<const int64_t, 2>, Indices, Indices>;
 
 void require(bool holds, const char* message) {
@@ -403,6 +403,8 @@ class BoundProgram {
       require(step.logit_indices[row] >= 0 && step.logit_indices[row] < step.tokens, "a selected row is past the tokens");
   }
 
+  // Makes a NumPy array over memory of the program; the next run overwrites it. An array without rows gets the address
+  // of `nothing`, because `data` may be null.
   static nb::object view(const float* data, int64_t rows, int64_t columns) {
     static const float nothing = 0.0f;
     const size_t shape[2] = {static_cast<size_t>(rows), static_cast<size_t>(columns)};

@@ -21,6 +21,7 @@
 
 namespace weft::zen4 {
 
+// Replaces the kernels of `table` that are compiled here.
 Kernels with_pairs(Kernels table) {
   table.name = "zen4";
   table.quantise_row = quantise_row;

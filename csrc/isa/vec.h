@@ -55,7 +55,7 @@ inline Vec in_register(Vec a) {
 }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }    // a * b + c
 // One float for all lanes. The multiply instruction reads it from memory. Without the assembly below, the compiler
-// loads it into a register first if several are used. That costs up to half a multiplication.
+// loads it into a register first if several instructions use it. Such a load costs up to half a multiplication.
 struct Repeated {
   const float* at;
 };
@@ -322,6 +322,7 @@ inline void for_each(int64_t columns, Each each) {
   if (i < columns) each(i, columns - i);
 }
 
+// Adds the vectors that together hold the lanes of one sum.
 inline Vec joined(const Vec (&parts)[sum_parts]) {
   Vec sum = parts[0];
 #pragma GCC unroll 2

@@ -2,10 +2,10 @@
 // weights. All outputs use the same four bytes of activations.
 //
 // W4: a group needs two sums for each output: the sum of activation * (code - 8), and the sum of its activations. Both
-// fit 15 bits and a sign, so one 32-bit lane holds them as a pair of 16-bit numbers. `start` (kernels.h) is the pair
-// before the first product. One instruction then multiplies the pair by (scale, offset) and adds both products to the
-// sum of the scale block. Until then `w4_lift` is added to the first number of the pair to keep it positive: a negative
-// number would borrow from the second.
+// fit 15 bits and a sign, so one 32-bit lane holds them as a pair of 16-bit numbers. A group starts with the pair
+// `start` (kernels.h), to which its products are added. One instruction then multiplies the pair by (scale, offset) and
+// adds both results to the sum of the scale block. Before that instruction, the first number of the pair is `w4_lift`
+// too large, so that it is always positive: a negative number would borrow from the second.
 //
 // W8: codes are read as unsigned bytes, 128 too large. `correction`, -128 times the sum of the activations,
 // compensates.

@@ -56,6 +56,7 @@ inline PerBlock largest_of_blocks(const float* lane_maxima) {
   return larger_of_two(larger_of_two(two_blocks(0), two_blocks(1)), larger_of_two(two_blocks(2), two_blocks(3)));
 }
 
+// Replaces the value of one block by the largest of its lane maxima.
 inline PerBlock with_block(PerBlock all, int block, const float* lane_maxima) {
   const PerBlock twice = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(lane_maxima)), pairs = larger_of_two(twice, twice);
   const __m256i is_block = _mm256_cmpeq_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(block));
@@ -156,7 +157,7 @@ constexpr int32_t correction_of(int32_t sum) { return -128 * sum; }
 
 // `write_codes` below quantises up to groups_together groups. It writes their codes, and the start values of their
 // `RowGroup`, to `into`; neighbouring groups are `panel_rows` apart. A code is value * factor, rounded to nearest, ties
-// to even. Returns one bit for each group: 1 if the sum of its magnitudes is above the limit.
+// to even. Returns one bit for each group: 1 if the magnitudes of its codes add up to more than largest_magnitudes.
 #if defined(WEFT_AVX512)
 
 // The sum of every four codes.

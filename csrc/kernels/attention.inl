@@ -97,6 +97,7 @@ inline void read_scales(const QueryBlock& block, int64_t segment, const SegmentT
 
 // --- scores and weights ------------------------------------------------------------------------------------------------------------------
 
+// Computes the scores of a row tile that begins with `row`, over the positions `seen` of both tiers.
 template <int Rows>
 inline void score_rows(const QueryBlock& block, const SegmentTiles& keys, int64_t row, Span seen, Prefetcher* prefetcher) {
   keys.for_each(seen, prefetcher, [&](const TierTiles& tier, auto element, Prefetcher* prefetcher) {
@@ -232,6 +233,7 @@ inline float sum_zeros(const QueryBlock& block, Span stored, const float* weight
 
 // --- a whole segment -------------------------------------------------------------------------------------------------------------------
 
+// Sums the weighted values of a row tile, over both tiers. The weights are in `block.scores`.
 template <int Rows>
 inline void sum_rows(const QueryBlock& block, const SegmentTiles& values, const Span* spans, const float* starts, const WeightTotals* totals,
                      const Target* targets, Prefetcher* prefetcher) {

@@ -80,6 +80,7 @@ struct QueryBlock {
   Span seen_by_any(int64_t segment) const {
     return {seen_by_query(0, segment).first, seen_by_query(rows / task.group - 1, segment).end};
   }
+  // The number of positions of a segment that are read from the store.
   int64_t stored_in(int64_t segment) const { return larger(0, smaller(stored - segment * segment_keys, segment_keys)); }
 
   // Calls use(row, query, feature) for rows [first, end). The head of the row begins at `feature` of its query. There
@@ -149,9 +150,7 @@ inline void convert_value(const StoreLayer& store, const uint8_t* from, float* o
   }
 }
 
-// Tiles are copied if the KV block size is not a multiple of the tile. Tiles of the store are also copied if bytes are
-// slow to read and several row tiles read them. So are its tiles of values if a head is not a multiple of the vector.
-// Codes keep their values, so sums have the same bits as without a copy.
+// Copies tiles of the store, converted to floats. The conversion is exact, so sums keep the same bits.
 inline void copy_from_store(const QueryBlock& block, int64_t start, TierTiles& tier) {
   const AttendTask& task = block.task;
   const int64_t size = task.cache.head_size;
@@ -201,6 +200,9 @@ inline void copy_from_cache(const QueryBlock& block, int64_t start, TierTiles& t
   });
 }
 
+// Finds the tiles of a tier in one segment, or copies them to scratch memory. Tiles are copied if the KV block size is
+// not a multiple of the tile. Tiles of the store are also copied if bytes are slow to read and several row tiles read
+// them. So are its tiles of values if a head is not a multiple of the vector.
 inline void find_tiles(const QueryBlock& block, int64_t segment, TierTiles& tier) {
   const AttendTask& task = block.task;
   const int64_t size = task.cache.head_size, features_per_element = tier.is_stored && task.store.bits == 4 ? Keys<Nibbles>::features : 1;

@@ -55,6 +55,7 @@ struct Nibbles {
   uint8_t pair;
 };
 
+// Bytes of one key or value in the cache or the store, without its scale.
 inline int64_t bytes_of_vector(const AttendTask& task, bool values, bool is_stored) {
   const int64_t size = task.cache.head_size;
   return is_stored ? task.store.vector_bytes() : 2 * elements_of_unit * (values ? value_units(size) : key_units(size));
@@ -113,8 +114,8 @@ class Prefetcher {
     start();
   }
 
-  // Announces that the caller is about to read `lines` cache lines. As many lines are prefetched meanwhile, or twice as
-  // many until the prefetcher is `distance` lines ahead.
+  // Announces that the caller is about to read `lines` cache lines. The next calls of `prefetch` together prefetch as
+  // many lines, or up to twice as many until the prefetcher is `distance` lines ahead.
   void expect(int64_t lines) {
     const int64_t more = smaller(lines, distance - lines_ahead_);
     rate_ = more > 0 ? 2 : 1;
@@ -308,7 +309,7 @@ __attribute__((noinline)) void score_tile(const float* queries, int64_t width, i
       }
     }
   };
-  constexpr int in_a_line = 64 * unit / (key_tile * static_cast<int>(sizeof(Element)));   // features of a tile
+  constexpr int in_a_line = 64 * unit / (key_tile * static_cast<int>(sizeof(Element)));   // features of a tile in one cache line
   constexpr int step = in_a_line > 2 ? in_a_line : 2;
   int64_t f = 0;
   for (; f + step <= features; f += step) {
@@ -361,7 +362,8 @@ struct PrefetchPace {
 // value of the target. Values of a tile are `stride` elements apart. With Nibbles, a byte holds two features, which are
 // `apart` floats apart in the target.
 //
-// Target factors are not applied: a row that reads from the store is still merged with other segments.
+// The factors of the targets are not applied. They are 1: `work_segment` writes no row directly to its output if a part
+// of the segment is stored.
 template <int Rows, int Vectors, typename Element>
 __attribute__((noinline)) void sum_tile(const float* weights, const void* const* tiles, int64_t element, int64_t stride, const Span* spans,
                                         const float* starts, Prefetcher* prefetcher, const PrefetchPace& pace, const Target* targets, int64_t apart) {

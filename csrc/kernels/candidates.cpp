@@ -79,7 +79,8 @@ Cutoff<Value> find_cutoff(const Value* values, int64_t count, double threshold, 
   return {value, before, through};
 }
 
-// Returns `distance` as a float: rounded up, and at most the largest finite float.
+// Returns `distance` as a float. It is rounded up, so that no token within the distance is left out, and is at most the
+// largest finite float.
 float as_limit(double distance) {
   return std::nextafter(static_cast<float>(std::min(distance * (1.0 + 1e-6), static_cast<double>(FLT_MAX))), FLT_MAX);
 }
@@ -143,6 +144,7 @@ void Candidates::filter(const ScannedRow& row, const Parameters& parameters, uin
   }
   collect_once(FLT_MAX);
   if (parameters.typical_p < 1.0) keep_typical(parameters.typical_p);
+  // Token -1 does not exist: its noise decides whether xtc applies.
   if ((noise_bits(key, -1) + 0.5) * 0x1p-32 < parameters.xtc_probability) exclude_top_choices(parameters.log_xtc_threshold);
 }
 

@@ -51,6 +51,7 @@ class Candidates {
   // Applies the filters in order: top-k, top-p, min-p, typical-p, xtc. Each filter sees the tokens that the previous
   // one kept, and keeps all tokens that tie with the last one it keeps.
   void filter(const ScannedRow& row, const Parameters& parameters, uint64_t key);
+  // Makes the tokens whose scores are at most `limit` below the best score the candidates.
   void collect(const ScannedRow& row, float limit);
   float distance_of_rank(const ScannedRow& row, int64_t top_count);
   float nucleus_floor(double top_p);

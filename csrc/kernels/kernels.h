@@ -403,14 +403,14 @@ struct TextTask {
 
 // A row of scores is scanned in sections of 1024 scores. Each section has 16 maxima, one for each lane (every sixteenth
 // score). The k-th largest of all these maxima is a lower bound of the k-th largest score. Few scores besides the k
-// largest exceed this bound.
+// largest exceed this bound. So the k best tokens are found among few candidates.
 constexpr int64_t maxima_section = 1024;
 constexpr int64_t maxima_lanes = 16;
 
 constexpr int64_t maxima_count(int64_t scores) { return (scores + maxima_section - 1) / maxima_section * maxima_lanes; }
 
-// Limits for (best score - score) / temperature. Top-p uses the smallest one whose tokens have enough weight; nearly
-// always there is one.
+// Limits for (best score - score) / temperature. Top-p collects only the tokens within the smallest limit whose tokens
+// have enough weight. Nearly always, one of these limits suffices.
 constexpr int num_near = 3;
 constexpr float near_distances[num_near] = {3.0f, 6.0f, 9.0f};
 constexpr double rough_share = 5e-6;   // the largest relative error of `sum_weights_roughly`

@@ -55,7 +55,7 @@ constexpr bool goes_in_pairs(int rows) {
 #if defined(WEFT_PAIRS)
   return layout == Layout::w4 && rows >= 6;
 #else
-  return rows < 0;
+  return rows < 0;   // always false
 #endif
 }
 
@@ -236,7 +236,7 @@ inline void add_products(const QuantisedRows& rows_in_bytes, int64_t first_row, 
 
 // Adds the products of outliers. The weights of the strip were just read, so they are in the L1 cache. A row without an
 // outlier at this input has the value 0: adding 0 is faster than a branch. A list of outliers covers four rows. A tile
-// that begins inside four such rows does not extend past them.
+// that begins inside four such rows does not extend past them, so `at` is 0 if the tile has several lists.
 template <Layout layout, int rows>
 inline void add_outliers(const QuantisedRows& from, int64_t first_row, const uint8_t* strip, Totals<rows>& totals) {
   constexpr int together = outlier_rows;
@@ -305,8 +305,8 @@ WEFT_IN_ONE_FUNCTION void multiply_floats_of_strip(const LinearTask& task, int64
   finish(task, multiply_floats<layout, rows>(task, first_row, strip), first_row, first_output);
 }
 
-// If the rows do not fit into registers, they are computed in two portions. Each strip of weights is multiplied with both
-// portions before the next strip, so it is read from memory once.
+// Multiplies `rows` rows by the strips. If the rows do not fit into registers, they are computed in two portions. Each
+// strip is multiplied by both portions before the next strip, so it is read from memory once.
 template <Layout layout, int rows>
 void multiply_rows(const LinearTask& task, int64_t first_row, int64_t first_strip, int64_t end_strip) {
   const int64_t bytes = strip_bytes(layout, task.weight->inputs);

@@ -195,7 +195,7 @@ void round_w8(const float* values, const Lane& lane, int64_t group) {
   uint8_t codes[group_inputs] = {};
   const float largest = largest_magnitude(values);
   uint16_t half = std::isfinite(largest) ? float_to_half(largest / 127.0f) : half_nan;
-  // This happens only with the smallest f16 scales, where the rounded scale is too small for the largest value.
+  // The rounded scale may be too small for the largest value. This happens only with the smallest f16 scales.
   if (half_to_float(half) * 127.5f < largest) half++;
   const float scale = half_to_float(half);
   if (scale > 0.0f && std::isfinite(scale)) {
@@ -264,9 +264,9 @@ bool fit_line(const Group& values, const Four* codes, float& scale, float& minim
   return scale > 0.0f;
 }
 
-// Finds 4-bit codes. Tries some scales, from the whole range of the group to smaller ranges, and fits scale and minimum
-// to the codes of each. A smaller range clips the largest values but has finer steps for all others; the lowest squared
-// error wins.
+// Rounds a group to 4-bit codes. Tries some scales, from the whole range of the group to smaller ranges, and fits scale
+// and minimum to the codes of each. A smaller range clips the largest values but has finer steps for all others; the
+// lowest squared error wins.
 void round_w4(const float* values, const Lane& lane, int64_t group, FactorsW4& factors) {
   uint8_t codes[group_inputs] = {};
   const float largest = largest_magnitude(values);

@@ -6,7 +6,7 @@ namespace {
 namespace quantising {
 
 // Statistics that `write_values` collects: sums of the magnitudes of a row, and the largest magnitude of its current
-// block. There are as many sums as in sum_row, so that values are added in the same order.
+// block. There are as many sums as in sum_row, so AVX2 and AVX-512 add the values in the same order.
 struct RowStatistics {
   static constexpr int num_sums = 4 * vec::sum_parts;
   vec::Vec sums[num_sums];
@@ -19,7 +19,8 @@ struct RowStatistics {
   }
 };
 
-// Writes the last block of a row if it is incomplete, padded with zeros.
+// Writes the last block of a row if it is incomplete, padded with zeros. Its magnitudes go to the same sums as in
+// sum_row.
 template <typename Make>
 inline void write_last_values(int64_t first, int64_t columns, Make& make, float* out, RowStatistics& statistics) {
   const int64_t side_by_side = (columns - first) / (RowStatistics::num_sums * vec::lanes) * RowStatistics::num_sums;
@@ -121,6 +122,8 @@ void quantise_row(const RowInput& input, int64_t columns, float* scratch, const 
     const int groups = taken_together(out.groups, first, groups_together);
     float* factors = lane_maxima + first_block * maxima_kept;
     const auto write = [&] { return write_codes(values + first * group_inputs, factors, groups, out.group_of(out_row, first)); };
+    // If the codes of a group are too large in total (kernels.h), its block gets half the factor, and all codes are
+    // computed again.
     if (const uint32_t too_large = write()) {
       for (int block = 0; block < blocks_together; block++) {
         if ((too_large >> block * scale_block_groups & ((1u << scale_block_groups) - 1)) == 0) continue;

@@ -81,6 +81,8 @@ void SamplerScratch::penalise(const SampleTask& task) {
   }
 }
 
+// Forbids the end tokens. If no other token is left, a grammar is complete and allows only end tokens: then their
+// scores are restored.
 void SamplerScratch::forbid_ends(const SampleTask& task) {
   const std::vector<int64_t>& ends = task.settings->ends;
   saved_end_scores_.clear();
@@ -90,7 +92,7 @@ void SamplerScratch::forbid_ends(const SampleTask& task) {
     scores_[static_cast<size_t>(end)] = -HUGE_VALF;
   }
   if (!task.settings->has_grammar || scan(scores_.data(), task.vocabulary).scan.best > -HUGE_VALF) return;
-  size_t next = 0;   // the grammar is complete and allows only end tokens
+  size_t next = 0;
   for (const int64_t end : ends)
     if (end < task.vocabulary) scores_[static_cast<size_t>(end)] = saved_end_scores_[next++];
 }

@@ -33,7 +33,7 @@ struct SampleTask {
   double temperature;
   uint64_t seed;
   int64_t output_index;
-  const RowSettings* settings;   // null: only the temperature applies
+  const RowSettings* settings;   // null: of the sampling parameters, only the temperature applies
   const uint8_t* allowed;        // bits of the tokens that the grammar allows, or null
   const int32_t* history;        // prompt and output tokens so far
   int64_t length;

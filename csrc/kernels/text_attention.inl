@@ -60,6 +60,7 @@ struct Seen {   // keys [first, end)
   int64_t first, end;
 };
 
+// The keys that at least one of these queries sees.
 inline Seen seen_by(const TextTask& task, int64_t first_query, int64_t last_query) {
   const int64_t before = task.window > 0 ? first_query - task.window + 1 : 0;
   const int64_t after = task.causal ? last_query + 1 : task.window > 0 ? last_query + task.window : task.tokens;

@@ -10,12 +10,12 @@
 namespace weft {
 
 // Faults these pages in now, on all threads of the pool, one huge page at a time. The content stays; no other thread
-// may write to the memory meanwhile.
+// may write to the memory during the call.
 void prefault_pages(Pool& pool, uint8_t* begin, uint8_t* end);
 
 // Faults the offered pages in on the calling thread, unless another thread has taken the offer. No thread may write to
-// them meanwhile. Only one thread does this while the others compute: two threads at once need 1.5 times as long per
-// page.
+// them during the call. Only one thread does this while the others compute: two threads at once need 1.5 times as long
+// per page.
 void prefault_offered_pages(Pool& pool);
 
 }  // namespace weft

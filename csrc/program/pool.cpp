@@ -11,6 +11,7 @@ namespace {
 
 std::atomic<int> forks{0};
 
+// Counts the forks that led to this process, from the first call on: the handler runs only in the child of a fork.
 int count_forks() {
   static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
   (void)registered;
@@ -68,6 +69,8 @@ void Pool::run_shared(int64_t items, Work work, void* context) {
   // items.
   untaken_.store(items);
   if (sleeping_.load() > 0) {
+    // A worker holds the mutex from its check for items until it sleeps. Taking the mutex here ensures that the
+    // notification does not come in between, where it would be lost.
     { std::lock_guard<std::mutex> lock(workers_->mutex); }
     workers_->wake.notify_all();
   }

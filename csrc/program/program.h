@@ -284,6 +284,7 @@ class Program {
   void prepare_rows(int64_t rows, int64_t columns, bool quantised, Get&& get);
   void product(const Weight& weight, int64_t rows, float* out, int64_t out_stride, bool add, float scale);
   void product(const LinearTask& whole);
+  // True if a product reads its rows from their buffer: they need neither a prologue nor quantisation.
   static bool reads_rows_directly(const Instruction& instruction) {
     return instruction.prologue == Prologue::nothing && !instruction.weight.quantised();
   }

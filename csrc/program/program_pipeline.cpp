@@ -65,6 +65,7 @@ int64_t Program::next_in_pipeline() const {
       if (blocks[before].done < block.done) return false;
     return true;
   };
+  // A layer has two stages: its attention, and the instructions up to the next attention.
   int64_t best = -1;
   for (size_t index = 0; index < blocks.size(); index++)
     if (can_continue(index) && (best < 0 || blocks[index].done / 2 < blocks[static_cast<size_t>(best)].done / 2)) best = static_cast<int64_t>(index);

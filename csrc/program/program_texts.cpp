@@ -48,6 +48,7 @@ bool Program::partition_texts() {
   return true;
 }
 
+// The attention of one text and KV head, over all queries of the text.
 TextTask Program::text_task(const Instruction& instruction, int64_t text, int64_t kv_head) const {
   const int64_t start = step_.query_starts[text], size = shape_.head_size, group = shape_.heads / shape_.kv_heads;
   const float* row = row_of(instruction.input, start);

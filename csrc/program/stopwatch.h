@@ -1,4 +1,4 @@
-// Adds the elapsed seconds to `*into` when it goes out of scope. `into` may be null.
+// A Stopwatch adds the seconds of its lifetime to `*into`, which may be null.
 #pragma once
 
 #include <chrono>

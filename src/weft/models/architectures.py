@@ -181,7 +181,10 @@ def _gemma3(fields: Fields, max_context: int | None) -> ModelConfig:
 
 
 def _gemma_embedding(fields: Fields, max_context: int | None) -> ModelConfig:
-    """Gemma 3 with attention in both directions. The window reaches half its size to each side."""
+    """The configuration of EmbeddingGemma: Gemma 3 with attention in both directions.
+
+    Its window reaches half its size to each side.
+    """
     sizes = _windows(fields, lambda layer: (layer + 1) % 6 != 0, default=512)
     config = _gemma3_with(
         fields, max_context, tuple(None if size is None else size // 2 + 1 for size in sizes)
@@ -196,6 +199,7 @@ def _require_causal(fields: Fields) -> None:
 
 
 def _gemma3_with(fields: Fields, max_context: int | None, windows: tuple[int | None, ...]) -> ModelConfig:
+    """Gemma 3 with these windows. Layers with a window have a rope of their own."""
     head_size = _head_size(fields)
     full = read_rope(fields, head_size, base=1_000_000.0)
     local = read_rope(
@@ -223,6 +227,7 @@ def _cap(fields: Fields, name: str, default: float) -> float | None:
 
 
 def _gemma_differences(fields: Fields, layers_of_27b: int) -> dict[str, Any]:
+    """How Gemma 2 and 3 differ from Llama."""
     hidden_size = fields.size("hidden_size")
     # GGUF files omit query_pre_attn_scalar. It equals the head size, except in the 27B model.
     divisor = _head_size(fields)

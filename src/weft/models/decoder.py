@@ -51,7 +51,8 @@ class Decoder:
         ops: Ops,
         file_name: Callable[[str], str] = str,
     ) -> None:
-        """`weights` has the decoder's tensor names. `file_name` maps such a name to the file's, for error messages."""
+        """`weights` has the decoder's tensor names. `file_name` maps such a name to the name in the file, for
+        error messages."""
         self.config = config
         self.ops = ops
         loader = _Loader(config, weights, ops, file_name)
@@ -192,6 +193,7 @@ class _Loader(TensorLoader):
         count, inner = experts.count, experts.feed_forward_size
 
         def take_all(part: str, outputs: int, inputs: int) -> list[WeightSource]:
+            """The weights of one part of all experts: one tensor for all, or one tensor for each expert."""
             whole = f"{prefix}experts.{part}"
             if whole in self.unused:
                 return [self.take(whole, (count, outputs, inputs))]

@@ -75,7 +75,8 @@ class Encoder:
         ops: TextOps,
         file_name: Callable[[str], str] = str,
     ) -> None:
-        """`weights` has the encoder's tensor names. `file_name` maps such a name to the file's, for error messages."""
+        """`weights` has the encoder's tensor names. `file_name` maps such a name to the name in the file, for
+        error messages."""
         self.config = config
         self.ops = ops
         loader = _Loader(config, weights, ops, file_name)
@@ -110,6 +111,7 @@ class Encoder:
             qkv = ops.linear(self._norm(hidden, layer.attention_norm), layer.wqkv)
             attended = ops.self_attention(prepared, qkv, layer.pattern)
             if layer is self._layers[-1] and select is not None:
+                # From here on, only the selected tokens are computed.
                 attended, hidden = select(attended), select(hidden)
             hidden = self._norm(ops.add(hidden, ops.linear(attended, layer.wo)), layer.attention_post_norm)
             inner = self._activate(ops.linear(self._norm(hidden, layer.feed_forward_norm), layer.up))

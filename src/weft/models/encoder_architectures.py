@@ -44,7 +44,9 @@ def _bert(fields: Fields) -> EncoderConfig:
     positions = fields.size("max_context")
     # GGUF files of RoBERTa leave out the rows before the first position.
     pad = (
-        0 if is_gguf or fields.section.text("model_type", "bert") == "bert" else _padding(fields.section) + 1
+        0
+        if is_gguf or fields.section.text("model_type", "bert") == "bert"
+        else _padding_id(fields.section) + 1
     )
     if pad >= positions:
         raise fields.error("max_context", f"{positions} positions, but the first position is {pad}")
@@ -120,7 +122,7 @@ def _modern_bert(fields: Fields) -> EncoderConfig:
     )
 
 
-def _padding(section: Section) -> int:
+def _padding_id(section: Section) -> int:
     return section.size("pad_token_id", 1, smallest=0)
 
 
@@ -156,7 +158,9 @@ class _Names:
     layer: str
     """What precedes the number of a layer."""
     whole: Mapping[str, str]
+    """The tensors outside the layers."""
     parts: Mapping[str, str]
+    """The tensors of a layer."""
 
 
 _BERT_NAMES = _Names(
@@ -264,7 +268,7 @@ def by_encoder_name(
                 continue
         ours = _encoder_name(name, names) or file_name
         if ours in named and name.startswith("pooler."):
-            continue  # RoBERTa has a head of its own, and may have the pooler that it does not use
+            continue  # RoBERTa has a head of this name, and does not use the pooler in its file
         named[ours] = tensor
         file_names[ours] = file_name
     return named, lambda ours: file_names.get(ours) or prefix + _file_name(ours, names)
@@ -284,7 +288,7 @@ def _encoder_name(name: str, names: _Names) -> str | None:
 
 
 def _file_name(ours: str, names: _Names) -> str:
-    """The name in the file of a tensor that is missing there: the inverse of `_encoder_name`."""
+    """The name that a missing tensor would have in the file: the inverse of `_encoder_name`."""
     base, suffix = (ours.removesuffix(".bias"), "bias") if ours.endswith(".bias") else (ours, "weight")
     for theirs, whole in names.whole.items():
         if whole == base:

@@ -27,12 +27,13 @@ class TensorLoader:
         self.weight_bytes = 0
 
     def fused(self, whole: str, *parts: tuple[str, int, int], bias: bool) -> Any:
-        """A fused matrix. The file stores it as `whole`, or as separate `parts`."""
+        """Loads a fused matrix. The file stores it as `whole`, or as separate `parts`."""
         if whole not in self.unused:
             return self.linear(*parts, bias=bias)
         return self.linear((whole, sum(outputs for _, outputs, _ in parts), parts[0][2]), bias=bias)
 
     def linear(self, *parts: tuple[str, int, int], bias: bool = False, role: LinearRole = "layer") -> Any:
+        """Loads a linear layer. Each part is (name, outputs, inputs) of a tensor; they are stacked by outputs."""
         sources = [self.take(name, (outputs, inputs)) for name, outputs, inputs in parts]
         biases = [self.take(f"{name}.bias", (outputs,)) for name, outputs, _ in parts] if bias else []
         return self.count_bytes(self.ops.load_linear(sources, biases, role))
@@ -48,11 +49,13 @@ class TensorLoader:
         return source
 
     def count_bytes(self, weight: Any) -> Any:
+        """Adds the memory of a loaded weight to `weight_bytes`, and returns the weight."""
         self.weight_bytes += self.ops.nbytes(weight)
         return weight
 
     def reject_unused_tensors(self) -> None:
-        """An unused tensor (a bias, an expert) means that the decoder would compute this model wrongly."""
+        """Raises ModelFileError if a tensor was not taken. Such a tensor (a bias, an expert) means that the decoder
+        would compute this model wrongly."""
         if self.unused:
             raise ModelFileError(
                 f"{self.file_name(min(self.unused))}: weft does not use this tensor "

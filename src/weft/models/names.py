@@ -91,7 +91,7 @@ _NAMES: dict[Layout, _Names] = {
         },
         _GGUF_PARTS,
         re.compile(rf"blk\.{_LAYER_NUMBER}\.([a-z_]+)\.(weight|bias)"),
-        ignored=re.compile(r"(?!)"),
+        ignored=re.compile(r"(?!)"),  # matches nothing
     ),
     "huggingface": _Names(
         {

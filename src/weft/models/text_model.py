@@ -40,7 +40,9 @@ class HeadLayer:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _LoadedLayer:
+    """A `HeadLayer` whose weights are loaded into the ops."""
+
     linear: Any
     activation: Activation | None
     norm: Any | None
@@ -64,14 +66,14 @@ class TextModel:
         self.weight_bytes = body.weight_bytes
         self._head = [self._load(layer) for layer in head]
 
-    def _load(self, layer: HeadLayer) -> _Step:
+    def _load(self, layer: HeadLayer) -> _LoadedLayer:
         ops = self._ops
         biases = () if layer.bias is None else (layer.bias,)
         # A head is small, and a score depends on small differences: it keeps the precision of the file.
         linear = ops.load_linear([layer.weight], biases, "router")
         norm = None if layer.norm is None else ops.load_vector(layer.norm)
         self.weight_bytes += ops.nbytes(linear) + (0 if norm is None else ops.nbytes(norm))
-        return _Step(linear, None if layer.activation == "none" else layer.activation, norm)
+        return _LoadedLayer(linear, None if layer.activation == "none" else layer.activation, norm)
 
     def forward(self, step: TextIndices) -> Any:
         ops, config, pooling = self._ops, self._body.config, self.spec.pooling
@@ -208,6 +210,7 @@ def _decoder(
     if score is not None:
         head.append(HeadLayer(score))
     elif spec.yes_no is not None:
+        # This reranker answers yes or no. Its score needs the logits of these two tokens only.
         if lm_head is None:
             raise ModelFileError("lm_head.weight: the tensor is missing from the file")
         head.append(HeadLayer(ops.rows_of(lm_head, spec.yes_no)))
@@ -235,6 +238,7 @@ def _decoder_config(
 
 
 def _longest(config: Any) -> int:
+    """The most tokens that an input of the model may have."""
     return int(config.max_tokens if isinstance(config, EncoderConfig) else config.max_context)
 
 

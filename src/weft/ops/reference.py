@@ -450,7 +450,7 @@ def _attend_run(
 ) -> np.ndarray:
     count = len(queries)
     keys, values = (part.reshape(-1, shape.kv_heads, shape.head_size) for part in (keys, values))
-    values[run.unseen] = 0.0
+    values[run.unseen] = 0.0  # see _attend_singles
     # [kv heads, queries of all heads of the group, head size]: one product per kv head
     grouped = queries.reshape(count, shape.kv_heads, -1, shape.head_size).transpose(1, 2, 0, 3)
     scores = grouped.reshape(shape.kv_heads, -1, shape.head_size) @ keys.transpose(1, 2, 0)

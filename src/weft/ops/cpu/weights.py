@@ -192,6 +192,7 @@ class Packing:
         return Linear(parts)
 
     def experts(self, sources: Sequence[WeightSource]) -> list[Part]:
+        """One part for each expert, because the tokens of each expert are multiplied separately."""
         parts = []
         for source in sources:
             for tensor in matrices(source):

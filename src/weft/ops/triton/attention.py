@@ -152,6 +152,7 @@ class Attention:
         # The invariant mode joins one split at a time, as prefill does. If several were joined at once, the summation
         # order would depend on which split is the first in the window.
         self.joined_at_once = 1 if invariant else max(1, min(8, 4096 // (self.joined_rows * self.width)))
+        # The workspace has room for the splits of any step.
         cuts = [
             (requests, self.splits(requests, max_context, tiered))
             for requests in range(1, max_requests + 1)

@@ -89,10 +89,10 @@ def decode_attention(
         most_read = tl.minimum(
             tl.cdiv(requests, programs) * longest * programs, all_tiles + longest * programs
         )
-        is_even = most_read <= all_tiles + leeway * programs
-        if share < tl.where(is_even, requests, programs):
+        has_own_programs = most_read <= all_tiles + leeway * programs
+        if share < tl.where(has_own_programs, requests, programs):
             shares = tl.minimum(programs, all_tiles)
-            if is_even:
+            if has_own_programs:
                 begin, end = share * 0, all_tiles
                 first_request, end_request, request_begin = share, share + 1, share * 0
             else:
@@ -120,7 +120,7 @@ def decode_attention(
                 end_tile = _tile_at(end_work, context, WINDOW, TILE, BITS, BLOCK_SIZE, TAIL_BLOCKS)
                 first_share = _share_of(request_begin, all_tiles, shares)
                 splits = _share_of(request_end - 1, all_tiles, shares) - first_share + 1
-                is_whole = is_even | (request_end - request_begin <= smallest_split // TILE)
+                is_whole = has_own_programs | (request_end - request_begin <= smallest_split // TILE)
                 _attend_to_split(
                     request,
                     row,

@@ -202,7 +202,8 @@ def prefill_attention(
             all_see_from = tl.maximum(all_see_from, tl.cdiv(store_end, TILE) * TILE)
             all_see_from = tl.maximum(tl.minimum(all_see_from, all_see_until), begin)
             all_see_until = tl.maximum(all_see_until, all_see_from)
-        # Even a new prompt may be long enough that its last tokens read its first blocks from the store.
+        # K and V of a new prompt are read from the rows of the step, unless it is so long that its last tokens read its
+        # first blocks from the store.
         if (context == count) & (store_end == 0) if FROM_ROWS else False:
             for section in tl.static_range(0 if WINDOW > 0 else 1, 3):
                 peak, total, mixed = attend_to_rows(

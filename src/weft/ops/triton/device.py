@@ -31,6 +31,7 @@ def ceil_divide(whole: int, piece: int) -> int:
 
 
 def power_of_two(least: int) -> int:
+    """The smallest power of two that is not less than `least`."""
     return 1 << (least - 1).bit_length()
 
 

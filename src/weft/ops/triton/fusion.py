@@ -177,8 +177,9 @@ def assigned_slots(operations: Sequence[FusedOperation], kept: set[Buffer]) -> S
     for index, operation in enumerate(operations):
         for buffer in (*buffers_read(operation), *buffers_made(operation)):
             last_used[buffer] = index
+    # If all rows are selected, the output is the input itself. So the slot of the input is used as long as the output.
     for operation in operations:
-        if isinstance(operation, SelectRows):  # if all rows are selected, they are not copied
+        if isinstance(operation, SelectRows):
             last_used[operation.input] = max(last_used[operation.input], last_used[operation.output])
     slots = Slots({}, [])
     free: dict[int, list[int]] = defaultdict(list)

@@ -139,7 +139,8 @@ def _gemv(
     DEPENDENT: tl.constexpr,
 ):
     """output [tokens, outputs] = input [tokens, INPUTS] @ weight [outputs, INPUTS]^T for up to TOKENS tokens, without
-    tensor cores. A program computes ROWS outputs. Tokens past the last one repeat the last one and are not stored."""
+    tensor cores. A program computes ROWS outputs. Tokens past the last one repeat the last one and are not
+    stored. AHEAD and RELEASE: see `linear_tiles.Tile`."""
     program = tl.program_id(0)
     row = program * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, STEP)
@@ -327,8 +328,11 @@ class Product:
         ungated: Tensor | None = None,
         padded: Places | None = None,
     ) -> None:
-        """`normed` and `ungated` are buffers for norm and gate as separate kernels. `padded` are the same four
-        tensors, extended to `padded_rows` rows with any content."""
+        """Computes the product with the kernel that is fastest for this number of rows.
+
+        `normed` and `ungated` are buffers for norm and gate as separate kernels. `padded` are the same four tensors,
+        extended to `padded_rows` rows with any content.
+        """
         tokens, layer, has_norm = len(input), self.layer, self.norm is not None
         sizes = (tokens, layer.outputs, layer.inputs)
         if self.invariant:
@@ -379,6 +383,7 @@ class Product:
         )
 
     def run_tile(self, input: Tensor, output: Tensor, tile: Tile, normed: Tensor | None = None) -> None:
+        """Runs `_tile`. If the tile does not have the norm inside, a separate kernel computes the norm before."""
         norm = self.norm
         if not tile.norm_inside:
             input, norm = self._normalised(input, normed), None
@@ -406,6 +411,7 @@ class Product:
             rows.gate_rows(ungated, self.gate, output, self.device)
 
     def _normalised(self, input: Tensor, normed: Tensor | None) -> Tensor:
+        """Runs the norm as a separate kernel that writes to `normed`. Without a norm, returns the input."""
         if self.norm is None:
             return input
         assert normed is not None, "the norm needs a buffer for its rows"

@@ -14,7 +14,7 @@ import torch
 from weft.ops.triton.device import INTERPRETED, ceil_divide, power_of_two
 
 MOST_SKINNY = 64
-"""With more tokens than this, cuBLAS multiplies."""
+"""With more tokens than this, cuBLAS multiplies, except in the batch-invariant mode."""
 _MANY_OUTPUTS = 32768
 _SMALL_WEIGHT = 4 << 20
 _LARGE_WEIGHT = 64 << 20

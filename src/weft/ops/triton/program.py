@@ -178,10 +178,13 @@ class CudaProgram:
         return buffers[self._logits]
 
     def _cut(self, tokens: int, selected: int, sampled: int) -> list[Tensor]:
+        """The buffers of the program, cut to these numbers of rows."""
         counts = {"tokens": tokens, "selected": selected, "sampled": sampled}
         return [self._slots[slot][: counts[kind]] for slot, kind, _ in self._cuts]
 
     def _launch_segment(self, number: int, operations: Sequence[FusedOperation]) -> Launch:
+        """The launch of a group of `graph_segments`. A group of several operations runs from its piecewise graph if the
+        step uses graphs."""
         launches = [self._launch(operation) for operation in operations]
         if len(launches) == 1:
             return launches[0]
@@ -284,8 +287,9 @@ class CudaProgram:
                 run.batch, run.buffers[source], run.cache, operation.layer, tables, operation.norm, output
             )
             if attended is not output:
-                # The result of cuDNN replaces the buffer for the rest of the step. It has no padded rows and needs
-                # none: cuDNN is used only for prompt lengths that are already a multiple of the padding.
+                # The result of cuDNN replaces the buffer for the rest of the step. Piecewise graphs read the old buffer,
+                # so they are not used from here on. The result has no padded rows and needs none: cuDNN is used only
+                # for prompt lengths that are already a multiple of the padding.
                 assert attended.shape == run.padded[target].shape
                 run.buffers[target] = run.padded[target] = attended
                 run.from_graphs = False
@@ -320,7 +324,7 @@ class Recordable(Protocol):
 def record(
     decoder: Recordable, ops: TritonOps, *, max_tokens: int, max_sampled: int, invariant: bool = False
 ) -> CudaProgram:
-    """The program of a decoder that was built with these ops."""
+    """Records the forward pass of a decoder that was built with these ops, and makes its program."""
     selected = decoder.forward(NO_STEP, None)
     recording = ops.recording
     assert recording is not None, "the forward pass was not recorded by these ops"

@@ -23,7 +23,7 @@ _ELEMENTS = 1024
 
 @triton.jit
 def tanh(values):
-    """Correct for very large values too: exp overflows to infinity, and the quotient is 0."""
+    """tanh(values). It is correct for very large values too: exp overflows to infinity, and the quotient is 0."""
     return 1.0 - 2.0 / (tl.exp(2.0 * values) + 1.0)
 
 

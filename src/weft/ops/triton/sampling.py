@@ -377,6 +377,8 @@ def choose_kernel(
                 )
                 num_rivals += may_win.to(tl.int32)
                 rivals_of_leader = tl.where(may_win, token_ids, rivals_of_leader)
+            # A lane remembers only its last rival. If a lane had several, all remaining tiles take part in the race;
+            # otherwise only these rivals do.
             if (tl.max(num_rivals, 0) > 1) | (leading == float("-inf")):
                 for tile in range(head, tiles):
                     token_ids = first + tile * TILE + tl.arange(0, TILE)
@@ -460,6 +462,7 @@ def choose_kernel(
                     winner = tl.min(tl.where(exact == tl.max(exact, 0), winners, _NO_TOKEN), 0)
                 score = load_scores(logits_line, scores_line, winner, vocabulary, touched, TOUCHED)
                 noise64 = gumbel_double(noise_bits(key, noise_steps(winner)))
+    # NaN as noise tells the last program that this piece has a bad score.
     noise64 = tl.where(tl.sum(is_bad.to(tl.int32), 0) > 0, float("nan"), noise64)
 
     place = entry * PIECES + piece

@@ -250,7 +250,7 @@ def shortlist_kernel(
 
     keys = ordered(maxima)
     min_groups = tl.where(has_top_k, top_k, few_groups)
-    is_settled = best != best
+    is_settled = best != best  # False, as a tensor: `best` is not NaN
     for attempt in range(_ATTEMPTS):
         if is_settled == 0:
             is_whole = attempt == _ATTEMPTS - 1
@@ -293,6 +293,7 @@ def shortlist_kernel(
             fits = is_whole | (count <= LIST)
             # True if the list or row contains all tokens that may be kept.
             is_covered = is_whole | (low <= _KEY_OF_MINUS_INFINITY)
+            # The list has every token with at least this score.
             reach_score = _score_of(tl.maximum(low, _KEY_OF_MINUS_INFINITY))
             reach_relative = (reach_score - best).to(tl.float64) / temperature
             line = list_line
@@ -455,4 +456,5 @@ def shortlist_kernel(
                 tl.store(row_tokens_ptr + row.to(tl.int64) * row_tokens_stride + position, token)
                 if TOUCHED:
                     tl.store(seen_ptr + entry, 0)
+            # The next attempt makes a longer list.
             min_groups = tl.maximum(min_groups, most_groups)

@@ -19,6 +19,7 @@ def _ranked(scores, token_ids):
 
 @triton.jit
 def _is_wanted(rows_ptr, words_ptr, row_words, entry, BY_ROW: tl.constexpr):
+    """True if the entry needs logprobs. Without BY_ROW, every entry needs them."""
     if BY_ROW:
         row = tl.load(rows_ptr + entry)
         line = words_ptr + tl.maximum(row, 0).to(tl.int64) * row_words

@@ -21,6 +21,7 @@ def _products(values):
 
 @triton.jit
 def _mix(values):
+    """SplitMix64's output function."""
     values = _products(values)
     return values ^ (values >> 31)
 

@@ -136,12 +136,12 @@ def _quantised(
         if ROTATED:
             left, right = rotated(tl.trans(left), tl.trans(right), HEAD_SIZE)
             left, right = tl.trans(left), tl.trans(right)
-    lowest, highest, largest = tl.min(left, 1), tl.max(left, 1), tl.max(_magnitude(left), 1)
+    lowest, highest, not_finite = tl.min(left, 1), tl.max(left, 1), tl.max(_is_not_finite(left), 1)
     if BITS == 4:
         lowest = tl.minimum(lowest, tl.min(right, 1))
         highest = tl.maximum(highest, tl.max(right, 1))
-        largest = tl.maximum(largest, tl.max(_magnitude(right), 1))
-    is_number = largest == 0
+        not_finite = tl.maximum(not_finite, tl.max(_is_not_finite(right), 1))
+    is_number = not_finite == 0
     lowest = tl.where(is_number, tl.minimum(lowest, 0.0), 0.0)
     highest = tl.where(is_number, tl.maximum(highest, 0.0), 0.0)
     LEVELS: tl.constexpr = 255.0 if BITS == 8 else 15.0
@@ -160,7 +160,7 @@ def _quantised(
 
 
 @triton.jit
-def _magnitude(x):
+def _is_not_finite(x):
     """1 if a value is infinite or NaN, else 0. The maximum of these is well defined; the maximum of values with NaN is
     not."""
     return tl.where(tl.abs(x) <= _LARGEST, 0, 1)
@@ -168,6 +168,8 @@ def _magnitude(x):
 
 @triton.jit
 def _coded(x, scale, offset, is_number, BITS: tl.constexpr):
+    """The codes of values with this scale and offset, one int32 for each value; vectors that are not finite get the
+    codes of 0."""
     x = tl.where(is_number[:, None], x, 0.0)
     # Clips early, so that _rounded gets only values in its range. Values outside would be clipped later anyway.
     steps = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
@@ -181,6 +183,7 @@ def _coded(x, scale, offset, is_number, BITS: tl.constexpr):
 
 @triton.jit
 def _rounded(x):
+    """Rounds to the nearest integer, ties to even. Only for magnitudes below 2^22."""
     return (x + _ROUNDING) - _ROUNDING
 
 

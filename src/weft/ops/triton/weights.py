@@ -121,6 +121,8 @@ class Loader:
         return Experts(gate_up.view(count, 2 * inner, features), out)
 
     def _read(self, source: WeightSource, target: Tensor) -> None:
+        """Fills `target` with the values of a tensor. Random weights (`weft.loading.random_checkpoint`) may be made on
+        the device."""
         if getattr(source, "fill_on_device", False):
             _fill_random(source, target)
         elif (stored := _PLAIN.get(source.format_name)) is not None:
@@ -151,6 +153,7 @@ class Loader:
                 place.copy_(arrived)
 
     def _decode(self, source: WeightSource, target: Tensor) -> None:
+        """Decodes a quantised tensor on the host, as many rows at a time as the staging buffer holds."""
         if len(source.shape) != 2:
             self._copy_through_staging(torch.from_numpy(source.to_float32()), target)
             return
