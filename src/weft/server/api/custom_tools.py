@@ -14,7 +14,8 @@ from weft.text.json_string_grammar import NotRewritableError, in_json_string
 
 
 def listed_tools(tools: Iterable[FunctionTool]) -> list[FunctionTool]:
-    """The tools as a list. Raises ApiError if their grammars together are too long: rewriting them takes time."""
+    """The tools as a list. Raises ApiError as soon as their grammars together are too long: `tools` rewrites the grammar of
+    each tool when it is read, which takes time."""
     found: list[FunctionTool] = []
     length = 0
     for tool in tools:

@@ -42,6 +42,7 @@ class LoopTurns:
         self._waiting.append(work)
 
     def _count(self) -> None:
+        """Runs `_next_iteration` in the next iteration of the event loop, and then as long as work waits for turns."""
         self._is_counting, self._began = True, time.thread_time()
         asyncio.get_running_loop().call_soon(self._next_iteration)
 
@@ -57,7 +58,7 @@ class LoopTurns:
                 if not isinstance(waiting, asyncio.Future):
                     self._left -= 1
                     waiting()
-                elif not waiting.done():  # it may be cancelled
+                elif not waiting.done():  # else the wait was cancelled
                     self._left -= 1
                     waiting.set_result(None)
                     has_woken = True

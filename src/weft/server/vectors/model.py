@@ -188,7 +188,9 @@ class _Run:
                         self._arrived,
                     )
                 except BaseException:
-                    self._gate.free(num_tokens)
+                    self._gate.free(
+                        num_tokens
+                    )  # of the inputs that were not submitted; `close` frees the others
                     raise
                 num_tokens -= len(prompt)
                 self._open[index] = answer
@@ -224,6 +226,7 @@ class _Run:
                     num_left -= 1
 
     def _take(self, index: int, answer: RemoteAnswer) -> None:
+        """Keeps the vector of an input that the engine has computed, and frees its place at the gate."""
         result = answer.result
         assert result is not None
         del self._open[index]
