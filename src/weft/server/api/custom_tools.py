@@ -28,7 +28,8 @@ def listed_tools(tools: Iterable[FunctionTool]) -> list[FunctionTool]:
 
 
 def custom_tool(name: Any, description: Any, form: Any, where: str) -> FunctionTool:
-    """The tool as the function that the model sees, not checked. `form` is the field `format` of the tool."""
+    """Makes the function that the model sees instead of a custom tool. `chosen_tools` checks it. `form` is the field
+    `format` of the tool."""
     if form is None or (isinstance(form, Mapping) and form.get("type") == "text"):
         return FunctionTool(name, description, INPUT_ONLY, False, where)
     return _with_grammar(FunctionTool(name, description, INPUT_ONLY, True, where), form)

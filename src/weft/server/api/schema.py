@@ -67,7 +67,8 @@ class _FirstFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 if TYPE_CHECKING:
-    _SamplingFields = _FirstFields  # the other fields are read by their names in PARAMETERS
+    # Type checkers do not see the other fields: code reads them by their names in PARAMETERS.
+    _SamplingFields = _FirstFields
 else:
     _SamplingFields = msgspec.defstruct(
         "_SamplingFields",
