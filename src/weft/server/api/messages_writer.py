@@ -197,7 +197,7 @@ class MessagesWriter(AnswerWriter):
                 self._write_text(Content, piece.text, written)
             if piece.choice.result is not None:
                 if self._num_blocks == 0 and self._open_block is None:
-                    # clients read the first block, so there must be one
+                    # Clients read the first block, so there must be one.
                     self._write_text(Content, "", written)
                 self._close(written)
         return written[0] if len(written) == 1 else b"".join(written)
