@@ -71,6 +71,7 @@ class ResponsesWriter(AnswerWriter):
         self._logprobs: list[dict[str, Any]] = []
         """The logprobs of tokens whose text has not arrived yet."""
         self._last = b""
+        """The response object at the end of the response."""
         self._status = "in_progress"
 
     @property
