@@ -269,7 +269,7 @@ class ServerApp:
         if self.engine.state is not EngineState.READY:
             return self.engine.seconds_until_ready
         if self.is_draining:
-            # Usually another server has replaced this one after the drain time. When this one has room does not matter.
+            # Usually another server has replaced this one after the drain time, so it does not matter when this one has room.
             return self.settings.drain_seconds
         return self.active_requests.seconds_until_free()
 

@@ -244,6 +244,7 @@ class _ServerRun:
             found.append(_open_vector_model(self._spec, settings.model, settings.names, self._engine))
         for each, engine in self._vector_models:
             model = _open_vector_model(each.spec, each.path, each.names, engine)
+            # With a lease, the engine of MODEL computes on the same cores as this one.
             if self._spec is None and "core_lease" in settings.backend_options:
                 model.beside = self._engine
             found.append(model)

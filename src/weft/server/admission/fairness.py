@@ -236,7 +236,7 @@ class FairGate:
         ticket = min(
             heads, key=lambda head: (-head.rank, head.account.virtual_time, head.order[1]), default=None
         )
-        # An empty engine, and a key without an answer in it, are not limited by memory: else neither might ever start.
+        # Memory limits neither the first answer in the engine nor the first one of a key: otherwise it might never start.
         if ticket is None or not num_answers or not ticket.account.num_open:
             return ticket
         # The memory need is an estimate. If it exceeds the cache, a few answers are released anyway: the engine admits those

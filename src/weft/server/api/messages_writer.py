@@ -236,6 +236,7 @@ class MessagesWriter(AnswerWriter):
     def _open(
         self, kind: type[Delta], block: dict[str, Any], delta_type: str, field: str, written: list[bytes]
     ) -> None:
+        """Opens a block after the end of the one before."""
         self._close(written)
         written.append(_event("content_block_start", index=self._num_blocks, content_block=block))
         self._around_delta = around_text(self._delta_event({"type": delta_type, field: ""}))

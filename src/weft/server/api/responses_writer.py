@@ -112,6 +112,7 @@ class ResponsesWriter(AnswerWriter):
             await self._store(caller)
 
     async def _store(self, caller: Caller) -> None:
+        """Writes the complete response to the store: as a new row, or into the row of a background response."""
         services = caller.services
         row = self._row(self._last, self._status)
         now, keeping = services.store.wall_clock(), table.keeping(services.settings)
@@ -183,6 +184,7 @@ class ResponsesWriter(AnswerWriter):
         return self._items.take_events()
 
     def _lifecycle(self, kind: str, response: bytes) -> None:
+        """Adds an event that has the whole response object."""
         self._items.event(kind, response=msgspec.Raw(response))
 
     # ------------------------------------------------------------------ one body

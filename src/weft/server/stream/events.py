@@ -86,7 +86,7 @@ class EventStream(Response):
         self._finish = finish
         self._on_end = on_end
         self._last = began
-        """When the last tokens were written. Before the first tokens: when the request began."""
+        """When the last pieces were written. Before the first ones: when the request began."""
         self._silence_seconds = silence_seconds
         self._sent_at = 0.0
         """When the last bytes were written."""

@@ -47,6 +47,7 @@ class LoopTurns:
         asyncio.get_running_loop().call_soon(self._next_iteration)
 
     def _next_iteration(self) -> None:
+        """Gives the turns of this iteration to the work that waits, in the order of its arrival."""
         self._adapt()
         self._left = int(self._per_iteration)
         has_woken = False

@@ -188,9 +188,8 @@ class _Run:
                         self._arrived,
                     )
                 except BaseException:
-                    self._gate.free(
-                        num_tokens
-                    )  # of the inputs that were not submitted; `close` frees the others
+                    # Frees the inputs of the group that were not submitted. `close` frees the others.
+                    self._gate.free(num_tokens)
                     raise
                 num_tokens -= len(prompt)
                 self._open[index] = answer
