@@ -234,6 +234,7 @@ def _generation_attributes(active: ActiveRequest, is_streamed: bool) -> dict[str
 
 
 def _finish_reason(choice: Choice, result: GenerationResult) -> str:
+    """The finish reason as the OpenAI API names it. That API has no name for a cancelled answer: weft's name is used."""
     if choice.has_calls and result.finish_reason.in_openai == "stop":
         return "tool_calls"
     is_cancelled = result.finish_reason is FinishReason.CANCELLED

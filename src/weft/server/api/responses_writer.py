@@ -1,6 +1,6 @@
 """Owns one response while it is generated: its items (`OutputItems`), its object, and its row in the store.
 
-A response that is stored is written before its last bytes are sent: what a client has seen as complete is there after a
+A response that is stored is written before its last bytes are sent: a response that a client has seen as complete survives a
 crash. A response that fails, or whose client leaves, is not stored, except for a background response, whose row exists
 from the beginning.
 """

@@ -20,8 +20,9 @@ from weft.vectors import Vectors, np
 _ONE_TOKEN = SamplingParams(max_tokens=1)
 """The engine reports a vector with the one token that it samples. The token means nothing."""
 _ROOM_TOKENS = 1536
-"""Maximum tokens in an engine that reports no other number (`BackendInfo.room_tokens`): those of the running step and of
-the next one. A text that arrives waits for them. With 1,536, all-MiniLM-L6-v2 needs 3% more CPU time for a text than with 3,072, and the wait is half as long."""
+"""Maximum tokens in an engine that reports no other number (`BackendInfo.room_tokens`): enough for the running step and
+the next one. A text that arrives waits for them. With 1,536, all-MiniLM-L6-v2 needs 3% more CPU time for a text than with
+3,072, and the wait is half as long."""
 _ROOM_BESIDE_ANSWERS = 512
 """Maximum tokens while another engine generates answers on the same cores: each of its steps waits for a step of this
 model."""
