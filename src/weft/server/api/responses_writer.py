@@ -1,8 +1,8 @@
 """Owns one response while it is generated: its items (`OutputItems`), its object, and its row in the store.
 
-A response that is stored is written before its last bytes are sent: a response that a client has seen as complete survives a
-crash. A response that fails, or whose client leaves, is not stored, except for a background response, whose row exists
-from the beginning.
+A response that is stored is written before its last bytes are sent: a response that a client has seen as complete
+survives a crash. A response that fails, or whose client leaves, is not stored, except for a background response, whose
+row exists from the beginning.
 """
 
 from __future__ import annotations
