@@ -60,7 +60,7 @@ class AnswerRequests:
         self._name = services.settings.names[0]
 
     async def handle(self, answer_format: AnswerFormat[Any], request: Request) -> Response:
-        """The response to one request. A stream goes on after the call."""
+        """Handles one request and returns its response. A streamed response is sent after this call has returned."""
         if self._services.models.generator is None:
             self._services.check_model(None)
         key: ApiKey | None = request.scope[KEY]
@@ -109,7 +109,8 @@ class AnswerRequests:
                 record.is_streamed = prepared.is_streamed
                 # Frees the body: only its tokens, and what the writer keeps, are needed from here on.
                 del body, api_request
-                if active.requests:  # else a search needs the body
+                # A streamed request that searches files is not submitted yet: its search needs the body.
+                if active.requests:
                     request.scope[BODY].keep(prepared.writer.kept_bytes)
                 if prepared.is_streamed:
                     stream = EventStream(
@@ -207,6 +208,8 @@ class AnswerRequests:
         client_id: str,
         writer: AnswerWriter | None = None,
     ) -> Prepared:
+        """Runs the file search if there is one, and prepares the request. Begins to keep the answer unless `store` is
+        false."""
         if parsed.is_search_pending:
             api_request = await answer_format.search(api_request, caller)
             parsed = await self._preparer.parse(answer_format, api_request, size, client_id)
@@ -228,7 +231,7 @@ class AnswerRequests:
         return prepared
 
     async def _finish(self, writer: AnswerWriter, caller: Caller, choices: Choices) -> None:
-        """Runs after the last piece, before the last bytes are sent."""
+        """Runs after the last piece of the answer, before the last bytes of the response are sent."""
         await writer.finish(caller, choices)
         self._answers.put(choices.transcript)
 

@@ -97,7 +97,7 @@ class ServerApp:
         models: ModelRegistry | None = None,
         learned: LearnedKeeper | None = None,
     ) -> None:
-        """`engine` and `text` belong to MODEL. `models` has all models; None: MODEL, which generates. `exporter` gets the
+        """`engine` and `text` belong to MODEL. `models` has all models; None: only MODEL, which generates. `exporter` gets the
         traces of requests; None: no traces are made. `learned` owns the store; None: a new one is made."""
         self.settings = settings
         self.models = models or ModelRegistry(settings, engine, ())
@@ -269,7 +269,7 @@ class ServerApp:
         if self.engine.state is not EngineState.READY:
             return self.engine.seconds_until_ready
         if self.is_draining:
-            # Usually another server has replaced this one after the drain time, so its places do not matter.
+            # Usually another server has replaced this one after the drain time, so it does not matter when this one has room.
             return self.settings.drain_seconds
         return self.active_requests.seconds_until_free()
 

@@ -185,6 +185,7 @@ def _suggestion(name: str, known: Mapping[str, Any]) -> str:
 
 
 def _read(key: str, value: Any, source: str, is_text: bool = False) -> Any:
+    """Converts a given value to the type of its setting, and checks it. `is_text`: numbers and lists are given as text."""
     setting = KEYS[key]
     given = value
     if isinstance(value, str):

@@ -40,7 +40,7 @@ class InternalRequest:
 async def send_internal(app: ASGIApp, path: str, body: bytes, request: InternalRequest) -> InternalReply:
     """Sends a POST and returns the whole response. If the caller is cancelled, the request is cancelled."""
     parts = [{"type": "http.request", "body": body, "more_body": False}]
-    del body  # freed when it is read
+    del body  # so that the body is freed when the app has read it
     sent: list[Message] = []
 
     async def receive() -> Message:

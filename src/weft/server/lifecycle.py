@@ -66,8 +66,8 @@ def serve(
     vector_models: Sequence[VectorModelFiles] = (),
 ) -> None:
     """Serves until a signal arrives, then closes the log. `launched` is the engine process if the caller started it
-    already, before the imports of the server. `spec`: MODEL makes vectors or scores; the backend and the engine in the
-    settings are for it."""
+    already, before the imports of the server. `spec` is given if MODEL makes vectors or scores and does not generate. The
+    backend and the engine in the settings are then for it."""
     logging.basicConfig(handlers=[LibraryHandler(log)], level=logging.WARNING)
     settings = _within_descriptors(settings, log)
     try:
@@ -127,7 +127,7 @@ def _open_vector_model(
 def _log_of_model(
     log: Callable[..., object], model: str, name: str, message: str, level: str = "info", **fields: Any
 ) -> None:
-    """Logs an event of an engine of another model than MODEL, with the name of that model."""
+    """Logs an event of the engine of a vector model, with the name of the model."""
     log(name, f"{model}: {message}", level, model=model, **fields)
 
 
@@ -215,7 +215,7 @@ class _ServerRun:
             finally:
                 for task in tasks:
                     task.cancel()
-                await asyncio.wait(tasks)  # batches save results that have arrived
+                await asyncio.wait(tasks)  # until the batches have saved the results that have arrived
                 await app.close()
         finally:
             stopping.cancel()
@@ -231,8 +231,8 @@ class _ServerRun:
                 exporter.close()
 
     def _open_text(self) -> tuple[ModelText, Mapping[str, Any]]:
-        """Opens the tokenizer and the generation defaults of the model. The checkpoint has megabytes of vocabulary and
-        is not kept."""
+        """Opens the tokenizer and the generation defaults of the model. Does not keep the checkpoint: it has megabytes of
+        vocabulary."""
         checkpoint = open_checkpoint(self._settings.model)
         text = open_model_text(checkpoint, self._settings.chat_template, self._settings.tool_format)
         return text, checkpoint.generation
@@ -244,6 +244,7 @@ class _ServerRun:
             found.append(_open_vector_model(self._spec, settings.model, settings.names, self._engine))
         for each, engine in self._vector_models:
             model = _open_vector_model(each.spec, each.path, each.names, engine)
+            # With a lease, the engine of MODEL computes on the same cores as this one.
             if self._spec is None and "core_lease" in settings.backend_options:
                 model.beside = self._engine
             found.append(model)
@@ -288,7 +289,7 @@ class _ServerRun:
             self._log.event("cancelling", "Some requests did not end in time; they are cancelled.", "warning")
             await asyncio.gather(*(engine.stop() for engine in self._engines))
             await app.wait_until_idle(FLUSH_SECONDS)
-        await app.live.close()  # its streams have no end of their own
+        await app.live.close()  # the streams of the live page never end by themselves
         await self._listener.close()
         self._log.event("stopped", "Stopped.")
 

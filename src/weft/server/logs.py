@@ -145,7 +145,8 @@ class ServerLog:
     def close(self) -> None:
         if self._writer.is_alive():
             give_up_at = time.monotonic() + _FLUSH_SECONDS
-            with suppress(queue.Full):  # the queue is full, because the reader of standard error is stuck
+            # If the reader of standard error is stuck, the queue stays full.
+            with suppress(queue.Full):
                 self._lines.put(None, timeout=_FLUSH_SECONDS)
                 self._writer.join(max(0.0, give_up_at - time.monotonic()))
 
@@ -167,16 +168,16 @@ class ServerLog:
     def _write(self) -> None:
         """Runs in the writer thread."""
         while (line := self._lines.get()) is not None:
-            with suppress(
-                Exception
-            ):  # closed stream, full disk, no memory: the server continues without this line
+            # The stream may be closed, the disk full, or no memory left. The server continues without this line.
+            with suppress(Exception):
                 self._stream.write(self._text(line))
                 if self._num_lost:
                     self._stream.write(self._lost_line())
                 self._stream.flush()
 
     def _text(self, line: Callable[[], str]) -> str:
-        """The line; if making it fails, a line that says so, without the error's text, which may quote a request."""
+        """Returns the line. If making it fails, returns a line with the type of the error only: the error's message may
+        quote a request."""
         try:
             return line()
         except Exception as error:

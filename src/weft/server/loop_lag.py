@@ -16,8 +16,8 @@ async def watch_lag(observe: Callable[[float], object], is_busy: Callable[[], bo
     Measures only while `is_busy()` is true.
 
     Run delay is the time for which this thread was runnable and the kernel ran other threads instead. The run delay
-    of the whole sleep is subtracted, because the work of the server did not cause it. The thread may have had run
-    delay before the timer expired too. The lag is then underestimated, by at most one period.
+    of the whole sleep is subtracted, because the work of the server did not cause it. A part of it may lie before the
+    timer expired. The lag is then underestimated, by at most one period.
     """
     loop = asyncio.get_running_loop()
     try:

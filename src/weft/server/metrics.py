@@ -52,8 +52,8 @@ _REQUEST_SECONDS = (0.005, 0.02, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0,
 
 
 class _Histograms(Collector):
-    """The series of one histogram, by labels. It is fast enough to record a value for every event of every stream. The
-    Histogram of prometheus_client would take a fifth of the time of an event."""
+    """One histogram, with a series for each combination of labels. It is fast enough to record a value for every event of
+    every stream. The Histogram of prometheus_client would take a fifth of the time of an event."""
 
     def __init__(self, name: str, help: str, labels: Sequence[str]) -> None:
         self._name, self._help, self._labels = name, help, labels
@@ -427,8 +427,8 @@ class _EngineMetrics:
 
 
 class _MirroredCounter:
-    """A counter that follows a total of the engine process. It keeps its value when the process restarts and the total
-    starts again at 0."""
+    """A counter that follows a total that another object counts. If the total starts again at 0, as after a restart of
+    the engine process, the counter keeps its value."""
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter

@@ -129,6 +129,7 @@ class OtlpExporter:
             is_sent = False
         if not is_sent:
             self.num_lost += len(batch)
+        # Logs only the first success after failures, and the first failure after successes.
         if is_sent is self._is_failing:
             self._is_failing = not is_sent
             message = "Traces are exported again." if is_sent else "The collector does not accept traces."

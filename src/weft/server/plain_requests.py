@@ -43,7 +43,7 @@ class PlainRequest(Generic[T]):
 
 
 class Admission(Protocol):
-    """`weft.server.app.ServerApp` implements it."""
+    """What `PlainRequests` needs of the server. `weft.server.app.ServerApp` implements it."""
 
     def check_not_draining(self) -> None: ...
 
@@ -81,7 +81,7 @@ class PlainRequests:
         )
         try:
             await self.loop_turns.wait()
-            with renamed_fields({}):
+            with renamed_fields({}):  # converts each WeftError to an ApiError
                 fields, unknown = await unless_disconnected(
                     request.receive, self._bodies.read(kind, body, client)
                 )
@@ -109,7 +109,7 @@ class PlainRequests:
 
 
 async def _unless_failed(choices: Choices, work: Coroutine[Any, Any, R]) -> R:
-    """The result of `work`. If `Choices.fail` is called meanwhile, cancels `work` and raises that error."""
+    """The result of `work`. If `Choices.fail` is called while `work` runs, cancels it and raises that error."""
     working, failed = asyncio.ensure_future(work), asyncio.ensure_future(choices.wait())
     try:
         await asyncio.wait((working, failed), return_when=asyncio.FIRST_COMPLETED)
@@ -123,7 +123,8 @@ async def _unless_failed(choices: Choices, work: Coroutine[Any, Any, R]) -> R:
 
 
 def client_id(request: Request) -> str:
-    """Identifies the client for fair sharing: the name of its key, or its address if there are no keys."""
+    """Identifies the client for fair sharing: the name of its key, or its address if there are no keys. The server itself
+    is one client."""
     key: ApiKey | None = request.scope[KEY]
     if INTERNAL in request.scope:
         return ITSELF

@@ -71,6 +71,7 @@ async def _serve(
 
 
 def _app(frames: Frames, name: str) -> Starlette:
+    # These fields are put before the fields of each frame, so the closing brace is cut off here.
     head = msgspec.json.encode(
         {"model": name, "replica": REPLICA, "engine": "ready", "keys": {}, "held": [], "num_held": 0}
     )[:-1]

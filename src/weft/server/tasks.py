@@ -22,8 +22,8 @@ class Tasks:
         """Owner -> the number of running tasks of this owner."""
 
     def check_capacity(self, owner: str) -> None:
-        """Raises a 429 if no more tasks of this owner may start. A task may wait for hours, so one key could keep all
-        places."""
+        """Raises a 429 if no more tasks of this owner may start. One key may not take all places, because a task may wait
+        for hours."""
         total, own = len(self._tasks), self._num_own[owner]
         if places_needed(own, self._most - total, self._num_keys):
             message = (

@@ -24,6 +24,7 @@ _MAX_ANSWERS = 32
 _RESULT_SECONDS = 3.0
 """A trace waits this long for the engine to report the results of cancelled answers. Without them it has fewer spans."""
 _LOOK_SECONDS = 0.1
+"""Seconds between two checks for these results."""
 _MAX_WAITING = 1024
 """Maximum requests that wait for such results."""
 _MAX_PARENT = 128
@@ -233,6 +234,7 @@ def _generation_attributes(active: ActiveRequest, is_streamed: bool) -> dict[str
 
 
 def _finish_reason(choice: Choice, result: GenerationResult) -> str:
+    """The finish reason as the OpenAI API names it. That API has no name for a cancelled answer: weft's name is used."""
     if choice.has_calls and result.finish_reason.in_openai == "stop":
         return "tool_calls"
     is_cancelled = result.finish_reason is FinishReason.CANCELLED
@@ -261,6 +263,7 @@ def _phases_of_answer(
     """The spans of an answer: queue until the first admission, prefill until the first token, decode until the end.
     Preemptions are children of the phase in which they began."""
     preempted = result.preempted_times
+    # `waiting_time` has the seconds of preemptions too.
     admitted = result.waiting_time - sum(one.ended - one.began for one in preempted)
     end, first = result.total_time, result.time_to_first_token
 

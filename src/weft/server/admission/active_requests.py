@@ -25,7 +25,7 @@ from weft.server.stream.choices import Choices
 from weft.text.answer_reader import AnswerSyntax
 
 Outcome = list[GenerationResult] | ApiError | None
-"""How a request ended. None: the client disconnected, or an unexpected exception was raised."""
+"""How a request ended. None: the client disconnected, or the stream was cancelled."""
 
 _DEFAULT_ANSWER_TOKENS = 512
 """Tokens that an answer without max_tokens reserves from the rate limit of its key. When the request ends, the tokens
@@ -71,16 +71,16 @@ class ActiveRequest:
         """Idle work does not count for `max_requests` or the limits of its key, and does not wait in `FairGate`."""
         self.idle_answers = IdleAnswers()
         self.requests: Sequence[InferenceRequest] = ()
-        """Set when the request is prepared."""
+        """Set by `ActiveRequests.submit`. Empty before, and for requests that generate nothing."""
         self.queued_at: float | None = None
         """The time when the request was prepared, and its answers began to wait for the engine."""
         self.text_tokens = 0
-        """Tokens of a /tokenize or /detokenize request."""
+        """Tokens of a request that generates nothing, such as /tokenize."""
         self.reserved = 0
         """Tokens reserved from the rate limit of the key."""
         self.ticket: GateTicket | None = None
         self.length: tuple[LengthFeatures, LengthDistribution] | None = None
-        """The features of the request, and the length of its answers predicted from them. None: it is not prepared yet."""
+        """The features of the request, and the length of its answers predicted from them. None: it is not submitted yet."""
         self.deadline: float | None = None
         self.expiry: asyncio.TimerHandle | None = None
         """Timer that ends the request after its deadline."""
@@ -177,7 +177,7 @@ class ActiveRequests:
         self, key: ApiKey | None = None, needed: int = 1, *, is_promise: bool = False
     ) -> float:
         """Predicted seconds until `needed` more requests of clients have ended. `key`: only requests of this key count.
-        `is_promise`: the client will come back."""
+        `is_promise`: a client gets this number, so it is expected to come back then."""
         scope, num_places = (
             ("", self._num_of_clients) if key is None else (key.name, self._limits[key.name].num_open)
         )
@@ -187,14 +187,14 @@ class ActiveRequests:
 
     def _places(self, key: ApiKey | None) -> tuple[list[Place], LengthDistribution]:
         """The places that requests of clients take, and the expected lengths of answers to new requests."""
-        anyone = self._lengths.predict(LengthFeatures("", 0, 0, 1, self._engine.max_sequence_length))
+        typical = self._lengths.predict(LengthFeatures("", 0, 0, 1, self._engine.max_sequence_length))
         places = []
         for one in self._open:
             if not one.is_idle_work and (key is None or one.key == key):
                 num_answers = max(1, one.num_answers)
-                length = anyone if one.length is None else one.length[1]
+                length = typical if one.length is None else one.length[1]
                 places.append(Place(length, one.choices.num_tokens // num_answers, num_answers))
-        return places, anyone
+        return places, typical
 
     async def wait_until_idle(self, seconds: float) -> bool:
         """Returns whether all requests of clients ended within `seconds`."""
@@ -351,14 +351,14 @@ class ActiveRequests:
             return
         features = active.length[0]
         if not isinstance(outcome, list):
-            # After a disconnect or an error, the answers would have been longer.
+            # An error or a disconnect ended the answers early: this length is only a lower bound.
             length = active.choices.num_tokens // max(1, active.num_answers)
             self._lengths.learn(features, length, was_cut=True)
             return
         for result in outcome:
             was_cut = result.finish_reason is not FinishReason.STOP
             self._lengths.learn(features, result.completion_token_count, was_cut=was_cut)
-            if not active.is_idle_work:  # idle work may be paused
+            if not active.is_idle_work:  # idle work may be paused, so its times would be too long
                 self._waits.record(result.prefill_time, result.decode_time, result.decode_steps)
 
     def described(self) -> list[dict[str, Any]]:
@@ -459,6 +459,7 @@ class ActiveRequests:
         return max(0, engine.num_unfinished - num_idle), max(0, engine.num_without_tokens - num_idle)
 
     def _max_tokens(self, request: InferenceRequest, default: int) -> int:
+        """The most tokens that an answer can have. `default` applies if the request has no max_tokens."""
         room = max(1, self._engine.max_sequence_length - len(request.prompt))
         requested = request.params.max_tokens
         return min(room, default if requested is None else requested)

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from weft.request import Priority
 from weft.server.admission.keys import ApiKey
 
-_SLOTS_PER_RESERVED_SLOT = 16
+_PLACES_PER_RESERVED_PLACE = 16
+"""Of this many places in the engine, one belongs to the reserve (`FairGate._max_unreserved`)."""
 _MAX_NOT_STARTED = 8
 """When the released answers may not fit the KV cache, at most this many answers without a token may be in the engine.
 The engine admits them as soon as memory is free. They are few, so they hardly delay answers of another key."""
@@ -138,7 +139,7 @@ class FairGate:
         # Without a reserve, one key can take all places. Answers that began together end at about the same time, so
         # other keys would wait until then.
         self._max_unreserved = (
-            max_running - (max_running + _SLOTS_PER_RESERVED_SLOT // 2) // _SLOTS_PER_RESERVED_SLOT
+            max_running - (max_running + _PLACES_PER_RESERVED_PLACE // 2) // _PLACES_PER_RESERVED_PLACE
         )
         """While fewer answers than this are in the engine, any key may add one. The remaining places are a reserve, for
         keys that have no answer in the engine and for requests above NORMAL priority."""
@@ -235,9 +236,10 @@ class FairGate:
         ticket = min(
             heads, key=lambda head: (-head.rank, head.account.virtual_time, head.order[1]), default=None
         )
+        # Memory limits neither the first answer in the engine nor the first one of a key: otherwise it might never start.
         if ticket is None or not num_answers or not ticket.account.num_open:
             return ticket
-        # The memory need is an estimate. If it exceeds the cache, a few requests are released anyway: the engine admits those
+        # The memory need is an estimate. If it exceeds the cache, a few answers are released anyway: the engine admits those
         # that fit.
         has_memory = self._num_tokens + ticket.expected_cost <= self._max_tokens
         return ticket if has_memory or num_not_started < _MAX_NOT_STARTED else None

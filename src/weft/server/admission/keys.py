@@ -73,8 +73,9 @@ class ApiKey:
 
     @property
     def owner(self) -> str:
-        """The owner of the objects that requests of the key store. A plain key is named after its position among the keys. When a key is
-        removed, the next one gets its name, but must not get its files: their owner is the digest of the secret."""
+        """The owner of the objects that requests of the key store: its name, or for a plain key the digest of its secret. A
+        plain key is named after its position. If an earlier key is removed, the next secret gets its name, but must not get
+        its files."""
         return f"sha256:{self.key_sha256[:32]}" if self.is_plain else self.name
 
     def salt_for(self, requested: str) -> str:

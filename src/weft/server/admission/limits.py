@@ -20,7 +20,7 @@ def places_needed(num_own: int, num_free: int, num_keys: int) -> int:
 
 class Bucket:
     """A token bucket: holds at most `per_minute`, and refills at that rate. If a request used more than it
-    reserved, the level falls below zero. Later requests then wait until it is refilled."""
+    reserved, the level falls below zero. Later requests are then refused until it is refilled."""
 
     def __init__(self, per_minute: int, clock: Clock) -> None:
         self.per_minute = per_minute

@@ -16,7 +16,7 @@ _SHORTEST, _LONGEST = 1, 600
 _MAX_PROMISES = 4096
 _LATE_SECONDS = 10.0
 """A client that has not come back this long after the time that was named to it is not expected any more."""
-_MAX_TURNS = 4
+_MAX_CLIENTS_PER_PLACE = 4
 """A client that retries too early is refused several times, and each refusal counts as a client. So at most this many
 clients for each place count as waiting."""
 _CACHED_SECONDS = 0.25
@@ -86,7 +86,7 @@ class WaitEstimate:
             promises.popleft()
         if is_promise and promises and promises[0] <= now:
             promises.popleft()  # its client has come back, and is refused again
-        most = _MAX_TURNS * max(1, num_places)
+        most = _MAX_CLIENTS_PER_PLACE * max(1, num_places)
         index = min(needed + len(promises), most) - 1
         at, draws = self._ends.get(scope, (-math.inf, [[]]))
         if now - at > _CACHED_SECONDS or index >= len(draws[0]):
@@ -107,7 +107,7 @@ class WaitEstimate:
         start = self._prefill_seconds / self._answers
         running = [place for place in places if place.num_tokens]
         waiting = [place for place in places if not place.num_tokens]
-        # Some requests without a token are in prefill. Their number follows from the ratio of prefill to decode times.
+        # Some requests without a token are in prefill. Their number is estimated from the ratio of prefill to decode times.
         num_in_prefill = round(len(running) * self._prefill_seconds / max(self._decode_seconds, 1e-9))
         num_in_prefill = num_in_prefill if running else len(waiting)
         running, waiting = running + waiting[:num_in_prefill], waiting[num_in_prefill:]
@@ -115,6 +115,7 @@ class WaitEstimate:
         num_draws = max(1, min(_MAX_DRAWS, _SAMPLES // num_each))
 
         def mean_of(place: Place) -> float:
+            # With equal values, the queue below is in order of arrival.
             return place.distribution.mean if self._is_shortest_first else 0.0
 
         first = sorted((mean_of(place), order, place) for order, place in enumerate(waiting))
@@ -126,6 +127,7 @@ class WaitEstimate:
             def length(place: Place) -> int:
                 nonlocal number
                 number += 1
+                # The place is free when the longest of its answers ends: this is the quantile of the longest one.
                 share = ((number * _GOLDEN) % 1.0) ** (1 / place.num_answers)
                 return place.distribution.quantile(share, place.num_tokens) - place.num_tokens
 

@@ -307,6 +307,7 @@ class AnswerFormat(ABC, Generic[B]):
 
 
 def around_text(content: bytes) -> tuple[bytes, bytes]:
-    """Splits JSON at its last string, which must be empty. For each event, only the text between the halves is encoded."""
+    """Splits JSON at its last string, which must be empty. A stream then encodes only the text between the halves for each
+    event."""
     split = content.rindex(b'""')
     return content[:split], content[split + 2 :]

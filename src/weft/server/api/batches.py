@@ -262,6 +262,7 @@ def _found(connection: Any, batch_id: str, owner: str) -> Batch:
 
 
 def _window(text: str) -> int:
+    """Parses a completion window, such as 24h, to seconds."""
     found = _WINDOW.fullmatch(text)
     seconds = int(found[1]) * _SECONDS[found[2]] if found else 0
     if not 1 <= seconds <= _MAX_WINDOW:

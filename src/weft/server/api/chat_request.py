@@ -69,6 +69,7 @@ CHAT_FIELDS: Mapping[str, Field] = {
 
 
 def sampling_of(api_request: ChatRequest) -> dict[str, Any]:
+    """The values of max_tokens and logprobs. In a chat, two fields determine each of them."""
     given: dict[str, Any] = {}
     if api_request.max_completion_tokens is not None:
         if api_request.max_tokens not in (None, api_request.max_completion_tokens):
@@ -97,6 +98,7 @@ def check_words(api_request: ChatRequest) -> None:
 
 
 def predicted_text(prediction: dict[str, Any] | None) -> str:
+    """The text of the field `prediction`. Raises ApiError if the field has another form."""
     if prediction is None:
         return ""
     kind, content = prediction.get("type"), prediction.get("content")

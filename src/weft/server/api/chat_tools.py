@@ -29,7 +29,8 @@ def chat_tools(
         if not is_file_search(tool)
     )
     if (choice == "required" and not given and tools) or is_file_search(choice):
-        choice = "auto"  # the file search of the server is the required call
+        # The server makes the required call: its own file search. The model then needs to call nothing.
+        choice = "auto"
     allowed = None
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         choice, allowed = _allowed_tools(choice, given)

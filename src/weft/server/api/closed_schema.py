@@ -84,6 +84,7 @@ def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _is_merged(part: dict[str, Any]) -> bool:
+    """Whether several schemas describe the same object. Closing one would forbid the properties of the others."""
     branches = part.get("allOf")
     if isinstance(branches, list) and len(branches) > 1:
         return True

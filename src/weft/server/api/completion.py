@@ -160,7 +160,8 @@ def _prompts(api_request: CompletionRequest, max_answers: int) -> list[Prompt]:
 
 
 def _are_tokens(prompt: list[Any]) -> bool:
-    return set(map(type, prompt)) <= {int}  # a Python loop over 250,000 ids would block the event loop
+    # A Python loop over 250,000 ids would block the event loop.
+    return set(map(type, prompt)) <= {int}
 
 
 def _check_ids(tokens: Sequence[int], param: str) -> None:

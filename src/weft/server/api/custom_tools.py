@@ -14,7 +14,8 @@ from weft.text.json_string_grammar import NotRewritableError, in_json_string
 
 
 def listed_tools(tools: Iterable[FunctionTool]) -> list[FunctionTool]:
-    """The tools as a list. Raises ApiError if their grammars together are too long: rewriting them takes time."""
+    """The tools as a list. Raises ApiError as soon as their grammars together are too long: `tools` rewrites the grammar of
+    each tool when it is read, which takes time."""
     found: list[FunctionTool] = []
     length = 0
     for tool in tools:
@@ -27,7 +28,8 @@ def listed_tools(tools: Iterable[FunctionTool]) -> list[FunctionTool]:
 
 
 def custom_tool(name: Any, description: Any, form: Any, where: str) -> FunctionTool:
-    """The tool as the function that the model sees, not checked. `form` is the field `format` of the tool."""
+    """Makes the function that the model sees instead of a custom tool. `chosen_tools` checks it. `form` is the field
+    `format` of the tool."""
     if form is None or (isinstance(form, Mapping) and form.get("type") == "text"):
         return FunctionTool(name, description, INPUT_ONLY, False, where)
     return _with_grammar(FunctionTool(name, description, INPUT_ONLY, True, where), form)

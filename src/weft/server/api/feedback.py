@@ -35,6 +35,7 @@ from weft.server.state.feedback import Feedback, KeptAnswers, Totals
 
 MAX_LABELS, MAX_LABEL, MAX_CORRECTION = 16, 64, 64 << 10
 _PREFIX = re.compile(r"(chatcmpl-|cmpl-|msg_|resp_)?(.{1,256})", re.ASCII)
+"""The id of a response: the prefix of its API format, then the id of the request."""
 _TAG = "Feedback"
 _PATH = "/v1/feedback"
 _OF_KEY: Mapping[str, Mapping[str, Any]] = {

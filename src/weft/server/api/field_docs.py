@@ -29,7 +29,7 @@ from weft.server.api.schema import MAX_ENTRIES
 
 @dataclass(frozen=True)
 class Field:
-    """`above` is an exclusive minimum."""
+    """The description and the range of one field. `above` is an exclusive minimum."""
 
     description: str
     minimum: float | None = None

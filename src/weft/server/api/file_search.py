@@ -81,6 +81,7 @@ class FileSearch:
         }
 
     def annotations(self, answer: str) -> list[dict[str, Any]]:
+        """The citations in an answer, in the form of the OpenAI API."""
         return [
             {
                 "type": "file_citation",
@@ -127,6 +128,7 @@ def with_passages(items: Sequence[Item], search: FileSearch | None) -> list[Item
 
 
 def _checked(where: str, tool: Mapping[str, Any], caller: Caller) -> Callable[[str], SearchRequest]:
+    """Checks the tool. Returns a function that makes the search request for a query."""
     # Chat completions have the fields of a tool in an object with the name of its type.
     inner = tool.get(KIND)
     given = schema.converted(inner if isinstance(inner, Mapping) else tool, FileSearchTool, where)
@@ -153,6 +155,7 @@ def _checked(where: str, tool: Mapping[str, Any], caller: Caller) -> Callable[[s
 
 
 def _last_question(items: Sequence[Item]) -> int | None:
+    """The index of the last message of the user that has text."""
     for index in range(len(items) - 1, -1, -1):
         item = items[index]
         if isinstance(item, Message) and item.role == "user" and _text(item).strip():

@@ -257,8 +257,9 @@ def _tools(api_request: MessagesRequest) -> ToolUse:
     ]
     choice, is_single = _tool_choice(api_request.tool_choice)
     ignored = [tool.get("name") for tool in given if not _is_own(tool)]
+    # If tool_choice demands a call of an ignored tool, or of any tool while all are ignored, no call is possible.
     if ignored and (choice.name in ignored if choice.name is not None else not own):
-        choice = ToolChoice()  # a tool that is ignored cannot be called
+        choice = ToolChoice()
     return chosen_tools(own, choice, not is_single)
 
 
@@ -291,6 +292,7 @@ def _has_mark(api_request: MessagesRequest) -> bool:
 
 
 def _marked_places(api_request: MessagesRequest) -> Iterator[Any]:
+    """The parts of a body that may have a `cache_control`."""
     yield from api_request.tools or ()
     contents = [api_request.system, *(message.get("content") for message in api_request.messages)]
     for content in contents:

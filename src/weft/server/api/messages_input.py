@@ -96,7 +96,7 @@ class _Reader:
             self._say("user", _joined(texts))
 
     def assistant(self, content: Any, where: str) -> None:
-        self._close_calls(where)
+        self._refuse_open_calls(where)
         for block, place in _blocks(content, where):
             kind = block.get("type") if isinstance(block, Mapping) else None
             if kind == "thinking":
@@ -104,12 +104,12 @@ class _Reader:
                     self._add(Thought(text))
             elif kind == "tool_use":
                 self._call(block, place)
-            elif kind != "redacted_thinking" and not _is_hosted(block):  # encrypted: weft cannot read it
+            elif kind != "redacted_thinking" and not _is_hosted(block):  # redacted_thinking is encrypted
                 for text in _texts_of(block, place):
                     self._say("assistant", text)
 
     def finish(self) -> tuple[list[Item], bool]:
-        self._close_calls("messages")
+        self._refuse_open_calls("messages")
         self._close_message()
         if not self._items:
             raise refusal("the messages have no text; send some", "messages")
@@ -167,7 +167,7 @@ class _Reader:
                 self._say("user", held)
             self._held.clear()
 
-    def _close_calls(self, where: str) -> None:
+    def _refuse_open_calls(self, where: str) -> None:
         if self._open_calls:
             named = ", ".join(f"{one!r:.80}" for one in list(self._open_calls)[:4])
             raise refusal(

@@ -197,7 +197,7 @@ class MessagesWriter(AnswerWriter):
                 self._write_text(Content, piece.text, written)
             if piece.choice.result is not None:
                 if self._num_blocks == 0 and self._open_block is None:
-                    # clients read the first block, so there must be one
+                    # Clients read the first block, so there must be one.
                     self._write_text(Content, "", written)
                 self._close(written)
         return written[0] if len(written) == 1 else b"".join(written)
@@ -236,6 +236,7 @@ class MessagesWriter(AnswerWriter):
     def _open(
         self, kind: type[Delta], block: dict[str, Any], delta_type: str, field: str, written: list[bytes]
     ) -> None:
+        """Opens a block after the end of the one before."""
         self._close(written)
         written.append(_event("content_block_start", index=self._num_blocks, content_block=block))
         self._around_delta = around_text(self._delta_event({"type": delta_type, field: ""}))

@@ -1,4 +1,4 @@
-"""The routes of `/v1/models`, for all APIs: the model of the server, in the form of the OpenAI or the Anthropic API."""
+"""The routes of `/v1/models`, for all APIs: the models of the server, in the form of the OpenAI or the Anthropic API."""
 
 from __future__ import annotations
 

@@ -292,6 +292,7 @@ def _grammar(form: str | dict[str, Any]) -> Grammar | None:
 
 
 def _is_zero(keep_alive: float | str | None) -> bool:
+    """Whether `keep_alive` asks to unload the model at once."""
     if isinstance(keep_alive, str):
         return _ZERO.fullmatch(keep_alive.strip()) is not None
     return keep_alive == 0

@@ -117,7 +117,8 @@ async def _embed(services: Services, plain: PlainRequest[EmbedRequest]) -> Respo
     model = chosen_model(services, fields.model, "embed")
     check_dimensions(fields.dimensions, model.spec)
     texts = [fields.input] if isinstance(fields.input, str) else fields.input
-    if texts in ([], [""]):  # clients send this to load a model
+    # Clients send an empty input to load a model.
+    if texts in ([], [""]):
         return json_response({"model": model.name, "embeddings": []})
     check_count("input", len(texts))
     for index, text in enumerate(texts):

@@ -372,7 +372,8 @@ class _OllamaModels:
             if fetchable is None:
                 message = f"{name!r:.200} is no model that weft can pull; it pulls hf:OWNER/NAME, hf:OWNER/NAME:Q4_K_M and default"
                 raise ApiError(404, message, param="model", code="model_not_found")
-            await asyncio.to_thread(_check_hub_name, fetchable)  # its import takes time
+            # In a thread: what it imports takes time to load.
+            await asyncio.to_thread(_check_hub_name, fetchable)
             work = self._store.pull(fetchable)
             if not asked.stream:
                 await unless_disconnected(request.receive, work.wait())

@@ -17,6 +17,7 @@ from weft.server.errors import ApiError, as_api_error
 
 _MAX_THREADS = 4
 _LONG = 3600.0
+"""Seconds of one wait for progress while nothing is sent to the client."""
 _HUB_PREFIXES = ("hf.co/", "huggingface.co/", "hf:")
 """The prefixes that the name of a repository may have. Ollama's clients write the first two."""
 _STATUSES = {
@@ -99,7 +100,7 @@ class ModelWork:
             pass
         except Exception as failure:
             error = failure
-        with suppress(RuntimeError):  # the server has closed its event loop
+        with suppress(RuntimeError):  # raised if the server has closed its event loop
             self._loop.call_soon_threadsafe(self._end, error)
 
     def _progress(self, progress: PullProgress) -> None:
@@ -132,7 +133,7 @@ class ModelStore:
         return self._start(lambda progress: pull(name, progress, verify=True))
 
     async def remove(self, name: str) -> None:
-        """Raises ApiError if the model is unknown, or is the served one."""
+        """Removes a model from the disk. Raises ApiError if the model is unknown, or is being served."""
         await self._start(lambda progress: self._remove(name, progress)).wait()
 
     def _start(self, work: Callable[[Progress], object]) -> ModelWork:

@@ -79,6 +79,7 @@ class OllamaWriter(AnswerWriter):
         self._keeps_tokens = keeps_tokens
         self._tokens: list[int] = []
         self._logprobs = bytearray()
+        # A line of a stream is encoded once and split at its time and at its text, because only these change.
         line, self._after_text = around_text(self._line({_TIME: "", **self.message("", "", [])}))
         self._before_time, mark, self._before_text = line.partition(f'"{_TIME}":"'.encode())
         self._before_time += mark

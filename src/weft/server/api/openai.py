@@ -117,7 +117,7 @@ class OpenAIWriter(AnswerWriter):
         return self._opening_once(0)
 
     def keep_alive(self) -> bytes:
-        # An answer has no events after its finish reason.
+        # An answer has no events after its finish reason. So this uses the first answer that has not ended.
         index = next(index for index in itertools.count() if index not in self._ended)
         return self._opening_once(index) + self.text_event(index, "")
 
@@ -236,7 +236,7 @@ class OpenAIWriter(AnswerWriter):
 def _split(content: dict[str, Any]) -> tuple[bytes, bytes]:
     """Splits the JSON of `content` inside its empty list of choices."""
     whole = _encode(content)
-    split = whole.rindex(b"[]") + 1  # the choices are the last list
+    split = whole.rindex(b"[]") + 1  # no other list follows the choices
     return whole[:split], whole[split:]
 
 

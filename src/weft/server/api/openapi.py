@@ -47,6 +47,7 @@ _MESSAGE: dict[str, Any] = {
 
 
 def _of_formats(formats: Formats) -> dict[tuple[str, str], Operation]:
+    """The routes that generate, and the routes that count tokens for them."""
     generating = {path: one.operation for path, one in formats.items()}
     countings = [one.counting for one in formats.values() if one.counting is not None]
     counting = {one.path: one.operation for one in countings}
@@ -209,7 +210,8 @@ def _responses(operation: Operation) -> dict[str, Any]:
     shown = sorted({*operation.errors, *((401, 403) if not operation.is_open else ())})
     for status in shown:
         responses[str(status)] = _error(_STATUSES[status], operation)
-    if operation.is_open and 503 in operation.errors:  # /health: the body with 503 is the same as with 200
+    # /health: the body with 503 is the same as with 200.
+    if operation.is_open and 503 in operation.errors:
         responses["503"] = {"description": "The engine is down.", "content": good}
     responses["default"] = _error("Any other error.", operation)
     return responses

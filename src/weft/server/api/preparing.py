@@ -280,6 +280,7 @@ class Preparer:
         return tokens
 
     async def _joined_tokens(self, parts: Sequence[str | int], client_id: str) -> list[int]:
+        """The tokens of texts with token ids between them."""
         texts = [part for part in parts if isinstance(part, str)]
         encoded = iter(await self._encoder.encode_texts(texts, client_id, add_special_tokens=False))
         return [token for part in parts for token in ((part,) if isinstance(part, int) else next(encoded))]
@@ -350,6 +351,7 @@ class Preparer:
 
 
 def _kind(parsed: ParsedRequest, prompt: Sequence[int]) -> tuple[int, int]:
+    """The `kind` of a `Prepared` request. `prompt` has the tokens of its first prompt."""
     if isinstance(parsed.prompt, Conversation):
         shared = text_of_kind(parsed.prompt.items)
     else:

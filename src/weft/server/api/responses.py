@@ -233,7 +233,7 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
             # By default a line of a batch is not stored: a large batch would evict the conversations of the key.
             api_request = msgspec.structs.replace(api_request, store=False)
         loaded = await self._load_stored(api_request, caller)
-        # A background request is loaded again when it runs.
+        # A background request is loaded again when it runs. Only then is its search planned.
         if not any(map(is_file_search, api_request.tools or ())) or (
             api_request.background and not caller.is_internal
         ):
@@ -250,6 +250,7 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
         return msgspec.structs.replace(api_request, search=await api_request.search.with_sources(caller))
 
     async def _load_stored(self, api_request: ResponsesRequest, caller: Caller) -> ResponsesRequest:
+        """Adds the stored conversation, and replaces references by the items that they refer to."""
         _check(api_request, stores_nothing=caller.services.settings.response_days <= 0)
         items = check_items(api_request.input)
         references = referenced_ids(items)
@@ -301,7 +302,8 @@ class ResponsesFormat(AnswerFormat[ResponsesRequest]):
         given = api_request.tools or ()
         functions, choice = function_tools(given), tool_choice(api_request.tool_choice, given)
         if not functions and choice.mode == "required" and any(map(is_file_search, given)):
-            choice = ToolChoice("auto")  # the file search of the server is the required call
+            # The server makes the required call: its own file search. The model then needs to call nothing.
+            choice = ToolChoice("auto")
         tools = chosen_tools(functions, choice, api_request.parallel_tool_calls)
         items = list[Item]()
         stored_bytes = 0
@@ -397,4 +399,5 @@ def _grammar(api_request: ResponsesRequest) -> Grammar | None:
 
 
 def _has_id(item: Mapping[str, Any]) -> bool:
+    """Whether an item of the body has an id, so that references of the same body may refer to it."""
     return item_type(item) != "item_reference" and isinstance(item.get("id"), str)

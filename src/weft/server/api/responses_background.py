@@ -66,8 +66,8 @@ async def take_over(caller: Caller, response_id: str) -> float:
 
 
 async def read_state(services: Services, response_id: str, owner: str) -> table.StoredResponse | None:
-    """A stored response. Its status becomes `failed` if its worker has ended. It also does if its task has ended without
-    storing the result, for example because the disk was full."""
+    """A stored response. A response in the background becomes `failed` if the server process that began it has ended. It
+    also becomes `failed` if its task has ended without storing a result, for example because the disk was full."""
     store = services.store
     is_own_task = response_id in services.tasks
 
@@ -106,13 +106,14 @@ def with_fields(response: bytes, **fields: Any) -> bytes:
 def _end(
     connection: Any, row: table.StoredResponse, owner: str, status: str, error: dict[str, str] | None = None
 ) -> table.StoredResponse:
+    """Gives a response in the store its final status. Returns the changed row."""
     response = with_fields(row.response, status=status, error=error)
     table.change_unfinished(connection, row.id, owner, status, response)
     return dataclasses.replace(row, status=status, response=response, request=None)
 
 
 async def _run(caller: Caller, response_id: str) -> None:
-    """The task of one response. The row is changed at its end, unless it has a final status."""
+    """Runs as the task of one response. If its request fails, the row becomes `failed`, unless it has a final status."""
     found = failure(503, None, _STOPPED)
     try:
         found = await _send(caller, response_id)

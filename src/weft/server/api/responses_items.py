@@ -121,7 +121,7 @@ def conversation_items(items: Sequence[Mapping[str, Any]], where: str = "input")
 
 
 def without_lost_calls(items: Sequence[Item]) -> list[Item]:
-    """The items without tool results that belong to none of the calls in them."""
+    """The items without those tool results whose call is not among the items."""
     calls = {item.id for item in items if isinstance(item, ToolCall)}
     return [item for item in items if not isinstance(item, ToolResult) or item.call_id in calls]
 

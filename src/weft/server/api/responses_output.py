@@ -55,7 +55,7 @@ class _Item:
 
 
 class OutputItems:
-    """`tools`: the tools by the name that the model sees."""
+    """The output items of one response, and the events of its stream. `tools`: the tools by the name that the model sees."""
 
     def __init__(
         self,
@@ -114,6 +114,7 @@ class OutputItems:
             return
         for delta in piece.deltas:
             self._add_delta(delta, logprobs)
+            # The first content of a piece gets the logprobs of all its content.
             if isinstance(delta, Content):
                 logprobs = b""
 
@@ -140,7 +141,7 @@ class OutputItems:
         return f"fs_{self._request_id}_0"
 
     def close(self, *, is_complete: bool) -> None:
-        """Closes the open item. A response without any item gets a message without text."""
+        """Closes the open item. A response without an item besides its search gets a message without text."""
         self.end_search()
         if self._open is None and len(self._done) == (self.search is not None):
             self._add_text("message", "", b"")

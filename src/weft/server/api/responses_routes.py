@@ -138,6 +138,7 @@ class _Id(msgspec.Struct):
 
 
 async def _found(services: Services, request: Request, owner: str) -> table.StoredResponse:
+    """The stored response of the route. Counts its bytes against the budget for answers. Raises a 404 if there is none."""
     response_id: str = request.path_params["id"]
     row = await background.read_state(services, response_id, owner)
     if row is None:

@@ -1,8 +1,8 @@
 """Owns one response while it is generated: its items (`OutputItems`), its object, and its row in the store.
 
-A response that is stored is written before its last bytes are sent: what a client has seen as complete is there after a
-crash. A response that fails, or whose client leaves, is not stored, except for a background response, whose row exists
-from the beginning.
+A response that is stored is written before its last bytes are sent: a response that a client has seen as complete
+survives a crash. A response that fails, or whose client leaves, is not stored, except for a background response, whose
+row exists from the beginning.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class ResponsesWriter(AnswerWriter):
         self._logprobs: list[dict[str, Any]] = []
         """The logprobs of tokens whose text has not arrived yet."""
         self._last = b""
+        """The response object at the end of the response."""
         self._status = "in_progress"
 
     @property
@@ -111,6 +112,7 @@ class ResponsesWriter(AnswerWriter):
             await self._store(caller)
 
     async def _store(self, caller: Caller) -> None:
+        """Writes the complete response to the store: as a new row, or into the row of a background response."""
         services = caller.services
         row = self._row(self._last, self._status)
         now, keeping = services.store.wall_clock(), table.keeping(services.settings)
@@ -182,6 +184,7 @@ class ResponsesWriter(AnswerWriter):
         return self._items.take_events()
 
     def _lifecycle(self, kind: str, response: bytes) -> None:
+        """Adds an event that has the whole response object."""
         self._items.event(kind, response=msgspec.Raw(response))
 
     # ------------------------------------------------------------------ one body

@@ -67,7 +67,8 @@ class _FirstFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 if TYPE_CHECKING:
-    _SamplingFields = _FirstFields  # the other fields are read by their names in PARAMETERS
+    # Type checkers do not see the other fields: code reads them by their names in PARAMETERS.
+    _SamplingFields = _FirstFields
 else:
     _SamplingFields = msgspec.defstruct(
         "_SamplingFields",
@@ -182,7 +183,7 @@ def converted(content: Any, kind: type[C], where: str = "") -> C:
 
 
 def _unknown_fields(given: dict[str, Any], api_request: msgspec.Struct) -> list[str]:
-    """The fields that the type of a request does not have, also those of an inner object with a type of its own."""
+    """The names of the given fields that the type of the request does not have, also inside objects with a type of their own."""
     names = list(given.keys() - set(api_request.__struct_fields__))
     for name in api_request.__struct_fields__:
         inner, value = given.get(name), getattr(api_request, name)

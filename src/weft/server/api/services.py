@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Services(Protocol):
-    """`weft.server.app.ServerApp` implements it."""
+    """The server, as routes and formats see it. `weft.server.app.ServerApp` implements it."""
 
     @property
     def settings(self) -> ServerSettings: ...
@@ -79,7 +79,7 @@ class Services(Protocol):
         ...
 
     def check_model(self, name: str | None) -> None:
-        """Raises a 404 if requests may not generate with this name of a model."""
+        """Raises a 404 for an unknown name of a model, and a 400 for a model that does not generate."""
         ...
 
     def record_vectors(self, model: str, num_inputs: int, num_tokens: int, seconds: float) -> None:

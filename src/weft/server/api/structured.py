@@ -64,7 +64,8 @@ def _requested_grammars(api_request: GenerationRequest) -> Iterator[tuple[str, G
         yield "structured_outputs", _grammar_of_structured_outputs(api_request.structured_outputs)
     for name, kind in _OTHER_FIELDS.items():
         value = getattr(api_request, name)
-        if value or (value is not None and kind != "grammar"):  # clients of llama.cpp send "" for no grammar
+        # Clients of llama.cpp send "" for no grammar. In fields of other kinds, an empty value counts.
+        if value or (value is not None and kind != "grammar"):
             yield name, _grammar(kind, value, name)
 
 
@@ -81,7 +82,7 @@ def _grammar_of_format(form: Mapping[str, Any]) -> Grammar | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        schema = form["schema"] if "schema" in given else ANY_OBJECT  # an extension of llama.cpp
+        schema = form["schema"] if "schema" in given else ANY_OBJECT  # llama.cpp allows a schema here
         is_schema = isinstance(schema, dict)
         return grammar_of_schema({**ANY_OBJECT, **schema} if is_schema else schema, "response_format.schema")
     if kind == "json_schema":

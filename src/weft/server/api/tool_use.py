@@ -111,7 +111,8 @@ class FunctionTool:
 def chosen_tools(
     given: Sequence[FunctionTool], tool_choice: ToolChoice, may_be_parallel: bool | None
 ) -> ToolUse:
-    """Checks the tools of a request. Raises ApiError if they are invalid, or do not suit the choice."""
+    """Checks the tools of a request, and returns those that the model may call. Raises ApiError if tools are invalid, or
+    do not suit the choice."""
     tools = _checked_tools(given)
     template_tools = [one.for_template() for one in given]
     choice, name = tool_choice.mode, tool_choice.name

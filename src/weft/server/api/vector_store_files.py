@@ -266,6 +266,7 @@ class _StoreFiles:
         return counted_list(request, await self._store.run(read))
 
     async def _with_file(self, request: Request, work: Any) -> dict[str, Any]:
+        """Runs `work` with the vector store and the file of the route. Raises a 404 if one of them does not exist."""
         owner, now = owner_of(request), self._store.wall_clock()
 
         def run(connection: Any) -> dict[str, Any]:
@@ -278,6 +279,7 @@ class _StoreFiles:
         return await self._store.run(run)
 
     async def _with_batch(self, request: Request, work: Any) -> dict[str, Any]:
+        """Runs `work` with the vector store and the file batch of the route. Raises a 404 if one of them does not exist."""
         owner, now = owner_of(request), self._store.wall_clock()
 
         def run(connection: Any) -> dict[str, Any]:

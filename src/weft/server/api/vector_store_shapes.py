@@ -300,6 +300,7 @@ def checked_entries(given: Mapping[str, Value] | None, param: str) -> dict[str, 
 
 
 def checked_chunks(given: ChunkingStrategy | None) -> ChunkSize | None:
+    """The length of passages that the client chose. None: the default."""
     if given is None or given.type == "auto":
         return None
     sizes = given.static or StaticSizes()

@@ -72,7 +72,8 @@ class AccessLog:
             record_of_task.reset(token)
             key = scope.get("weft.key")  # set by the guard
             record.key_name = None if key is None else key.name
-            active, record.active = record.active, None  # the log may keep the record for long
+            # The queue of the log may keep the record for long. It must not keep the request too.
+            active, record.active = record.active, None
             self._log.request(record)
             if record.status >= 400 and not record.is_client_gone and record.path not in QUIET_PATHS:
                 self._on_error(record.status)

@@ -84,6 +84,7 @@ class BodyReader:
 
 
 def _parse(job: bytes) -> bytes:
+    """Runs one job in the worker process: parses a body into the type that the job names."""
     name, _, body = job.partition(b"\n")
     module, _, kind_name = name.decode().partition(" ")
     # The server sends these names; a client cannot choose them.
@@ -107,7 +108,7 @@ def _parse(job: bytes) -> bytes:
 
 
 def _has_too_many_values(api_request: msgspec.Struct) -> bool:
-    """Counts without recursion: the client chooses how deeply a body is nested."""
+    """Counts the values of a large body. Does not recurse: the client chooses how deeply the body is nested."""
     count = 0
     unseen: list[Any] = [[getattr(api_request, name) for name in api_request.__struct_fields__]]
     while unseen and count <= _MAX_VALUES:

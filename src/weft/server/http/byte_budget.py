@@ -10,6 +10,7 @@ from weft.server.errors import ApiError
 
 _FREE_BYTES = 64 << 10
 _LARGE_BYTES = 4 << 20
+"""If a request held more than this, freed memory is returned to the operating system soon after."""
 _TRIM_SECONDS = 1.0
 
 

@@ -172,6 +172,7 @@ class TimedProtocol(H11Protocol):
         self._timer, self._timed_state = None, None
 
     def _time_out(self) -> None:
+        """Closes the connection, with a 408 if no response has begun. An upload that makes progress gets more time."""
         if self.transport.is_closing():
             return
         num_bytes = self._num_received - self._num_at_timer
@@ -192,6 +193,7 @@ class TimedProtocol(H11Protocol):
         )
 
     def _check_reader(self, num_unread: int, num_checks: int) -> None:
+        """Aborts the connection if `_STALL_CHECKS` checks in a row found no progress. Else schedules the next check."""
         num_left = self._num_unread()
         num_checks = 0 if num_left < num_unread else num_checks + 1
         if num_checks == _STALL_CHECKS:

@@ -142,6 +142,7 @@ class Choice:
             self._answer.cancel("the client is gone")
 
     def _read_parts(self, reader: AnswerReader, text: str, is_final: bool) -> list[Delta]:
+        """Splits new text into parts of the answer. Cuts the answer after its last allowed tool call."""
         self.num_reasoning_tokens += reader.is_in_reasoning
         deltas = reader.add(text)
         if reader.is_over:
@@ -182,7 +183,7 @@ class Choice:
 
 
 class _Arrival(asyncio.Event):
-    """Set when `Choices.take` may return something. A reader that is not a task gets a call of `on_set` instead."""
+    """Set when `Choices.take` may return something. A reader that is not a task sets `on_set`, which is then called."""
 
     on_set: Callable[[], object] | None = None
 

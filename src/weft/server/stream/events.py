@@ -75,7 +75,7 @@ class EventStream(Response):
         finish: Callable[[Choices], Awaitable[None]],
         on_end: Callable[[list[GenerationResult] | ApiError | None], object],
     ) -> None:
-        """`finish` is awaited after the last piece, before the last bytes are sent."""
+        """`finish` is awaited after the last piece of the answers, before the last bytes are sent."""
         super().__init__(None, 200, {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
         self.headers["content-type"] = writer.stream_type
         del self.headers["content-length"]
@@ -86,6 +86,7 @@ class EventStream(Response):
         self._finish = finish
         self._on_end = on_end
         self._last = began
+        """When the last pieces were written. Before the first ones: when the request began."""
         self._silence_seconds = silence_seconds
         self._sent_at = 0.0
         """When the last bytes were written."""
@@ -185,7 +186,8 @@ class EventStream(Response):
                 return
             self._measure(pieces, now)
             content = self._answer_writer.events(pieces)
-            if content:  # a writer may hold text back, for example until a call is complete: that is silence
+            # A writer may hold text back, for example until a call is complete. For the client that is silence.
+            if content:
                 self._sent_at = now
             if content and not (self._writer is not None and self._writer.write(content)):
                 self._stopped.set_result(content)

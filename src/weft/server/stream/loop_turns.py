@@ -42,10 +42,12 @@ class LoopTurns:
         self._waiting.append(work)
 
     def _count(self) -> None:
+        """Runs `_next_iteration` in the next iteration of the event loop, and then as long as work waits for turns."""
         self._is_counting, self._began = True, time.thread_time()
         asyncio.get_running_loop().call_soon(self._next_iteration)
 
     def _next_iteration(self) -> None:
+        """Gives the turns of this iteration to the work that waits, in the order of its arrival."""
         self._adapt()
         self._left = int(self._per_iteration)
         has_woken = False
@@ -57,7 +59,7 @@ class LoopTurns:
                 if not isinstance(waiting, asyncio.Future):
                     self._left -= 1
                     waiting()
-                elif not waiting.done():  # it may be cancelled
+                elif not waiting.done():  # else the wait was cancelled
                     self._left -= 1
                     waiting.set_result(None)
                     has_woken = True

@@ -117,6 +117,7 @@ class WholeAnswer:
     def add(self, pieces: Sequence[Piece]) -> None:
         """Encodes new pieces. Raises if the answers become too large."""
         writer = self._writer
+        # Some writers keep the pieces themselves.
         num_bytes = writer.collect(pieces)
         if num_bytes is not None:
             self._answer_bytes.add(num_bytes)

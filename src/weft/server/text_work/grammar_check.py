@@ -80,6 +80,7 @@ class GrammarChecker:
                 del self._trials[key]
 
     async def _compile(self, key: bytes, grammar: Grammar, client_id: str) -> Verdict:
+        """Compiles the grammar with one limit after the other. Keeps the verdict unless the cause may not be the grammar."""
         first = (seconds for seconds in _FIRST_SECONDS if seconds < self._compile_seconds)
         is_slow = False
         for seconds in (*first, self._compile_seconds):

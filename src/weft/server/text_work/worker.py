@@ -44,7 +44,7 @@ class Worker:
             is_done = True
             return result
         except TimeoutError:
-            raise  # TimeoutError is a subclass of OSError
+            raise  # else the next clause would catch it: TimeoutError is a subclass of OSError
         # RuntimeError: a thread could not be started. The next job starts the process again.
         except (OSError, RuntimeError, MemoryError, asyncio.IncompleteReadError) as error:
             raise WeftError("a worker process of the server died during this request; try again") from error
@@ -64,7 +64,7 @@ class Worker:
                 *self._command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                process_group=0,  # `_kill` ends its child processes too
+                process_group=0,  # so that `_kill` ends its child processes too
             )
             try:
                 async with asyncio.timeout(_START_SECONDS):

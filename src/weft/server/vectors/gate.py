@@ -100,7 +100,7 @@ class VectorGate:
         self._release()
 
     def leave(self, ticket: VectorTicket) -> None:
-        """Removes a request. A client without requests is dropped when the gate has reached its virtual time."""
+        """Removes a request. Forgets clients without requests that would start from the time of the gate anyway."""
         ticket.client.num_open -= 1
         clients = self._clients.items()
         for name in [name for name, one in clients if not one.num_open and one.virtual_time <= self._now]:
@@ -110,6 +110,7 @@ class VectorGate:
         while self._waiting:
             ticket = min(self._waiting, key=lambda one: one.rank)
             room = self._max_tokens()
+            # Idle work leaves half of the room to requests of clients that arrive later.
             if ticket.is_idle_work:
                 room //= 2
             if self._num_tokens and self._num_tokens + ticket.num_tokens > room:

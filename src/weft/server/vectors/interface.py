@@ -46,7 +46,8 @@ class Embedder(Protocol):
     ) -> Vectors:
         """One vector for each text: an array of shape (texts, `spec.dimensions`). A text longer than the model allows
         raises InvalidRequestError with both numbers. The engine gets the texts as `request_id` and their index, and
-        is shared fairly between clients, by `client_id`. Idle work waits for all other texts. Raises WeftError if the engine is not ready, or ends meanwhile: try again."""
+        is shared fairly between clients, by `client_id`. Idle work waits for all other texts. Raises WeftError if the
+        engine is not ready, or ends before all vectors are computed: try again."""
         ...
 
     async def count_tokens(self, texts: Sequence[str], kind: TextKind) -> list[int]:

@@ -20,8 +20,9 @@ from weft.vectors import Vectors, np
 _ONE_TOKEN = SamplingParams(max_tokens=1)
 """The engine reports a vector with the one token that it samples. The token means nothing."""
 _ROOM_TOKENS = 1536
-"""Maximum tokens in an engine that reports no other number (`BackendInfo.room_tokens`): those of the running step and of
-the next one. A text that arrives waits for them. With 1,536, all-MiniLM-L6-v2 needs 3% more CPU time for a text than with 3,072, and the wait is half as long."""
+"""Maximum tokens in an engine that reports no other number (`BackendInfo.room_tokens`): enough for the running step and
+the next one. A text that arrives waits for them. With 1,536, all-MiniLM-L6-v2 needs 3% more CPU time for a text than with
+3,072, and the wait is half as long."""
 _ROOM_BESIDE_ANSWERS = 512
 """Maximum tokens while another engine generates answers on the same cores: each of its steps waits for a step of this
 model."""
@@ -188,6 +189,7 @@ class _Run:
                         self._arrived,
                     )
                 except BaseException:
+                    # Frees the inputs of the group that were not submitted. `close` frees the others.
                     self._gate.free(num_tokens)
                     raise
                 num_tokens -= len(prompt)
@@ -224,6 +226,7 @@ class _Run:
                     num_left -= 1
 
     def _take(self, index: int, answer: RemoteAnswer) -> None:
+        """Keeps the vector of an input that the engine has computed, and frees its place at the gate."""
         result = answer.result
         assert result is not None
         del self._open[index]

@@ -79,8 +79,8 @@ class VectorTexts:
         field: str = "documents",
         max_document: int | None = None,
     ) -> list[list[int]]:
-        """The tokens of each text with the only query, or with the query at the same index. Long texts are cut. The only
-        query is tokenised once. `max_document`: at most this many tokens of each text are used."""
+        """The tokens of the pair of each text and its query: the only query, or the one at the same index. Long texts are
+        cut. The only query is tokenised once. `max_document`: at most this many tokens of each text are used."""
         asked = [part async for part in self._parts("pair_query", queries, client_id, query_field)]
         if len(asked) == 1:
             asked *= len(texts)
@@ -105,6 +105,7 @@ class VectorTexts:
         max_document: int | None = None,
         allows_empty: bool = False,
     ) -> AsyncIterator[PairPart]:
+        """The tokens of each text. `PairPart` also holds texts that belong to no pair. Tokenises group by group."""
         for start, end, size in _groups(texts):
             job = VectorTextJob(kind, list(texts[start:end]), truncate, start, max_document, allows_empty)
             result = await self._convert(job, size, client_id)

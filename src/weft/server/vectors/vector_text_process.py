@@ -52,6 +52,7 @@ VectorTextResult = VectorTextTokens | VectorTextRefusal
 
 
 def convert(text: EmbeddingText, job: VectorTextJob) -> VectorTextResult:
+    """Tokenises the texts. Returns a refusal at the first text that cannot be tokenised."""
     parts = []
     for index, one in enumerate(job.texts, start=job.first):
         try:
