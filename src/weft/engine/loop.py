@@ -159,6 +159,7 @@ class EngineCore:
 
 
 def _checked(result: StepResult, plan: IterationPlan) -> StepResult:
+    """The result. If it has the wrong number of tokens, it becomes the result of a failed step."""
     expected = plan.num_samples
     if not result.failed and len(result.tokens) != expected:
         message = f"the backend returned {len(result.tokens)} tokens where {expected} were to be sampled"

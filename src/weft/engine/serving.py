@@ -289,6 +289,7 @@ class ServingEngine:
         block: bool = False,
         timeout: float | None = None,
     ) -> tuple[RequestId, ...]:
+        """Queues prepared sequences, all or none. Returns their ids."""
         deadline = None if timeout is None else time.monotonic() + timeout
         ids = tuple(sequence.request_id for sequence in sequences)
         with self._changed:

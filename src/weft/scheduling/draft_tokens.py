@@ -250,6 +250,7 @@ class DraftProposer:
         return after_match
 
     def _follow(self, text: array[int], index: int, length: int, rates: AnswerRates) -> None:
+        """Records that the new match is in the finished answer `text`."""
         self._learned, self._first, self._learned_length = text, index, length
         self._learned_rates, self._learned_rate = rates, rates[length]
 

@@ -249,6 +249,7 @@ class EngineClient:
 
     @property
     def _process(self) -> subprocess.Popen[bytes] | None:
+        """The newest process. Before `start` it is the one that was already started, if any."""
         owner = self._launched or self._running
         return None if owner is None else owner.process
 

@@ -25,7 +25,8 @@ _PROGRAM = "import gc; gc.disable(); from weft.engine.ipc.process import main; m
 
 @dataclass(frozen=True)
 class LaunchedEngine:
-    """An engine process that is starting, and the client's end of its connection. Closing it ends the process."""
+    """An engine process that is starting, and the client's end of its connection. Closing the connection ends the
+    process."""
 
     process: subprocess.Popen[bytes]
     connection: socket.socket

@@ -123,6 +123,7 @@ class Liveness:
 
 
 def _has_advanced(before: int | None, now: int | None) -> bool:
+    """Whether a thread is idle (None), or its number in the heartbeat has changed."""
     return now is None or now != before
 
 

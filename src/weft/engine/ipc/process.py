@@ -204,7 +204,8 @@ class EngineProcess:
         return True
 
     def _compile_next(self) -> None:
-        """Runs in a compiler thread."""
+        """Compiles the next grammar and submits its request. Then handles the messages that arrived for its answers. Runs in
+        a compiler thread."""
         with self._lock:
             waiting = self._to_compile.take()
         if waiting is None:
@@ -275,6 +276,7 @@ class EngineProcess:
             self._ended.append(reported)
 
     def _flush(self) -> None:
+        """Sends one report with the outputs of a step, after all its callbacks."""
         if self._tokens or self._outputs:
             handles, tokens = tuple(self._token_handles), tuple(self._tokens)
             self._outbox.send(wire.StepReport(handles, tokens, tuple(self._outputs), tuple(self._ended)))

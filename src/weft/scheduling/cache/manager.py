@@ -356,6 +356,7 @@ class KvCacheManager:
 
     @property
     def num_swap_slots(self) -> int:
+        """The number of swap slots for full blocks."""
         return self._swaps.slots.full
 
     def swap_bytes(self, tasks: Iterable[SwapTask]) -> int:
