@@ -148,8 +148,8 @@ class _Context:
     def mixed_with(self, parent: tuple[float, ...]) -> tuple[float, ...]:
         """`reached` of this context (see `LengthDistribution`), mixed with `parent`, the `reached` of the next context.
 
-        Of a cut answer, only a lower bound of the length is known. So it is at risk of ending up to its own length, and
-        not beyond (the estimator of Kaplan and Meier)."""
+        A cut answer would have been longer than it is. So it counts among the answers that did not end before its own
+        length, and is left out beyond that length (the estimator of Kaplan and Meier)."""
         scale = 1 / self.weight
         after = (*parent[1:], 0.0)
         ends = [

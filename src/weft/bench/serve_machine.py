@@ -185,6 +185,7 @@ def _is_local(host: str) -> bool:
 
 
 def _listening_inodes(port: int) -> set[str]:
+    """The inodes of the sockets that listen on the port."""
     inodes = set()
     for table in ("tcp", "tcp6"):
         try:
@@ -199,6 +200,7 @@ def _listening_inodes(port: int) -> set[str]:
 
 
 def _owners(inodes: set[str], processes: Mapping[int, Process]) -> set[int]:
+    """The processes, other than this one, that have one of these sockets open."""
     links = {f"socket:[{inode}]" for inode in inodes}
     owners = set()
     for pid in processes:

@@ -127,7 +127,7 @@ class GetLearned(Message):
 
 
 class Restore(Message):
-    """The costs that an earlier engine learned. Sent before the first request."""
+    """The costs that an earlier engine learned. They replace those of this engine, for the requests that follow."""
 
     costs: LearnedCosts
 
