@@ -173,7 +173,7 @@ def stored(path: Path, count: int) -> Vectors:
 
 
 def num_in_base(count: int) -> int:
-    """Passages of the base when the delta is as large as the server lets it grow."""
+    """How many of `count` passages are in the base, if the delta (the newer ones) is as large as the server allows."""
     return next(one for one in range(count) if count - one <= max_delta(one))
 
 
@@ -229,5 +229,6 @@ def measure(source: str, vectors: Vectors, queries: Vectors, threads: int) -> Me
 
 
 def _exact(vectors: Vectors, query: Vectors) -> NDArray[np.int64]:
+    """The indices of the `RECALL_AT` best vectors, found by comparing all of them."""
     scores = vectors @ query
     return np.argpartition(-scores, RECALL_AT)[:RECALL_AT]

@@ -122,6 +122,7 @@ class EngineCore:
         step = self._in_flight[0]
         result = self._result(step)
         now = self._clock()
+        # A step that was submitted while another ran began when that one ended.
         seconds = now - max(step.submitted_at, self._last_finish)
         self._last_finish = now
         if result.failed:

@@ -89,6 +89,7 @@ class Liveness:
             self._has_progress = True
 
     def check(self) -> None:
+        """Updates the times without progress. If no step or heartbeat shows progress, measures CPU time."""
         now = self._clock()
         # If this check is late, the client's own process was stopped and received no heartbeats: count little time.
         elapsed, self._checked_at = min(now - self._checked_at, 2 * CHECK_SECONDS), now

@@ -176,7 +176,7 @@ class RemoteAnswer:
         return is_first
 
     def end(self, result: GenerationResult) -> None:
-        """Called after the final output was put."""
+        """Sets the result. Called right after the final output was put, before any task can read that output."""
         self.result = result
 
     def put_prompt_logprobs(self, encoded: bytes) -> None:

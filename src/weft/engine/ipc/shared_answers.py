@@ -102,6 +102,7 @@ class SharedAnswer:
         first = self.readers[0]
         if request_id == self.request_id:
             return False
+        # A request that joins must get every token: all are kept, or there is none yet.
         if self.is_shared:
             return self._outputs is not None or not self.num_tokens
         if first.deadline is not None and first.began + first.deadline - time.monotonic() < _LEAST_SECONDS:
@@ -109,7 +110,7 @@ class SharedAnswer:
         return first.answer.kept is not None or not first.answer.num_tokens
 
     def begin(self) -> None:
-        """Called before the second request joins."""
+        """Takes the tokens so far from the first reader. Called before the second request joins."""
         first = self.readers[0].answer
         self.is_shared, self.num_tokens = True, first.num_tokens
         self._outputs, first.kept = first.kept, None
