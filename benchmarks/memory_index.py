@@ -195,7 +195,8 @@ def measure(source: str, vectors: Vectors, queries: Vectors, threads: int) -> Me
         file_mb = (Path(folder) / name).stat().st_size / 1e6
         index = index.with_base(base_of(open_graph(Path(folder), name)))
         index = index.changed([], ids[in_base:], files[in_base:], ids[in_base:], vectors[in_base:])
-        for query in queries[:20]:  # maps the pages that all searches need
+        # Warm-up: maps the pages that all searches need.
+        for query in queries[:20]:
             index.search(query, ASKED)
         times, cpu_times, found = [], [], []
         for query in queries:

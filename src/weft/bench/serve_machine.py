@@ -48,7 +48,7 @@ class MachineUse:
     client: float
     server: float | None
     others: float | None
-    """All other processes, including those that ended meanwhile, and stolen time of a virtual machine."""
+    """All other processes, including those that ended during the phase, and stolen time of a virtual machine."""
     loudest: tuple[str, ...]
     """The other processes with the most CPU time, each with the fraction of a core that it used."""
 

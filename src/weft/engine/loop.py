@@ -79,7 +79,8 @@ class EngineCore:
         submits the next step before it delivers those tokens, so that the device does not wait for the delivery.
         """
         has_waited = False
-        while self._in_flight and not self._may_plan():  # after an interrupt, several steps may be in flight
+        # A loop, because several steps may be in flight after an interrupt.
+        while self._in_flight and not self._may_plan():
             self._finish_oldest()
             has_waited = True
         plan = self._plan()

@@ -318,7 +318,7 @@ def _open_log(path: str) -> IO[bytes]:
 def _replay_event(
     scheduler: ContinuousBatchScheduler, event: Event, plans: list[IterationPlan], report: ReplayReport
 ) -> None:
-    """Passes one event to the scheduler, and compares a plan with that of the log. `plans` are those in flight."""
+    """Passes one event to the scheduler, and compares its plan with the log. `plans` are the plans in flight."""
     kind = event["event"]
     if kind == "add":
         added = event["requests"]

@@ -72,7 +72,7 @@ class MemoryPlanner:
     def victim_is_in_plan(self, builder: PlanBuilder, sequence: Sequence) -> bool:
         """Whether the sequence may wait, because a later step can preempt for it a prompt of this plan that ranks below it.
 
-        NOTE: if it were preempted instead, two sequences that need each other's blocks could both do so in turn forever.
+        NOTE: without this wait, two sequences that need each other's blocks could preempt themselves in turn forever.
         """
         outranks = any(is_below(prompt, sequence) for prompt, *_ in builder.prefills)
         return outranks and self.is_on_time(builder.step, sequence)

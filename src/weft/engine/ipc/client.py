@@ -169,7 +169,8 @@ class EngineClient:
         try:
             await self._connection.drain()
         except asyncio.CancelledError:
-            for answer in answers:  # the caller does not get the answers and cannot cancel them
+            # The caller does not get the answers, so it cannot cancel them.
+            for answer in answers:
                 answer.cancel()
             raise
         return answers

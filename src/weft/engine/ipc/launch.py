@@ -60,7 +60,7 @@ def launch_engine(backend: str, options: Mapping[str, Any], config: ServingEngin
                 stdout=subprocess.DEVNULL,
             )
         undo.pop_all()
-    # Imported after the process was started: building the message types takes time, and the process starts meanwhile.
+    # Imported only now: building the message types takes time, and the new process uses it to start.
     from weft.engine.ipc import wire
 
     try:

@@ -76,7 +76,7 @@ class Liveness:
         )
 
     def on_step(self) -> None:
-        """Called when the engine has reported a step."""
+        """Notes progress: the engine has reported a step."""
         self._has_progress = True
 
     def on_heartbeat(self, heartbeat: wire.Heartbeat) -> None:

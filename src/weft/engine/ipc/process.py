@@ -230,7 +230,8 @@ class EngineProcess:
         """Reports an error instead of answers."""
         for index, handle in zip(message.indices, message.handles, strict=True):
             request_id = request.answer_id(index)
-            if self._handles.get(request_id) == handle:  # else the id belongs to another answer by now
+            # The id may belong to a later answer by now, which must keep its handle.
+            if self._handles.get(request_id) == handle:
                 del self._handles[request_id]
         field, code = getattr(error, "field", ""), getattr(error, "code", "")
         self._outbox.send(wire.Refused(message.handles, type(error).__name__, str(error), field, code))

@@ -74,7 +74,8 @@ class Submit(Message):
 
     @property
     def whole_request(self) -> InferenceRequest:
-        """The request with its parameters. Its deadline and ttft_target count from now, not from its arrival."""
+        """The request with its parameters. Its deadline and ttft_target count from this submission, not from its
+        arrival."""
         times = ("deadline", "ttft_target")
         left = {
             name: max(0.0, at - self.waited)
