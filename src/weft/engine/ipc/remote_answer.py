@@ -91,6 +91,7 @@ class RemoteAnswer:
         if limit is not None and len(taken) > limit:
             taken, self._unread = taken[:limit], taken[limit:]
             self.arrived.set()
+        # Plain tokens do not count as memory (`_size`). If the last output is a plain token, all of them are.
         if taken and not isinstance(taken[-1], int):
             self._may_grow(-sum(map(_size, taken)))
         elif self.kept is not None:
