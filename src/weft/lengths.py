@@ -28,6 +28,7 @@ its oldest context."""
 _MAX_OF_ONE_OWNER = MAX_CONTEXTS // 4
 _GROWTH = 2 ** (1 / HALF_LIFE)
 _LARGEST_WEIGHT = 1e9
+"""Above this weight of the newest answer, all counts of a context are divided by it, so that they stay finite."""
 
 
 def _edges() -> tuple[int, ...]:

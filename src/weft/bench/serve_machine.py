@@ -76,7 +76,7 @@ def take_snapshot() -> Snapshot | None:
 def use_between(before: Snapshot | None, after: Snapshot | None, host: str, port: int) -> MachineUse:
     """CPU use between two snapshots, taken right before and right after a phase."""
     server_pids = find_server(host, port, after.processes) if after else frozenset()
-    # The processes of another user's local server are not visible: their time cannot be separated from the others'.
+    # The processes of another user's local server are not visible, so their CPU time would count as other load.
     return use_of(before, after, server_pids, is_server_separable=bool(server_pids) or not _is_local(host))
 
 

@@ -109,6 +109,7 @@ class ServingEngine:
         self._closed = False
         self._failure: str | None = None
         self._is_waiting = False
+        """Whether `run` has nothing to do and waits for a request."""
         self._live = LiveRecorder(self.scheduler, self._metrics)
 
     @classmethod

@@ -93,6 +93,7 @@ class EngineClient:
         self._running: WatchedProcess | None = None
         self._watch: asyncio.Task[None] | None = None
         self._failure: WeftError | None = None
+        """The error with which the process says that it ends (`wire.Failed`)."""
 
     async def start(self) -> None:
         """Starts the process and waits until it is ready. Raises if it cannot start."""
