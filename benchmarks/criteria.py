@@ -133,7 +133,7 @@ def engine_runs(checkpoint: Checkpoint, threads: int | None) -> RunJobs:
         engine = ServingEngine(
             backend, ServingEngineConfig(scheduler=config, cache=pool), clock=clock, seed=0
         )
-        began = time.perf_counter()
+        began = time.perf_counter()  # again, so that the time to open the engine does not count
         return run_jobs(engine, clock, lambda moment: time.sleep(max(0.0, moment - clock())), jobs)
 
     return run

@@ -101,7 +101,7 @@ def main(*, rounds: int, home: Path | None, threads: int | None, json_path: Path
         try:
             driver = _Driver(kind, folder, count, directory)
             drivers.append(driver)
-            driver(queries[:2], True)  # a start takes long, and some engines compile
+            driver(queries[:2], True)  # not measured: some engines compile at their first call
             engines[name] = driver
         except (PeerError, OSError, ValueError) as error:
             print_line(f"{name}: {error}")

@@ -50,6 +50,8 @@ async def _round(
     lines: int,
     figures: Figures,
 ) -> None:
+    """Runs interactive clients for some seconds, with `lines` idle requests in flight beside them. The two rounds of a
+    pair, `number` and `number + 1`, have the same interactive requests."""
     idle = [
         asyncio.create_task(_idle_work(engine, random.Random(f"{number} {line}"), vocabulary, figures))
         for line in range(lines)

@@ -39,6 +39,7 @@ PARTS = ("admission", "perplexity", "retrieval", "speed")
 MORE_CONTEXTS = {"8 bits": 1.8, "4 bits": 3.0}
 """Required number of contexts, relative to a full-precision cache with 16 bits per value."""
 FULL_BITS = {"cuda": 16, "cpu": 12}
+"""Bits per value of the full-precision cache, by device."""
 LARGEST_RISE = {"8 bits": 0.002, "4 bits": 0.015}
 LEAST_FOUND = 0.98
 LEAST_SPEED = 1.0

@@ -95,7 +95,8 @@ def largest(info: BackendInfo, config: ServingEngineConfig, context: int) -> tup
     result of that run."""
     count = _estimate(info, context)
     lengths, joint = align_ends(info, config, context, count)
-    while not joint.fits:  # a single context always fits, or is rejected
+    # Ends at one context at the latest: it fits, or the engine rejects it.
+    while not joint.fits:
         count -= 1
         lengths, joint = align_ends(info, config, context, count)
     while (more := align_ends(info, config, context, count + 1))[1].fits:

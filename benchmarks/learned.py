@@ -126,6 +126,7 @@ def measure(model: str, trace: Trace, requests: int, streams: int) -> list[Part]
     """Runs a trace and returns its parts. A trace of related requests has two: the first tenth and the last quarter. A
     trace of unrelated requests has its four quarters."""
     quarter = max(1, requests // PARTS)
+    # `ends`: end of a part -> its name. A part without a name is not measured: the warm engine only learns from it.
     if trace.is_related:
         ends = {max(1, requests // 10): "first", requests - quarter: "", requests: "last"}
     else:
@@ -149,9 +150,11 @@ class _Replay:
         self._earlier: list[list[tuple[int, str]]] = [[] for _ in range(streams)]
 
     def learn(self, first: int) -> None:
+        """Sends the wave that begins with request `first` to the warm engine only. Nothing is measured."""
         self._note(first, self._ask(self._warm, first)[0])
 
     def run(self, first: int, end: int, name: str) -> Part:
+        """Sends the waves of requests `first` to `end` to both engines, and returns the figures as the part `name`."""
         stats = self._warm.engine.scheduler.stats
         drafts, accepted = stats.learned_drafts, stats.learned_drafts_accepted
         seconds: dict[LLM, list[float]] = {self._warm: [], self._cold: []}
@@ -196,6 +199,7 @@ class _Replay:
         return answers, took if len(asked) > 1 else answers[0].decode_time
 
     def _note(self, first: int, answers: list[GenerationResult]) -> None:
+        """Adds a wave and its answers to the history of the streams."""
         for stream, answer in enumerate(answers):
             self._earlier[stream].append((first + stream, answer.text))
 

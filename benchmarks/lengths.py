@@ -54,6 +54,8 @@ BAR_LOAD = 1.0
 REAL_LOAD = 3.0
 """The load with `--real`, which has few requests: these queue up only if they arrive nearly at once."""
 BEST, BELOW_FCFS, LONG_P99, WAIT_ERROR, WAIT_SHARE = 1.2, 0.7, 1.3, 0.3, 0.8
+"""The bars of `Report.checks`. Mean latency of "learned", relative to "known" and to FCFS; p99 of its long answers,
+relative to FCFS; the allowed error of a given wait, and the fraction of waits that must be within it."""
 
 OpenEngine = Callable[[SchedulerConfig], tuple[ServingEngine, Clock, Callable[[float], None]]]
 

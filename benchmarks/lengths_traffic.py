@@ -54,7 +54,7 @@ def mean_output() -> float:
 
 
 def traffic(seed: int, per_second: float, count: int) -> list[Job]:
-    """Requests at random times. Loads with the same seed differ only in the times between them."""
+    """Requests at random times. With the same seed, another rate gives the same requests at other times."""
     source, jobs = random.Random(seed), []
     for at in accumulate(source.expovariate(1.0) for _ in range(count)):
         is_long = source.random() >= SHORT_SHARE
@@ -110,7 +110,8 @@ class Door:
         """Jobs that are not accepted yet, and when each tries again."""
 
     def arrive(self, job: Job) -> None:
-        job.named = None if self._has_room else self._named()
+        """Queues a job. If there is no room, it is refused, and its client is given a wait."""
+        job.named = None if self._has_room else self._wait_to_name()
         self._refused.append((job, self._clock() + (job.named or 0.0)))
 
     def accepted(self) -> list[Job]:
@@ -124,7 +125,7 @@ class Door:
             found.append(job)
         for index, (job, back_at) in enumerate(self._refused):
             if back_at <= now:  # the job tries again now, and is refused again
-                self._refused[index] = job, now + self._named()
+                self._refused[index] = job, now + self._wait_to_name()
         return found
 
     def leave(self, job: Job, result: GenerationResult) -> None:
@@ -139,7 +140,8 @@ class Door:
     def _has_room(self) -> bool:
         return not self._refused and len(self.active) < self._num_places
 
-    def _named(self) -> float:
+    def _wait_to_name(self) -> float:
+        """The seconds that a client is given if it is refused now: the server's estimate until a place is free."""
         places = [Place(length, job.num_tokens) for job, length in self.active.values()]
         anyone = self._predictor.predict(LengthFeatures("", -1, 0, 1, MAX_TOKENS))
         return self._waits.seconds_until_free("", len(places), lambda: (places, anyone))

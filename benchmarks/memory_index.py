@@ -173,7 +173,7 @@ def stored(path: Path, count: int) -> Vectors:
 
 
 def num_in_base(count: int) -> int:
-    """Passages of the base when the delta is as large as the server lets it grow."""
+    """How many of `count` passages are in the base, if the delta (the newer ones) is as large as the server allows."""
     return next(one for one in range(count) if count - one <= max_delta(one))
 
 
@@ -195,7 +195,8 @@ def measure(source: str, vectors: Vectors, queries: Vectors, threads: int) -> Me
         file_mb = (Path(folder) / name).stat().st_size / 1e6
         index = index.with_base(base_of(open_graph(Path(folder), name)))
         index = index.changed([], ids[in_base:], files[in_base:], ids[in_base:], vectors[in_base:])
-        for query in queries[:20]:  # maps the pages that all searches need
+        # Warm-up: maps the pages that all searches need.
+        for query in queries[:20]:
             index.search(query, ASKED)
         times, cpu_times, found = [], [], []
         for query in queries:
@@ -229,5 +230,6 @@ def measure(source: str, vectors: Vectors, queries: Vectors, threads: int) -> Me
 
 
 def _exact(vectors: Vectors, query: Vectors) -> NDArray[np.int64]:
+    """The indices of the `RECALL_AT` best vectors, found by comparing all of them."""
     scores = vectors @ query
     return np.argpartition(-scores, RECALL_AT)[:RECALL_AT]

@@ -46,7 +46,7 @@ def main(folders: list[Path], *, out: Path, count: int, tokens: int, quantize: s
 def passages(llm: LLM, folders: Iterable[Path], size: ChunkSize) -> Iterator[str]:
     """The text of each passage as it is embedded, with its heading."""
     tokens: dict[str, int] = {}
-    around = len(llm.tokenizer.encode(""))
+    around = len(llm.tokenizer.encode(""))  # special tokens around every text
     for path in _documents(folders):
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         try:

@@ -219,7 +219,8 @@ class Bench:
                 return
 
     def _try_start(self, engine: Engine, names: Sequence[str], number: int, attempt: int) -> list[Try]:
-        """Measures the second start: the first fills the page cache and the caches of the engine."""
+        """Measures a start. The first start of an engine is not measured: it fills the page cache and the engine's own
+        caches."""
         if engine.name not in self._started:
             running, *_ = self._start(engine)
             running.end()
@@ -287,6 +288,7 @@ class Bench:
         return running, seconds, use
 
     def _release(self, engine: Engine, running: RunningEngine, start_seconds: float) -> None:
+        """Ends the engine. If it starts slowly, freezes and keeps it for its next workload."""
         if start_seconds < SLOW_START:
             running.end()
             settle()

@@ -164,6 +164,7 @@ class RunningEngine:
         await asyncio.sleep(_RETRY_SECONDS)
 
     def _drive(self, phase: Phase, seconds: float) -> list[Record]:
+        """Sends a phase to the driver, and returns the records of its answer. Waits at most `seconds`."""
         items = [
             {"prompt": item.prompt, "max_tokens": item.max_tokens, "at": item.at} for item in phase.items
         ]

@@ -44,7 +44,7 @@ def main(folder, target):
     is_special = [word.startswith("[") and word.endswith("]") and len(word) > 2 for word in words]
     writer.add_tokenizer_model("bert")
     writer.add_tokenizer_pre("jina-v2-en")
-    # The start of a word is marked, instead of a continuation.
+    # The model marks a token that continues a word (##). llama.cpp marks a token that begins one (▁).
     marked = [
         word if special else word[2:] if word.startswith("##") else f"▁{word}"
         for word, special in zip(words, is_special, strict=True)

@@ -28,6 +28,7 @@ its oldest context."""
 _MAX_OF_ONE_OWNER = MAX_CONTEXTS // 4
 _GROWTH = 2 ** (1 / HALF_LIFE)
 _LARGEST_WEIGHT = 1e9
+"""Above this weight of the newest answer, all counts of a context are divided by it, so that they stay finite."""
 
 
 def _edges() -> tuple[int, ...]:
@@ -148,8 +149,8 @@ class _Context:
     def mixed_with(self, parent: tuple[float, ...]) -> tuple[float, ...]:
         """`reached` of this context (see `LengthDistribution`), mixed with `parent`, the `reached` of the next context.
 
-        Of a cut answer, only a lower bound of the length is known. So it is at risk of ending up to its own length, and
-        not beyond (the estimator of Kaplan and Meier)."""
+        A cut answer would have been longer than it is. So it counts among the answers that did not end before its own
+        length, and is left out beyond that length (the estimator of Kaplan and Meier)."""
         scale = 1 / self.weight
         after = (*parent[1:], 0.0)
         ends = [

@@ -138,4 +138,4 @@ class LiveFrame:
     """Counts since the start by bucket of `weft.metrics.Histogram`. The page subtracts an older frame. A request counts
     at its first token."""
     gap_counts: dict[int, int]
-    """Counts of the gaps between tokens, likewise."""
+    """Counts of the gaps between tokens, by the same buckets."""

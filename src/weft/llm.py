@@ -413,7 +413,7 @@ class LLM:
             finally:
                 choices.cancel()
                 while not is_over and choices.is_submitted:
-                    is_over = pieces.get() is None  # the engine ends a cancelled request within a step
+                    is_over = pieces.get() is None  # a short wait: a cancelled request ends within a step
                 if on_result is not None and is_over:
                     on_result(choices.result())
             result = choices.result()

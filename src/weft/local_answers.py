@@ -48,7 +48,7 @@ class Feeder:
         with self._lock:
             self._is_stopped = True
             unfinished = list(self._unfinished)
-        self.capacity.release()
+        self.capacity.release()  # `_feed` may be waiting for it; it must see `_is_stopped`
         for choices in unfinished:
             choices.cancel()
 

@@ -329,7 +329,8 @@ class InferenceRequest:
             check_integer("max_sequence_length", self.max_sequence_length, 2, 2**31 - 1)
         if self.request_id != "":
             check_instance("request_id", self.request_id, str, REQUEST_ID_RULE)
-            if REQUEST_ID_PATTERN.fullmatch(self.answer_id(self.params.n - 1)) is None:  # the longest id
+            # The last answer has the longest id.
+            if REQUEST_ID_PATTERN.fullmatch(self.answer_id(self.params.n - 1)) is None:
                 with_index = ", with the index of each answer" if self.params.n > 1 else ""
                 refuse("request_id", self.request_id, REQUEST_ID_RULE + with_index)
 

@@ -127,6 +127,8 @@ class Work:
 def _uniform(
     name: str, count: int, prompt: int, new: int, counts_prompts: bool = False
 ) -> Callable[[int], Work]:
+    """A function that makes `count` requests of equal lengths for a vocabulary of the given size."""
+
     def make(vocabulary: int) -> Work:
         rng = random.Random(1)
         prompts = tuple(_prompt(rng, prompt, vocabulary) for _ in range(count))

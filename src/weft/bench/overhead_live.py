@@ -108,7 +108,7 @@ async def _measure(client: Client, engine: int, prompt: list[int], sequences: in
     cost = ViewerCost(sequences, steps)
     was_watched = False
     for number in range(_ROUNDS + 1):
-        # The order alternates (with, without; without, with): so a pause is needed only after every second round.
+        # The order alternates (with, without; without, with). So only every second pass of the outer loop needs a pause.
         for is_watched in (True, False) if number % 2 == 0 else (False, True):
             if was_watched and not is_watched:
                 await asyncio.sleep(_LAPSE_SECONDS)

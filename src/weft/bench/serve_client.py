@@ -256,7 +256,8 @@ class Client:
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_SECONDS):
-            if not self._address:  # resolved once: DNS is not measured
+            # Only the first connection resolves the name, so that DNS is not measured.
+            if not self._address:
                 found = await loop.getaddrinfo(self.host, self.port, type=1)
                 addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
             else:

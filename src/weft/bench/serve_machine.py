@@ -48,7 +48,7 @@ class MachineUse:
     client: float
     server: float | None
     others: float | None
-    """All other processes, including those that ended meanwhile, and stolen time of a virtual machine."""
+    """All other processes, including those that ended during the phase, and stolen time of a virtual machine."""
     loudest: tuple[str, ...]
     """The other processes with the most CPU time, each with the fraction of a core that it used."""
 
@@ -76,7 +76,7 @@ def take_snapshot() -> Snapshot | None:
 def use_between(before: Snapshot | None, after: Snapshot | None, host: str, port: int) -> MachineUse:
     """CPU use between two snapshots, taken right before and right after a phase."""
     server_pids = find_server(host, port, after.processes) if after else frozenset()
-    # The processes of another user's local server are not visible: their time cannot be separated from the others'.
+    # The processes of another user's local server are not visible, so their CPU time would count as other load.
     return use_of(before, after, server_pids, is_server_separable=bool(server_pids) or not _is_local(host))
 
 
@@ -185,6 +185,7 @@ def _is_local(host: str) -> bool:
 
 
 def _listening_inodes(port: int) -> set[str]:
+    """The inodes of the sockets that listen on the port."""
     inodes = set()
     for table in ("tcp", "tcp6"):
         try:
@@ -199,6 +200,7 @@ def _listening_inodes(port: int) -> set[str]:
 
 
 def _owners(inodes: set[str], processes: Mapping[int, Process]) -> set[int]:
+    """The processes, other than this one, that have one of these sockets open."""
     links = {f"socket:[{inode}]" for inode in inodes}
     owners = set()
     for pid in processes:

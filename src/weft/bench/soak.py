@@ -1,6 +1,6 @@
 """`weft bench soak`: many clients, well and badly behaved, load a real server, and check every answer.
 
-The engine process can be killed several times meanwhile.
+The engine process can be killed several times during the load.
 """
 
 from __future__ import annotations

@@ -130,6 +130,7 @@ class Received:
         return any(self._texts)
 
     def event(self, payload: bytes) -> None:
+        """Takes the payload of one event of a stream."""
         if self.is_done or self.error:
             raise Violation(f"an event after the end: {payload[:80]!r}")
         if payload == b"[DONE]":
@@ -146,6 +147,7 @@ class Received:
         self._usage = chunk.get("usage") or self._usage
 
     def whole(self, body: bytes) -> None:
+        """Takes the body of an answer that is not streamed."""
         answer = _decode(body)
         self._take_id(answer)
         for choice in answer["choices"]:
@@ -246,7 +248,7 @@ class SoakClient:
         if conduct is Conduct.HALF:
             message = message[: 1 + behaviour.pick(len(message) - 1)]
         if conduct is Conduct.SLOW:
-            self._drop()
+            self._drop()  # a slow read needs a new connection, with a small receive buffer
         writer = await self._send(message, is_slow=conduct is Conduct.SLOW)
         if conduct in (Conduct.HALF, Conduct.VANISH):
             await asyncio.sleep(behaviour.up_to(0.2))
@@ -368,6 +370,7 @@ class SoakClient:
         return response, body
 
     def _keep(self, response: ResponseReader) -> None:
+        """Keeps the connection for the next request if the server allows it, but not always: clients differ."""
         if not response.keeps_connection or self._behaviour.chance(0.3):
             self._drop()
 

@@ -63,6 +63,7 @@ def _announce(started: Started) -> None:
 
 
 def _end_with_parent() -> None:
+    """Waits until standard input is closed, then ends this process."""
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
 

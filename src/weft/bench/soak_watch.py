@@ -186,6 +186,7 @@ async def kill_engine(processes: ServerProcesses, at: list[float]) -> list[float
 
 
 def follow_kills(moments: list[float], polls: list[Poll]) -> list[Kill]:
+    """What the polls show about each kill in `moments`, up to the next kill."""
     kills = []
     for number, at in enumerate(moments):
         end = moments[number + 1] if number + 1 < len(moments) else float("inf")

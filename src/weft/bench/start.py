@@ -54,7 +54,7 @@ class Start:
     seconds: Mapping[str, float]
     processes: tuple[ProcessUse, ...]
     is_disturbed: bool
-    """Whether other processes used the machine meanwhile."""
+    """Whether other processes used the machine during the start."""
 
 
 @dataclass(frozen=True)

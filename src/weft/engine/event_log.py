@@ -20,6 +20,7 @@ _KEPT = 5
 _LOOP_SECONDS = 600.0
 """Logs that ended within this time of each other come from a crash loop. The first of them shows its cause."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+"""Errors of a disk that is full or broken. The engine then starts without a log; other errors mean a wrong `log_path`."""
 
 _log = logging.getLogger(__name__)
 

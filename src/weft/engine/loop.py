@@ -79,7 +79,8 @@ class EngineCore:
         submits the next step before it delivers those tokens, so that the device does not wait for the delivery.
         """
         has_waited = False
-        while self._in_flight and not self._may_plan():  # after an interrupt, several steps may be in flight
+        # A loop, because several steps may be in flight after an interrupt.
+        while self._in_flight and not self._may_plan():
             self._finish_oldest()
             has_waited = True
         plan = self._plan()
@@ -122,6 +123,7 @@ class EngineCore:
         step = self._in_flight[0]
         result = self._result(step)
         now = self._clock()
+        # A step that was submitted while another ran began when that one ended.
         seconds = now - max(step.submitted_at, self._last_finish)
         self._last_finish = now
         if result.failed:
@@ -159,6 +161,7 @@ class EngineCore:
 
 
 def _checked(result: StepResult, plan: IterationPlan) -> StepResult:
+    """The result. If it has the wrong number of tokens, it becomes the result of a failed step."""
     expected = plan.num_samples
     if not result.failed and len(result.tokens) != expected:
         message = f"the backend returned {len(result.tokens)} tokens where {expected} were to be sampled"

@@ -285,7 +285,8 @@ class LogReplay:
 
     @contextmanager
     def _errors_as_differences(self, kind: type[ReplayDifference]) -> Iterator[None]:
-        """Adds to each error the line of the log, and the version of weft that wrote the log if it is another one."""
+        """Turns each error into a `kind`. Adds the line of the log, and the version of weft that wrote the log if it is
+        another one."""
         is_other = self._weft not in ("", __version__)
         hint = f". Weft {self._weft:.40} wrote the log; this is weft {__version__}" if is_other else ""
         try:
@@ -317,6 +318,7 @@ def _open_log(path: str) -> IO[bytes]:
 def _replay_event(
     scheduler: ContinuousBatchScheduler, event: Event, plans: list[IterationPlan], report: ReplayReport
 ) -> None:
+    """Passes one event to the scheduler, and compares its plan with the log. `plans` are the plans in flight."""
     kind = event["event"]
     if kind == "add":
         added = event["requests"]

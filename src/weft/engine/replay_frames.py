@@ -57,6 +57,7 @@ class FrameFile:
             if len(self._last) < _FRAMES_PER_GROUP:
                 return
             group = self._last
+        # Without the lock, so that readers need not wait. They find these frames in `_last` until the group is written.
         packed = zlib.compress(b"\n".join(group), _LEVEL)
         self._write(packed)
         with self._lock:

@@ -109,6 +109,7 @@ class ServingEngine:
         self._closed = False
         self._failure: str | None = None
         self._is_waiting = False
+        """Whether `run` has nothing to do and waits for a request."""
         self._live = LiveRecorder(self.scheduler, self._metrics)
 
     @classmethod
@@ -289,6 +290,7 @@ class ServingEngine:
         block: bool = False,
         timeout: float | None = None,
     ) -> tuple[RequestId, ...]:
+        """Queues prepared sequences, all or none. Returns their ids."""
         deadline = None if timeout is None else time.monotonic() + timeout
         ids = tuple(sequence.request_id for sequence in sequences)
         with self._changed:

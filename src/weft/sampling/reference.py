@@ -143,7 +143,7 @@ def _adjust(
 
 def _penalise(scores: np.ndarray, params: SamplingParams, tokens: np.ndarray, prompt_length: int) -> None:
     """repetition_penalty scales the logits of prompt and output tokens. frequency_penalty and presence_penalty subtract
-    from those of output tokens."""
+    from the logits of output tokens."""
     if params.repetition_penalty != 1.0:
         seen = np.unique(tokens)
         values = scores[seen]

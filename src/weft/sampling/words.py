@@ -6,6 +6,7 @@ import math
 
 from weft.request import PARAMETERS, SamplingParams, values_of
 
+# For each parameter, the values with which it has no effect. A parameter without such values has no flag.
 _OFF_VALUES = [(each.default,) if each.off is None else each.off for each in PARAMETERS.values()]
 _FLAGS = [1 << place if off else 0 for place, off in enumerate(_OFF_VALUES)]
 

@@ -29,11 +29,11 @@ BYTES_PER_INDEX = 4096
 Not counted: the texts that wait, at most `MAX_WAITING_TOKENS` of 4 bytes, and dropped generations in which running
 sequences have a match."""
 GENERATIONS = 8
-"""A new generation begins when the newest one has 1/GENERATIONS of the tokens of its index. About as many are lost when
-the oldest one is dropped."""
+"""A new generation begins when the newest one has 1/GENERATIONS of the tokens of its index. About as many tokens are lost
+when the oldest generation is dropped."""
 SMALLEST_GENERATION = 64
-"""The newest generation also has at least 1/SMALLEST_GENERATION of the tokens of all memory, so that a search looks into
-few generations."""
+"""A new generation also waits until the newest one has 1/SMALLEST_GENERATION of the tokens that fit into all memory. So
+an index has few generations, and a search is short."""
 MAX_WAITING_TOKENS = 1 << 16
 """The maximum number of tokens of finished answers that wait until they are indexed."""
 MAX_SALTS = 4096
@@ -126,7 +126,7 @@ class AnswerIndex:
             ngram = last[-size:]
             key = crc32(ngram, length)
             for generation in self._generations:
-                # Most look-ups end here, and each new token without a match makes them: no call.
+                # No call here: each new token without a match does these look-ups, and most of them find nothing.
                 if key in generation.places:
                     tokens, index = generation.tokens, generation.places[key]
                     if tokens[index - length : index].tobytes() == ngram and tokens[index] != END:
@@ -207,6 +207,7 @@ class AnswerIndexes:
                 del self._waiting[0]
 
     def _index(self, text: _WaitingText, piece: array[int]) -> None:
+        """Adds the next piece of an answer to the index of its salt. Drops old answers if they take too much memory."""
         salt, is_new = text.cache_salt, text.index is None
         if is_new:
             text.index = self._indexes.setdefault(salt, AnswerIndex())

@@ -250,6 +250,7 @@ class DraftProposer:
         return after_match
 
     def _follow(self, text: array[int], index: int, length: int, rates: AnswerRates) -> None:
+        """Records that the new match is in the finished answer `text`."""
         self._learned, self._first, self._learned_length = text, index, length
         self._learned_rates, self._learned_rate = rates, rates[length]
 
@@ -265,7 +266,8 @@ class DraftProposer:
             size = length * _TOKEN_BYTES
             last = self._bytes[-size:]
             found = following.find(last)
-            while found % _TOKEN_BYTES and found >= 0:  # not aligned to a token
+            # Skips matches of bytes that do not begin at a token.
+            while found % _TOKEN_BYTES and found >= 0:
                 found = following.find(last, found + 1)
             index = found // _TOKEN_BYTES + length
             if found >= 0 and index < len(window):
@@ -282,7 +284,8 @@ class DraftProposer:
             size = length * _TOKEN_BYTES
             last, end = text[-size:], len(text) - _TOKEN_BYTES
             found = text.rfind(last, lowest, end) if size < len(text) else -1
-            while found % _TOKEN_BYTES and found >= 0:  # not aligned to a token
+            # Skips matches of bytes that do not begin at a token.
+            while found % _TOKEN_BYTES and found >= 0:
                 end = found + size - 1
                 found = text.rfind(last, lowest, end)
             if found < 0:
@@ -299,7 +302,8 @@ class DraftProposer:
             size = length * _TOKEN_BYTES
             last = self._bytes[-size:]
             found = text.find(last, start, end) if size <= len(self._bytes) else -1
-            while found % _TOKEN_BYTES and found >= 0:  # not aligned to a token
+            # Skips matches of bytes that do not begin at a token.
+            while found % _TOKEN_BYTES and found >= 0:
                 found = text.find(last, found + 1, end)
             if found < 0:
                 break

@@ -55,6 +55,7 @@ class IdlePlanner:
             and config.dynamic_batching
             and not config.prefer_pure_decode
         )
+        """Whether a step of idle work alone may have a time limit (`shorten`)."""
 
     # ------------------------------------------------------------------ memory
 

@@ -70,7 +70,7 @@ class MemoryPlanner:
         return blocks_are_coming and self.is_on_time(builder.step, sequence)
 
     def victim_is_in_plan(self, builder: PlanBuilder, sequence: Sequence) -> bool:
-        """Whether a prompt of this plan ranks below the sequence, so that a later step can preempt it.
+        """Whether the sequence may wait, because a later step can preempt for it a prompt of this plan that ranks below it.
 
         NOTE: without this wait, two sequences that need each other's blocks could preempt themselves in turn forever.
         """
@@ -96,9 +96,8 @@ class MemoryPlanner:
     ) -> bool:
         """Whether a row and the `needed` blocks are free for a waiting sequence. May preempt others for it.
 
-        Without preempting, and while other sequences run, `needed_soon` blocks must be free after the prompts in
-        progress have taken theirs. Otherwise the sequence could be preempted right after its start, which only costs
-        time.
+        While other sequences run, it starts without a preemption only if `needed_soon` blocks are left after the prompts
+        in progress have taken theirs. Otherwise it could be preempted right after its start, which only costs time.
         """
         kv_cache = self._sequences.kv_cache
         available, has_row = kv_cache.available, kv_cache.free_rows > 0

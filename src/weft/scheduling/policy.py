@@ -147,6 +147,7 @@ class StepCostModel:
         return self._steps >= 3
 
     def learn(self, prefill_tokens: int, tokens: int, context: int, pairs: int, seconds: float) -> None:
+        # Steps without prompts decay nothing, so the many of them must count little.
         weight = 1.0 if prefill_tokens else 0.05
         values = (1, tokens, context, pairs)
         features = [value / scale for value, scale in zip(values, self.SCALES, strict=True)]

@@ -36,7 +36,8 @@ class StepSize:
         self._is_adaptive = config.policy is PriorityPolicy.ADAPTIVE
 
     def begin_prompts(self, builder: PlanBuilder) -> None:
-        """Sets the seconds that the decodes of the step leave for prompts."""
+        """Limits the prompts of the step: to the seconds that its decodes leave or, before the cost model is ready, to a
+        few blocks of tokens. Only ADAPTIVE with chunked prefill has these limits."""
         if not self._is_adaptive or not self._config.chunked_prefill:
             return
         budget = builder.budget

@@ -27,8 +27,8 @@ _Prompts = list[tuple[SortKey, Sequence]]
 
 
 class PromptPlanner:
-    """Admits sequences from the queue. With `dynamic_batching=False` it also remembers whether the current batch still admits
-    sequences."""
+    """Adds chunks of prompts to a plan, and admits sequences from the queue. With `dynamic_batching=False` it remembers
+    whether the current batch still admits sequences."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class PromptPlanner:
         count = min(max_tokens, self._size.chunk(builder, start, sequence.target - start))
         if not count:
             return False
-        # Must come before `_make_room`: without this reference, the hits would count as free blocks.
+        # Must come before `make_room`: without this reference, it would count the hits as available blocks.
         kv_cache.share(hits)
         stored = kv_cache.num_stored(hits)
         if self._info.store_blocks:

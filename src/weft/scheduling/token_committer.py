@@ -51,7 +51,8 @@ class TokenCommitter:
         self._stats.tokens_generated += len(outputs) - num_reported
 
     def _commit_decodes(self, pending: PendingPlan, result: StepResult, now: float) -> None:
-        """The hottest loop of the scheduler. It handles the common case inline and calls `_take_token` for the rest."""
+        """The hottest loop of the scheduler. It handles the common case inline and calls `_take_token` for the rest.
+        Neighbouring entries mostly had their last token at the same time, so equal gaps are counted in one call."""
         plan, block_size = pending.plan, self._info.block_size
         decoding, outputs, new = Phase.DECODE, self._reports.outputs, tuple.__new__
         logprobs = result.logprobs if result.logprobs is not None else repeat(None)

@@ -89,9 +89,11 @@ def _plan_without(idle: set[RequestId], scheduler: ContinuousBatchScheduler) -> 
             # deepcopy copies a NamedTuple in a cycle twice; the sequence must refer to the one in the heap.
             if item.sequence.queue_item is item:
                 twin.sequence.queue_item = twin
-    # The memory of an idle request that ends in a step in flight is free only after that step, as for every request.
+    # Deadlines first: an idle request that ends now, in a step in flight, holds its memory until that step ends, in this
+    # plan as in the real one.
     other._expire()
     table, now = other._sequence_table, other._clock()
+    # By recompute, so that these preemptions start no swaps.
     table._config = dataclasses.replace(other.config, preemption=PreemptionMode.RECOMPUTE)
     for sequence in [other.sequences[rid] for rid in idle & other.sequences.keys()]:
         if sequence.state is RequestState.RUNNING and not sequence.is_finishing:

@@ -32,6 +32,7 @@ class PlanChecker:
     def __init__(self, scheduler: ContinuousBatchScheduler) -> None:
         self._scheduler = scheduler
         self._running_counts: list[int] = []
+        """How many sequences were running after each step was planned."""
         self._last_token_step: dict[RequestId, int] = {}
         """The last step that computed a token of each decoding request."""
         self._preempted_before: tuple[RequestId, ...] = ()
@@ -118,6 +119,7 @@ class PlanChecker:
             )
 
     def _note_answers(self) -> None:
+        """Adds the sequences that completed since the last plan to `_answers` and `_newest_answers`."""
         newest: dict[str, list[Sequence]] = {}
         for sequence in list(self._unfinished.values()):
             if sequence.finish_reason is not None:

@@ -181,6 +181,7 @@ class Simulation:
             cancels.append((arrival.cancel_at, request_id))
 
     def _check_deadlines(self, moment: float) -> None:
+        """Requests whose deadline had passed at `moment`, the time of the previous iteration, must have ended."""
         for sequence in self.engine.scheduler.sequences.values():
             overdue = sequence.deadline_at is not None and sequence.deadline_at <= moment
             require(not overdue, f"request {sequence.request_id} runs after its deadline")

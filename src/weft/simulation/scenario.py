@@ -104,8 +104,8 @@ def _draw_plain(seed: int) -> Scenario:
 
 
 def _draw_tiers(rng: random.Random, cache: KvCachePoolConfig) -> KvCachePoolConfig:
-    """Returns the same cache, or one with two tiers. That one has short tails, and often so few full blocks that
-    they hold little more than one tail."""
+    """Returns the same cache, or one with two tiers. A cache with two tiers has short tails, and often so few full blocks
+    that they hold little more than one tail."""
     if rng.random() < 0.6:
         return cache
     assert cache.num_blocks is not None

@@ -93,6 +93,7 @@ class EngineClient:
         self._running: WatchedProcess | None = None
         self._watch: asyncio.Task[None] | None = None
         self._failure: WeftError | None = None
+        """The error with which the process says that it ends (`wire.Failed`)."""
 
     async def start(self) -> None:
         """Starts the process and waits until it is ready. Raises if it cannot start."""
@@ -169,7 +170,8 @@ class EngineClient:
         try:
             await self._connection.drain()
         except asyncio.CancelledError:
-            for answer in answers:  # the caller does not get the answers and cannot cancel them
+            # The caller does not get the answers, so it cannot cancel them.
+            for answer in answers:
                 answer.cancel()
             raise
         return answers
@@ -249,6 +251,7 @@ class EngineClient:
 
     @property
     def _process(self) -> subprocess.Popen[bytes] | None:
+        """The newest process. Before `start` it is the one that was already started, if any."""
         owner = self._launched or self._running
         return None if owner is None else owner.process
 

@@ -80,7 +80,7 @@ class Connection(asyncio.Protocol):
                     self._loop.call_soon(self._resume)
                     return
         except BaseException:
-            # Otherwise, when more bytes arrive, frames that were already handled would be delivered a second time.
+            # Without the abort, frames that were already handled would be delivered again when more bytes arrive.
             self._transport.abort()
             raise
 

@@ -25,7 +25,8 @@ _PROGRAM = "import gc; gc.disable(); from weft.engine.ipc.process import main; m
 
 @dataclass(frozen=True)
 class LaunchedEngine:
-    """An engine process that is starting, and the client's end of its connection. Closing it ends the process."""
+    """An engine process that is starting, and the client's end of its connection. Closing the connection ends the
+    process."""
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
@@ -59,7 +60,7 @@ def launch_engine(backend: str, options: Mapping[str, Any], config: ServingEngin
                 stdout=subprocess.DEVNULL,
             )
         undo.pop_all()
-    # Imported after the process was started: building the message types takes time, and the process starts meanwhile.
+    # Imported only now: building the message types takes time, and the new process uses it to start.
     from weft.engine.ipc import wire
 
     try:

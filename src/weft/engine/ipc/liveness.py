@@ -62,7 +62,9 @@ class Liveness:
         self._has_progress = True
         self._heartbeat: wire.Heartbeat | None = None
         self._measures = (lambda: work(self._heartbeat.threads if self._heartbeat else ()), work_of_children)
+        """They return the CPU time of the process, and of its children."""
         self._work_before: list[float] = []
+        """What `_measures` returned when they were called for the first time since the last progress."""
 
     @property
     def is_silent(self) -> bool:
@@ -76,7 +78,7 @@ class Liveness:
         )
 
     def on_step(self) -> None:
-        """Called when the engine has reported a step."""
+        """Notes progress: the engine has reported a step."""
         self._has_progress = True
 
     def on_heartbeat(self, heartbeat: wire.Heartbeat) -> None:
@@ -89,6 +91,7 @@ class Liveness:
             self._has_progress = True
 
     def check(self) -> None:
+        """Updates the times without progress. If no step or heartbeat shows progress, measures CPU time."""
         now = self._clock()
         # If this check is late, the client's own process was stopped and received no heartbeats: count little time.
         elapsed, self._checked_at = min(now - self._checked_at, 2 * CHECK_SECONDS), now
@@ -123,6 +126,7 @@ class Liveness:
 
 
 def _has_advanced(before: int | None, now: int | None) -> bool:
+    """Whether a thread is idle (None), or its number in the heartbeat has changed."""
     return now is None or now != before
 
 

@@ -204,7 +204,8 @@ class EngineProcess:
         return True
 
     def _compile_next(self) -> None:
-        """Runs in a compiler thread."""
+        """Compiles the next grammar and submits its request. Then handles the messages that arrived for its answers. Runs in
+        a compiler thread."""
         with self._lock:
             waiting = self._to_compile.take()
         if waiting is None:
@@ -229,7 +230,8 @@ class EngineProcess:
         """Reports an error instead of answers."""
         for index, handle in zip(message.indices, message.handles, strict=True):
             request_id = request.answer_id(index)
-            if self._handles.get(request_id) == handle:  # else the id belongs to another answer by now
+            # The id may belong to a later answer by now, which must keep its handle.
+            if self._handles.get(request_id) == handle:
                 del self._handles[request_id]
         field, code = getattr(error, "field", ""), getattr(error, "code", "")
         self._outbox.send(wire.Refused(message.handles, type(error).__name__, str(error), field, code))
@@ -275,6 +277,7 @@ class EngineProcess:
             self._ended.append(reported)
 
     def _flush(self) -> None:
+        """Sends one report with the outputs of a step, after all its callbacks."""
         if self._tokens or self._outputs:
             handles, tokens = tuple(self._token_handles), tuple(self._tokens)
             self._outbox.send(wire.StepReport(handles, tokens, tuple(self._outputs), tuple(self._ended)))

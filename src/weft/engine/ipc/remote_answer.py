@@ -91,6 +91,7 @@ class RemoteAnswer:
         if limit is not None and len(taken) > limit:
             taken, self._unread = taken[:limit], taken[limit:]
             self.arrived.set()
+        # Plain tokens do not count as memory (`_size`). If the last output is a plain token, all of them are.
         if taken and not isinstance(taken[-1], int):
             self._may_grow(-sum(map(_size, taken)))
         elif self.kept is not None:
@@ -176,7 +177,7 @@ class RemoteAnswer:
         return is_first
 
     def end(self, result: GenerationResult) -> None:
-        """Called after the final output was put."""
+        """Sets the result. Called right after the final output was put, before any task can read that output."""
         self.result = result
 
     def put_prompt_logprobs(self, encoded: bytes) -> None:

@@ -102,6 +102,7 @@ class SharedAnswer:
         first = self.readers[0]
         if request_id == self.request_id:
             return False
+        # It may join only if it can get every token: all are kept, or none exists yet.
         if self.is_shared:
             return self._outputs is not None or not self.num_tokens
         if first.deadline is not None and first.began + first.deadline - time.monotonic() < _LEAST_SECONDS:
@@ -109,7 +110,7 @@ class SharedAnswer:
         return first.answer.kept is not None or not first.answer.num_tokens
 
     def begin(self) -> None:
-        """Called before the second request joins."""
+        """Takes the tokens so far from the first reader. Called before the second request joins."""
         first = self.readers[0].answer
         self.is_shared, self.num_tokens = True, first.num_tokens
         self._outputs, first.kept = first.kept, None
@@ -293,7 +294,8 @@ class SharedAnswers:
             [first] = shared.readers
             shared.begin()
             self._answers[shared.handle] = shared
-            if first.deadline is not None:  # each reader has its own deadline from now on
+            # The engine must no longer end the sequence at the first reader's deadline. Each reader has a timer instead.
+            if first.deadline is not None:
                 self._send(wire.DropDeadline(shared.request_id, shared.handle))
                 self._start_timer(first)
         self.num_tokens += shared.num_tokens
@@ -316,14 +318,14 @@ class SharedAnswers:
         )
 
     def close(self, handle: int) -> None:
-        """Called when a sequence has ended. No request joins it any more."""
+        """Stops the timers of a sequence that has ended. No request joins it any more."""
         shared = self._by_handle.pop(handle, None)
         if shared is not None:
             shared.stop_timers()
             self._close_key(shared)
 
     def clear(self) -> None:
-        """Called when the engine has ended, and all sequences with it."""
+        """Closes all sequences. Called when the engine has ended."""
         for handle in list(self._by_handle):
             self.close(handle)
 

@@ -74,6 +74,8 @@ class Submit(Message):
 
     @property
     def whole_request(self) -> InferenceRequest:
+        """The request with its parameters. Its deadline and ttft_target count from this submission, not from its
+        arrival."""
         times = ("deadline", "ttft_target")
         left = {
             name: max(0.0, at - self.waited)
@@ -127,7 +129,7 @@ class GetLearned(Message):
 
 
 class Restore(Message):
-    """The costs that an earlier engine learned. Sent before the first request."""
+    """The costs that an earlier engine learned. They replace those of this engine, for the requests that follow."""
 
     costs: LearnedCosts
 

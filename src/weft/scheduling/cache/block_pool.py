@@ -317,6 +317,7 @@ class BlockPool:
             self.evictions.idle += 1
 
     def _eviction_order(self, block: int) -> OrderedDict[int, None]:
+        """The list that a cached block is in while it has no reference."""
         if self._hashes[block] in self._hot_counts:
             return self._evictable_hot
         return self._evictable_idle if block in self._idle_content else self._evictable

@@ -321,6 +321,7 @@ class KvCacheManager:
         slots = self._swaps.take(allocation.size)
         task = self._swaps.copy(allocation.request_id, allocation.blocks, slots, after_step)
         self.release(allocation.blocks)
+        # Keeps the table entries whose moves are in flight. If that step fails, `undo_moves` drops the swap slots.
         unsettled = dict.fromkeys(allocation.leaving, RELEASED)
         self._drop_moves(allocation)
         allocation.leaving = unsettled
@@ -356,6 +357,7 @@ class KvCacheManager:
 
     @property
     def num_swap_slots(self) -> int:
+        """The number of swap slots for full blocks."""
         return self._swaps.slots.full
 
     def swap_bytes(self, tasks: Iterable[SwapTask]) -> int:
