@@ -17,6 +17,7 @@ that pass a filter are searched exactly."""
 _DELTA_PART = 64
 """The delta is merged into the base when it has more than `MAX_EXACT` passages, and more than 1/64 of those of the base."""
 _FACTOR = 4
+"""If too few matches of the graph are allowed passages, the next search asks for this many times more matches."""
 _PIECE = 8192
 """Vectors that are copied at a time from a base to a new one."""
 
@@ -113,6 +114,7 @@ class VectorIndex:
         return [(int(ids[one]), float(scores[one])) for one in order]
 
     def _in_base(self, base: Base, query: Vectors, count: int, allowed: Ids) -> tuple[Ids, Vectors]:
+        """The nearest allowed passages of the base. Few allowed passages are searched exactly, many through the graph."""
         inside = allowed[np.isin(allowed, base.ids, assume_unique=True)] if len(allowed) < MAX_EXACT else None
         if inside is not None:
             if not len(inside):
@@ -124,7 +126,7 @@ class VectorIndex:
         while True:
             matches = base.graph.search(query, min(asked, len(base.ids)), threads=1)
             ids = matches.keys.astype(np.int64)
-            # Passages that were removed, or that the filter leaves out, do not pass.
+            # The graph may also find passages that were removed, or that the filter leaves out: drop them.
             at = np.searchsorted(allowed, ids)
             passes = allowed[np.minimum(at, len(allowed) - 1)] == ids
             if passes.sum() >= count or asked >= len(base.ids):

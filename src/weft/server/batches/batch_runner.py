@@ -30,9 +30,9 @@ class _Running:
     began: float
     task: asyncio.Task[None]
 
-    def must_begin_again(self, batch: Batch | None, now: float) -> bool:
-        """Whether this task must end, because `batch` must run for this owner. That is another batch, or the same one after
-        it was cancelled or its completion window has passed. None: no batch must run."""
+    def must_stop(self, batch: Batch | None, now: float) -> bool:
+        """Whether this task must end, given the batch of this owner that must run now (None: no batch). True for another batch,
+        and for the same one if it was cancelled, or its completion window has passed, since the task began."""
         if batch is None or batch.id != self.batch.id:
             return True
         is_cancelled = batch.status == "cancelling" != self.batch.status
@@ -77,7 +77,7 @@ class BatchRunner(StoreLoop):
             return POLL_SECONDS
         oldest = {batch.owner: batch for batch in unfinished if self._has_key(batch.owner)}
         for owner, running in list(self._running.items()):
-            if running.task.done() or running.must_begin_again(oldest.get(owner), now):
+            if running.task.done() or running.must_stop(oldest.get(owner), now):
                 await self._stop(owner)
         for owner in oldest.keys() - self._running.keys():
             task = asyncio.create_task(self._run(oldest[owner]))

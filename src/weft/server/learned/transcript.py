@@ -38,6 +38,7 @@ class Memory:
         self._max_bytes = max_bytes
 
     def may_add(self, num_bytes: int) -> bool:
+        """Counts these bytes if they are within the limit. Returns whether they are."""
         if self.num_bytes + num_bytes > self._max_bytes:
             return False
         self.num_bytes += num_bytes

@@ -16,7 +16,7 @@ from weft.server.vectors.interface import ENGINE_NOT_READY, ENGINE_NOT_RESPONDIN
 
 _RETRY_SECONDS = 2.0
 _MAX_TRIES = 5
-"""A file fails after this many errors that it did not cause, such as an engine that died meanwhile. Tries while the engine
+"""A file fails after this many errors that it did not cause, such as a crash of the engine. Tries while the engine
 is not ready do not count."""
 
 
@@ -33,7 +33,7 @@ class IngestRunner(StoreLoop):
         log: Callable[..., object],
         is_draining: Callable[[], bool],
     ) -> None:
-        """`ingest` returns None while the server has no embedding model. Files wait meanwhile."""
+        """`ingest` returns None while the server has no embedding model. Files wait until it has one."""
         super().__init__(store, log, is_draining)
         self._indexes = indexes
         self._ingest = ingest

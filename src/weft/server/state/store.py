@@ -117,7 +117,7 @@ class Store:
                 connection = self._connection
                 if not self.is_primary:
                     self._try_lock()
-                # A full disk or a lock is no error here: `work` may only read.
+                # A full disk or a lock is no error here: `work` may not need to write.
                 with suppress(sqlite3.OperationalError):
                     self._expire(connection)
                 busy_seconds = max(_LEAST_BUSY_SECONDS, give_up_at - time.monotonic())

@@ -75,6 +75,6 @@ class StoreLoop(ABC):
         return True
 
     def _log_mistake(self, error: BaseException, what: str) -> None:
-        """Logs where an unexpected exception was raised. Its message may quote a request."""
+        """Logs where an unexpected exception was raised, without its message, which may quote a request."""
         frames = "".join(traceback.format_tb(error.__traceback__))
         self._log("mistake", f"{type(error).__name__} while {what}", "error", traceback=frames)
