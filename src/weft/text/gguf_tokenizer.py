@@ -39,6 +39,7 @@ def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
     tokens = vocabulary.tokens
     backend.add_special_tokens(_added(tokens[i] for i in vocabulary.control_ids))
     is_byte_level = vocabulary.model == "gpt2"
+    # SentencePiece has merges for runs of spaces, so they need not match as whole strings.
     backend.add_tokens(
         _added(
             tokens[i]

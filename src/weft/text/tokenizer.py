@@ -106,8 +106,8 @@ class Tokenizer:
         return ids
 
     def around(self, num_parts: int) -> list[list[int]]:
-        """The special tokens of the model's files for an embedding model: those before the text or before the two texts
-        of a pair, those between them, and those after."""
+        """The special tokens that the model's files put around a text or a pair of texts: before the first text, between both,
+        and after the last."""
         with file_errors("the tokenizer"):
             found = self._backend.post_process(*[_any_token()] * num_parts, add_special_tokens=True)
         runs: list[list[int]] = [[]]
@@ -122,7 +122,8 @@ class Tokenizer:
         return self._shield.mark_control_tokens(_escaped(text, ""), MARK + _REMOVED)
 
     def _check_control(self, text: str, ids: list[int], allowed: int) -> None:
-        """Rejects text that merges to a control token, which some vocabularies allow.
+        """Rejects text that merges to a control token, which some vocabularies allow. `allowed`: the number of control
+        tokens that the model's files or a prefix add.
 
         The unknown token is harmless: it replaces characters that have no token.
         """
@@ -245,8 +246,8 @@ def _removing_marks(normalizer: Any) -> normalizers.Normalizer:
 
 
 def _match_control_tokens_unnormalised(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Makes the tokenizer match control tokens before normalisation. The normalizer removes the marks (see `shield`).
-    After it, a control token in untrusted text would match too."""
+    """Makes the tokenizer match control tokens before normalisation. The normalizer removes the marks (see `shield`):
+    in the text without marks, a control token of untrusted text would match too."""
     added = backend.get_added_tokens_decoder().values()
     if not any(token.special and token.normalized for token in added):
         return backend

@@ -377,6 +377,7 @@ class _ValueScanner:
         return position
 
     def _track(self, character: str) -> bool:
+        """Follows a quote, a backslash or a bracket. Returns False if a closing bracket does not match the opening one."""
         if self._is_in_string:
             self._is_escaped = character == "\\"
             self._is_in_string = self._is_escaped

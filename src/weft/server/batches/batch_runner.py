@@ -31,8 +31,8 @@ class _Running:
     task: asyncio.Task[None]
 
     def must_stop(self, batch: Batch | None, now: float) -> bool:
-        """Whether this task must end, given the batch of this owner that must run now (None: no batch). True for another batch,
-        and for the same one if it was cancelled, or its completion window has passed, since the task began."""
+        """Whether this task must end. `batch` must run for this owner now; None: no batch. True if that is another batch,
+        or if the batch was cancelled, or its completion window has passed, since the task began."""
         if batch is None or batch.id != self.batch.id:
             return True
         is_cancelled = batch.status == "cancelling" != self.batch.status

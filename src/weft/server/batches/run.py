@@ -275,7 +275,7 @@ class BatchRun:
         return await self._services.files.keep(new, end)
 
     async def _export(self, files: dict[bool, NewFile]) -> None:
-        """Writes all results to at most two new files, for answers and for errors. Adds each to `files` when it is made, so
+        """Writes all results to at most two new files: answers and errors. Adds each file to `files` when it is made, so
         that the caller can discard it after an error."""
         line = -1
         while results := await self._store.run(partial(rows.results_after, batch_id=self._id, line=line)):

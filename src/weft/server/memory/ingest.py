@@ -30,7 +30,7 @@ class Ingest:
         self._embedder = embedder
 
     async def run(self, owner: str, file: AttachedFile) -> int:
-        """Afterwards the file is completed or failed, unless it was removed before its end. Returns the number of passages that
+        """Afterwards the file is completed or failed, unless it was removed before. Returns the number of passages that
         were added. Every exception that this raises means that the file should be tried again."""
         try:
             return await self._add(owner, file)
