@@ -71,6 +71,7 @@ class MemoryBudget:
         return memory - self.weight_bytes - _OTHER_BYTES
 
     def _require(self, cache_bytes: int, advice: str) -> None:
+        """Raises OutOfMemoryError if the weights and this much cache exceed the cgroup limit."""
         if self.memory.limit is not None and cache_bytes > self._left_of(self.memory.left_in_limit):
             raise self._does_not_fit(cache_bytes, advice)
 

@@ -91,7 +91,7 @@ class Prefaulter:
             self._prefaulted = offered
 
     def prefault_some(self) -> None:
-        """Prefaults only one large page, because a request that arrives meanwhile has to wait."""
+        """Prefaults only one large page, because a request that arrives during this time has to wait."""
         self._prefault_until(self._prefaulted + 1)
 
     def _prefault_until(self, end: int) -> None:

@@ -163,7 +163,7 @@ def _work(steps: SimpleQueue[QueuedStep | Prefaulter | None], lease: CoreLease |
 def _next(
     steps: SimpleQueue[QueuedStep | Prefaulter | None], memory: Prefaulter | None, lease: CoreLease | None
 ) -> QueuedStep | Prefaulter | None:
-    """Waits for the next item, and prefaults memory meanwhile."""
+    """Waits for the next item. If none comes soon, releases the cores, and then prefaults memory until one comes."""
     if lease is not None and lease.is_held:
         with suppress(Empty):
             return steps.get(timeout=KEPT_SECONDS)
