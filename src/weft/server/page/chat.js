@@ -75,7 +75,7 @@ class Chat {
 
   // --- conversations ---
 
-  /** Shows the conversation that was open before a reload. Not if the user has begun another one meanwhile. */
+  /** Shows the conversation that was open before a reload, unless the user has begun another one while it was read. */
   async _reopen(id) {
     const found = await this._read(id);
     if (!found || path(this._conversation).length) return;
@@ -249,7 +249,7 @@ class Chat {
     this._runs.delete(this._conversation.id);
   }
 
-  /** Gets an answer to the conversation up to `parent`. Other conversations can be opened meanwhile. */
+  /** Gets an answer to the conversation up to `parent`. Until it is complete, the user can open other conversations. */
   async _answer(parent) {
     const conversation = this._conversation;
     const request = this._validRequest();
@@ -273,7 +273,7 @@ class Chat {
     if (conversation === this._conversation) this._showMessages();
     this._growMessages(run);
     announce(first.error ? "" : first.text.length < 500 ? first.text : "The answer is complete.");
-    // Without its end, the stream has no number of tokens.
+    // The number of tokens is at the end of the stream, which did not arrive.
     if (problem) await this._countTokens(run);
     await this._save(conversation);
   }

@@ -212,7 +212,8 @@ function alignments(line) {
 
 // --- blocks ---
 
-/** The blocks inside one element. `open` is the block that the next line may continue. */
+/** The blocks inside one element. `open` is the block that the next line may continue. `accept(line)` of a block adds the line,
+ *  or returns false if the line does not continue the block. */
 class Blocks {
   constructor(element, page, depth) {
     this.element = element;

@@ -25,6 +25,7 @@ export class History {
     this.bins = [];
     this._numbers = 0;
     this._byNumber = new Map();
+    /** Events of steps that are in no frame yet. */
     this._late = [];
   }
 
@@ -237,6 +238,7 @@ export class History {
     }
   }
 
+  /** Marks the cells of a request that has a row, but did not decode. */
   _own(life, groups) {
     if (life.row >= this.band.numRows) return;
     for (const group of groups) {
@@ -245,6 +247,7 @@ export class History {
     }
   }
 
+  /** Writes the tokens of a request into its cells: the same number for each step in (after, until]. */
   _spread(life, groups, after, until, { tokens, accepted, drafted }) {
     if (life.row >= this.band.numRows) return;
     let steps = 0;
@@ -297,7 +300,7 @@ export class History {
     addCounts(bin.gaps, countsSince(frame.gap_counts, older.gap_counts));
   }
 
-  /** Prefix hits at the first admission. The totals of the scheduler count them at the end of a request, which is late. */
+  /** Counts prefix hits at the first admission: the totals of the scheduler have them only at the end of a request. */
   _addHits(frame, bin) {
     for (const event of frame.events) {
       const life = event.kind === "admitted" && this.lives.get(event.request_id);
