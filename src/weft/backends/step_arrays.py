@@ -10,7 +10,8 @@ overwrites what the failed plan wrote.
             tables[r, b]          the KV block of positions b * block size to (b + 1) * block size - 1
             store_tables[r, b]    the block of the store for the same positions, if they were moved there
 
-In a plan, ids of store blocks follow those of full-precision blocks. `store_tables` counts store blocks from 0.
+In a plan, the ids of store blocks come after the ids of full-precision blocks. `store_tables` counts store blocks
+from 0.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ MAX_EXACT = 8192
 """Up to this many vectors, exact search is faster than a graph. A delta of this size is not merged, and fewer passages
 that pass a filter are searched exactly."""
 _DELTA_PART = 64
-"""The delta is merged into the base when it has more than `MAX_EXACT` passages, and more than 1/64 of those of the base."""
+"""The delta is merged into the base when it has more than `MAX_EXACT` passages, and more than 1/64 of the passages of the base."""
 _FACTOR = 4
 """If too few matches of the graph are allowed passages, the next search asks for this many times more matches."""
 _PIECE = 8192
@@ -74,7 +74,7 @@ class VectorIndex:
         self, removed_files: Iterable[int], ids: Ids, files: Ids, delta_ids: Ids, delta: Vectors
     ) -> VectorIndex:
         """An index without the passages of `removed_files`, and with the passages `ids` of `files`. `delta_ids` and `delta`
-        are those of `ids` that are not in the base, and their vectors."""
+        have the passages of `ids` that are not in the base, and their vectors."""
         gone = np.fromiter(removed_files, np.int64)
         stays = ~np.isin(self.files, gone)
         kept_ids, kept_files = self.ids[stays], self.files[stays]

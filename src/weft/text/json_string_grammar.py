@@ -43,7 +43,7 @@ _OF_CATEGORY = {
     parts.CATEGORY_WORD: frozenset[str](),
     parts.CATEGORY_NOT_WORD: frozenset(_SPECIAL),
 }
-"""Category -> those of its characters that JSON escapes."""
+"""Category -> its characters that JSON escapes."""
 _TOKEN = re.compile(
     r"""
     (?P<space>[ \t\r\n]+ | //[^\n]* | \#[^\n]*)
@@ -276,7 +276,7 @@ def _in_class(items: Sequence[Any]) -> Iterator[str]:
 
 
 def _special(kind: Any, value: Any) -> Iterable[str]:
-    """Of the characters in this part of a character class, those that JSON escapes."""
+    """The characters in this part of a character class that JSON escapes."""
     if kind is parts.LITERAL:
         return (chr(value),)
     if kind is parts.RANGE:

@@ -149,7 +149,7 @@ class Tokenizer:
         return _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token_id) or "") is not None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token, possibly an incomplete character. Without `is_concatenative`: those of the token alone.
+        """The bytes of a token, possibly an incomplete character. Without `is_concatenative`: the bytes of the token decoded alone.
 
         An id without a token has no bytes: the model's output may be padded beyond its vocabulary.
         """

@@ -68,7 +68,7 @@ class Prefaulter:
         return self._prefaulted < min(self._used + self._ahead_bytes, self._bytes.size)
 
     def use(self, num_rows: int) -> None:
-        """Called before a step that uses the first `num_rows` rows. Prefaults those that are not yet prefaulted.
+        """Called before a step that uses the first `num_rows` rows. Prefaults the rows that are not prefaulted yet.
 
         Also offers the pool the pages for the next two steps, assuming that each needs as many new rows as this one.
         """

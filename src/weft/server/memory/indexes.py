@@ -218,7 +218,7 @@ class StoreIndexes:
             self._log("index_not_merged", message, "warning")
         finally:
             one.merging = None
-        self._merge_if_due(one, store)  # passages may have been added or removed meanwhile
+        self._merge_if_due(one, store)  # passages may have been added or removed during the merge
 
     def _report_no_usearch(self) -> None:
         if self._has_usearch:
