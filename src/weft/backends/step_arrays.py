@@ -398,4 +398,5 @@ def _include(rows: set[int], row: int, belongs: bool) -> None:
 
 
 def _is_plain(params: SamplingParams) -> bool:
+    """Whether only temperature has an effect, apart from a grammar."""
     return not (sampler_flags(params) & ~_DRAWS or params.logit_bias or params.min_tokens)

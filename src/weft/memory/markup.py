@@ -139,6 +139,7 @@ class _Text(HTMLParser):
         return Document(text, headings, paragraphs=self._paragraphs)
 
     def _write(self, text: str) -> None:
+        """Adds text, after the space or empty line that goes before it."""
         if self._parts and self._wants_block:
             self._add("\n\n")
         elif self._parts and self._wants_space:

@@ -128,5 +128,6 @@ def _strengths(document: Document, starts: Sequence[int], ends: Sequence[int]) -
 
 
 def _label_at(marks: Sequence[Mark], offset: int) -> str:
+    """The label of the last mark at `offset` or before; "" if there is none."""
     index = bisect_right(marks, offset, key=lambda mark: mark.start) - 1
     return marks[index].label if index >= 0 else ""

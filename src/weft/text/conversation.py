@@ -133,6 +133,7 @@ def _may_join(item: Message | Thought | ToolCall, message: dict[str, Any]) -> bo
 
 
 def _join(item: Message | Thought | ToolCall, message: dict[str, Any]) -> None:
+    """Adds the item to the message."""
     if isinstance(item, Thought):
         earlier = message.get("reasoning_content")
         message["reasoning_content"] = item.text if earlier is None else f"{earlier}\n{item.text}"

@@ -112,6 +112,7 @@ class EmbeddingText:
         return PairPart(tokens[: self.spec.max_tokens], len(tokens))
 
     def _check(self, excess: int, truncate: bool) -> None:
+        """Raises PromptTooLongError if tokens are too many and may not be cut off."""
         if excess > 0 and not truncate:
             count = self.spec.max_tokens + excess
             raise PromptTooLongError(

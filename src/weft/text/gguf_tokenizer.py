@@ -125,6 +125,7 @@ def _control_and_byte_tokens(vocabulary: Vocabulary) -> set[str]:
 
 
 def _safe_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    """The merges whose result is neither a control token nor a byte token."""
     excluded = _control_and_byte_tokens(vocabulary)
     return [merge for merge in vocabulary.merges if merge[0] + merge[1] not in excluded]
 

@@ -119,6 +119,7 @@ class Tokenizer:
         return runs
 
     def _shielded(self, text: str) -> str:
+        """The text with a mark in each control token, so that none of them is matched."""
         return self._shield.mark_control_tokens(_escaped(text, ""), MARK + _REMOVED)
 
     def _check_control(self, text: str, ids: list[int], allowed: int) -> None:
@@ -237,6 +238,7 @@ def _escaped(text: str, mark: str) -> str:
 
 
 def _removing_marks(normalizer: Any) -> normalizers.Normalizer:
+    """The normalizer with steps before it that remove the marks."""
     steps = [
         normalizers.Replace(MARK + _REMOVED, ""),
         # Replaces only _KEPT: replacing MARK too would change the offset of a text's first character.

@@ -68,6 +68,7 @@ class MemoryBudget:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
     def _left_of(self, memory: int) -> int:
+        """What weights and `_OTHER_BYTES` leave of this memory."""
         return memory - self.weight_bytes - _OTHER_BYTES
 
     def _require(self, cache_bytes: int, advice: str) -> None:

@@ -116,6 +116,7 @@ class BatchRunner(StoreLoop):
         del self._running[owner]
 
     def _limits(self) -> LineLimits:
+        """The limits of one running batch: an equal part of the limits of all."""
         num_batches = max(1, len(self._running))
         return LineLimits(max(1, self._max_lines // num_batches), _MAX_BYTES // num_batches)
 

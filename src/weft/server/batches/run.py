@@ -218,6 +218,7 @@ class BatchRun:
         return True
 
     async def _save(self, results: Sequence[Result]) -> None:
+        """Saves results in one transaction, and sometimes checks the disk space before."""
         now = self._store.wall_clock()
         # abs: an operator may set the clock back
         checks_space = abs(now - self._checked_space_at) >= _SPACE_SECONDS
@@ -289,6 +290,7 @@ class BatchRun:
             pass
 
     async def _change(self, before: Sequence[Status], status: Status, **changes: Any) -> Batch | None:
+        """Changes the row of the batch if its status is one of `before`. Returns the row afterwards."""
         now = self._store.wall_clock()
         return await self._store.run(
             lambda connection: rows.change(connection, self._id, before, status, now, **changes)

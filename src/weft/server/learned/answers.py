@@ -142,6 +142,7 @@ class AnswerKeeper:
         self.totals = table.totals(connection)
 
     async def _count(self) -> None:
+        """Reads the totals at the start of the server."""
         try:
             await self._store.run(self.count)
         except StoreError as error:

@@ -47,6 +47,7 @@ class Ingest:
         return 0
 
     async def _add(self, owner: str, file: AttachedFile) -> int:
+        """Embeds the passages of a file, and adds them. Returns how many; 0 if the file or its store was removed."""
         now = self._store.wall_clock()
         store = await self._store.run(lambda connection: rows.by_number(connection, file.store, now))
         if store is None:

@@ -60,6 +60,7 @@ class DocumentReader:
         raise DocumentError(message)
 
     async def _tokens_of_words(self, words: list[str], embedder: Embedder) -> dict[str, int]:
+        """The number of tokens of each word, for at most `_MAX_COUNTED` words."""
         tokens: dict[str, int] = {}
         # The embedding model adds this many tokens to every text; a word does not have them.
         [around] = await embedder.count_tokens([""], "document")

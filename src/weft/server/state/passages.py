@@ -155,6 +155,7 @@ def remove_leftovers(connection: Connection, now: float) -> bool:
 
 
 def _remove(connection: Connection, store: int, ids: Sequence[int]) -> bool:
+    """Removes passages with their words and vectors. Returns whether there were any."""
     for one in ids:
         heading, text = connection.execute(
             "SELECT heading, text FROM passages WHERE id = ?", (one,)

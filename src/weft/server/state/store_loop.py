@@ -40,7 +40,7 @@ class StoreLoop(ABC):
 
     async def run(self) -> None:
         """Works until it is cancelled."""
-        if not self._store.exists:  # a server without such work does not open the database when it starts
+        if not self._store.exists:  # reading would make a database for a server without such work
             await self._wake.wait()
         while True:
             self._wake.clear()

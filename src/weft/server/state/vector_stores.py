@@ -345,6 +345,7 @@ def cancel_batch(connection: Connection, batch: FileBatch) -> None:
 
 
 def _revise(connection: Connection, store: int) -> None:
+    """Increases the revision of a store, so that its index in memory is updated before the next search."""
     connection.execute("UPDATE vector_stores SET revision = revision + 1 WHERE number = ?", (store,))
 
 
