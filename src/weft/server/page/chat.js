@@ -83,6 +83,7 @@ class Chat {
     this._showConversation();
   }
 
+  /** The conversation with this id, from its running answer or from the store. Null: there is none. */
   async _read(id) {
     const running = this._runs.get(id);
     if (running) return running.conversation;
@@ -132,6 +133,7 @@ class Chat {
     toast(`Deleted: ${found.title}`, { text: "Undo", run: undo });
   }
 
+  /** Saves a conversation, unless it is empty or deleted. */
   async _save(conversation) {
     if (this._deleted.has(conversation.id) || !path(conversation).length) return;
     try {
@@ -168,6 +170,7 @@ class Chat {
     this._title.textContent = this._conversation.title || "New chat";
   }
 
+  /** Saves changed settings after a pause, because each key changes them. */
   _settingsChanged() {
     this._showCount();
     clearTimeout(this._settingsTimer);
@@ -231,6 +234,7 @@ class Chat {
     if (this._validRequest()) await this._answer(addNode(this._conversation, node.id, { role: "tool", results }));
   }
 
+  /** The fields of the request. Null: a setting is wrong, and its field gets the focus. */
   _validRequest() {
     const request = this._settings.request();
     if (!request) {
@@ -349,6 +353,7 @@ class Chat {
     this._send.replaceChildren(icon(name));
   }
 
+  /** Shows another version of a message. Its buttons are new elements, so the button that was pressed gets the focus again. */
   _choose(node, buttonName) {
     choose(this._conversation, node);
     this._showMessages();
@@ -364,6 +369,7 @@ class Chat {
     toast(kind === "curl" ? "The curl command is copied." : "The Python program is copied.");
   }
 
+  /** The view follows new text only while its end is visible. */
   _scrolled() {
     this._isFollowing = this._log.scrollHeight - this._log.scrollTop - this._log.clientHeight < 40;
     this._newest.hidden = this._isFollowing;

@@ -52,6 +52,7 @@ class Page {
     this._leaves = new Set(); // leaves with text that changed since the last render
   }
 
+  /** Runs `change`. `undoDraft` can undo its effects. */
   draft(change) {
     this.isDraft = true;
     change();

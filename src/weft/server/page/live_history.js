@@ -42,6 +42,7 @@ export class History {
     return held && { ...newLife(id, 0), held, key: held.key, lastAt: this.frame.at };
   }
 
+  /** The id of the sequence that a coalesced request reads. */
   _sequenceOf(id) {
     for (const life of this.lives.values()) if (life.readers.some((one) => one.request_id === id)) return life.id;
     return undefined;
@@ -165,6 +166,7 @@ export class History {
 
   // --- the band ---
 
+  /** Adds the steps of a frame to the band. */
   _addColumns(frame, older) {
     const events = [...this._late, ...frame.events];
     this._late = [];
@@ -185,6 +187,7 @@ export class History {
     this._setDecodes(frame, groups, ends, older);
   }
 
+  /** Marks an event in the column of its step. */
   _addEvent(event, groups, ends) {
     const life = this.lives.get(event.request_id);
     if (!life) return;
@@ -269,6 +272,7 @@ export class History {
 
   // --- series for the charts ---
 
+  /** Adds a frame to the newest point of the charts. */
   _addBin(frame, older) {
     const start = Math.floor(frame.at / this.binSeconds) * this.binSeconds;
     let bin = this.bins[this.bins.length - 1];
