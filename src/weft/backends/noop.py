@@ -222,7 +222,7 @@ class NoopBackend:
         return step
 
     def _check_grammars(self, step: _Step) -> None:
-        """Checks that no row with a grammar is in a step while its last token is in flight: its mask needs that token."""
+        """Checks that a row with a grammar is in no step while its last token is in flight: its mask needs the token."""
         plan = step.plan
         for index, request_id, samples in zip(plan.rows, plan.request_ids, plan.samples, strict=True):
             row = self._rows[index]

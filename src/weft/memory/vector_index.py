@@ -15,7 +15,7 @@ MAX_EXACT = 8192
 """Up to this many vectors, exact search is faster than a graph. A delta of this size is not merged, and fewer passages
 that pass a filter are searched exactly."""
 _DELTA_PART = 64
-"""The delta is merged into the base when it has more than `MAX_EXACT` passages, and more than 1/64 of the passages of the base."""
+"""The delta is merged into the base when it has more than `MAX_EXACT` passages, and more than 1/64 as many as the base."""
 _FACTOR = 4
 """If too few matches of the graph are allowed passages, the next search asks for this many times more matches."""
 _PIECE = 8192
@@ -114,7 +114,7 @@ class VectorIndex:
         return [(int(ids[one]), float(scores[one])) for one in order]
 
     def _in_base(self, base: Base, query: Vectors, count: int, allowed: Ids) -> tuple[Ids, Vectors]:
-        """The nearest allowed passages of the base. Few allowed passages are searched exactly, many through the graph."""
+        """The nearest allowed passages of the base: few allowed ones are searched exactly, many through the graph."""
         inside = allowed[np.isin(allowed, base.ids, assume_unique=True)] if len(allowed) < MAX_EXACT else None
         if inside is not None:
             if not len(inside):

@@ -257,7 +257,7 @@ class DeviceSampler:
             )
 
     def _count(self, entries: _Entries, clears: bool) -> None:
-        """Counts the tokens of each entry for the penalties. With `clears`, sets the counts of these tokens to 0 again."""
+        """Counts the tokens of each entry for the penalties. With `clears`, sets these counts to 0 again."""
         count_kernel[(entries.count, _HISTORY_PROGRAMS)](
             entries.rows,
             entries.positions,
