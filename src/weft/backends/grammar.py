@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 class Masks:
     """The tokens that grammars allow, for the M of a step's S samples that have a grammar."""
 
-    entries: np.ndarray = field(
-        default_factory=lambda: np.zeros(0, np.int64)
-    )  # int64 [M]: indices of samples
+    entries: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """int64 [M]: indices of samples."""
     bits: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.uint8))
     """uint8 [M, bytes]: one bit per token, the first token in the lowest bit; 1: allowed."""
     errors: dict[int, Failure] = field(default_factory=dict)
@@ -111,6 +110,7 @@ class RowGrammars:
         self._errors[row] = Failure(FailureKind.NO_ALLOWED_TOKEN, message)
 
     def _begin(self, begun: list[tuple[int, Grammar | None, tuple[int, ...]]]) -> None:
+        """Makes the matchers and the first masks of new sequences."""
         for row, grammar, generated in begun:
             self._errors.pop(row, None)
             self._matchers.pop(row, None)
@@ -128,6 +128,7 @@ class RowGrammars:
         self._fill([row for row, _, _ in begun])
 
     def _follow(self, sampled: list[tuple[int, int]]) -> None:
+        """Consumes sampled tokens, and makes the next masks."""
         rows = []
         for row, token in sampled:
             if row in self._matchers:

@@ -24,7 +24,7 @@ class HostMemory:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """`root` is the folder that contains proc and sys."""
+    """Reads the memory of this machine. `root` is the folder that contains proc and sys."""
     sizes = _sizes(root / "proc/meminfo")
     available = sizes.get("MemAvailable:")
     total = sizes.get("MemTotal:")

@@ -222,7 +222,7 @@ class NoopBackend:
         return step
 
     def _check_grammars(self, step: _Step) -> None:
-        """A mask needs the last token of the row, which the host does not know while its step is in flight."""
+        """Checks that a row with a grammar is in no step while its last token is in flight: its mask needs the token."""
         plan = step.plan
         for index, request_id, samples in zip(plan.rows, plan.request_ids, plan.samples, strict=True):
             row = self._rows[index]

@@ -10,7 +10,8 @@ overwrites what the failed plan wrote.
             tables[r, b]          the KV block of positions b * block size to (b + 1) * block size - 1
             store_tables[r, b]    the block of the store for the same positions, if they were moved there
 
-In a plan, ids of store blocks follow those of full-precision blocks. `store_tables` counts store blocks from 0.
+In a plan, the ids of store blocks come after the ids of full-precision blocks. `store_tables` counts store blocks
+from 0.
 """
 
 from __future__ import annotations
@@ -237,13 +238,14 @@ class Rows:
             step, num_next = _one_position_further(last.step), last.num_next - 1
         else:
             step, num_next = self._gather_decodes(plan), 0
-            # With two tiers, moves to the store change the tables between steps.
+            # With two tiers, moves change the tables between steps, so each step gets new arrays (`num_next` stays 0).
             if self._full_blocks is None:
                 num_next = self.block_size - 1 - max([start % self.block_size for start in plan.starts])
         self._last = _DecodeStep(step, plan.rows, tuple([start + 1 for start in plan.starts]), num_next)
         return step
 
     def _gather_decodes(self, plan: IterationPlan) -> PreparedStep:
+        """`_prepare_decodes` if the arrays of the last step cannot be used."""
         selected, block_size = self._select(plan.rows), self.block_size
         positions = np.array(plan.starts, np.int64)
         context_lengths = positions + 1
@@ -396,4 +398,5 @@ def _include(rows: set[int], row: int, belongs: bool) -> None:
 
 
 def _is_plain(params: SamplingParams) -> bool:
+    """Whether only temperature has an effect, apart from a grammar."""
     return not (sampler_flags(params) & ~_DRAWS or params.logit_bias or params.min_tokens)

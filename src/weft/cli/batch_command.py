@@ -190,7 +190,7 @@ class BatchClient:
         connection = kind(self._host, self._port, timeout=_SECONDS)
         try:
             try:
-                # A server that refuses a large body does not read it; its answer says why.
+                # A server that refuses a large body does not read it, so sending fails. Its response still says why.
                 with suppress(BrokenPipeError, ConnectionResetError):
                     connection.request(method, self._path + path, body, {**headers, **self._headers})
                 response = connection.getresponse()

@@ -221,6 +221,7 @@ class BatchFileRun:
                 self._take(line, error)
 
     def _take(self, line: Line, result: GenerationResult | WeftError) -> None:
+        """Writes the output line of a result or an error, and counts it."""
         error = result if isinstance(result, WeftError) else error_of(result)
         if error is not None:
             name = id_of_request(result) if isinstance(result, GenerationResult) else ""

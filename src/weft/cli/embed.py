@@ -69,7 +69,8 @@ def embed_command(
         with LLM(embedder_path(model), threads=threads, quantize=quantize) as llm:
             vectors = llm.vectors
             vectors.check(kind, dimensions)
-            with _opened_output(path) as output:  # only now: the model may fail to load
+            # Opened only now: a model that fails to load must not empty an existing file.
+            with _opened_output(path) as output:
                 num_failed, num_lines = _run(vectors, inputs, output, kind, dimensions, truncate, plain)
     if num_failed:
         raise WeftError(f"{num_failed} of {num_lines} texts failed")

@@ -202,4 +202,5 @@ def _token_id(text: str) -> int:
 
 
 def _no_number(text: str) -> float:
+    """Refuses NaN and Infinity: Python would read them, but JSON does not have them."""
     raise ValueError(f"{text} is not valid JSON")

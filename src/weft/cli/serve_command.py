@@ -88,6 +88,7 @@ def _on_device(settings: ServerSettings, gathered: Gathered) -> ServerSettings:
 
 
 def _with_model(settings: ServerSettings) -> ServerSettings:
+    """Fetches the model. Returns the settings with its path, its names, and its options of the backend."""
     model = settings.model
     path = str(fetch(model))
     shown = Path(shown_name(model)).stem if path.endswith(".gguf") else shown_name(model)

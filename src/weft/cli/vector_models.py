@@ -92,7 +92,7 @@ def _quantisation(settings: ServerSettings, path: str) -> str | None:
 
 
 def _quantising_floats(settings: ServerSettings, found: Sequence[VectorModelFiles]) -> ServerSettings:
-    """Removes `quantize` for MODEL if its weights are quantised already, but those of another model are not. If no model
+    """Removes `quantize` for MODEL if MODEL is quantised already and another model has float weights. If no model
     has float weights, `quantize` stays, and the engine of MODEL refuses it."""
     if settings.backend not in ("cpu", EMBEDDER) or not any(one.backend_options["quantize"] for one in found):
         return settings

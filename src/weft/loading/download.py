@@ -86,6 +86,7 @@ def _transfer(
 
 
 def _append(location: Location, partial: Path, expected: ExpectedFile, advance: Advance) -> None:
+    """Requests the missing rest of the file once, and appends it to `partial`."""
     begun = size_of(partial)
     with _open(location, begun, expected) as (response, start), partial.open("ab") as file:
         file.truncate(start)
@@ -131,6 +132,7 @@ def _wrong_file(expected: ExpectedFile, size: str) -> ChecksumError:
 
 
 def _is_disk_error(error: Exception) -> bool:
+    """Whether the local disk failed, and not the transfer. Then another attempt does not help."""
     if isinstance(error, urllib.error.URLError) or not isinstance(error, OSError):
         return False
     return error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)

@@ -330,6 +330,7 @@ def _token(path: Path, values: Mapping[str, Any], key: str, limit: int) -> int:
 
 
 def _one_label(path: Path, config: Mapping[str, Any]) -> int:
+    """Returns 1. Raises ModelFileError if the model has another number of labels."""
     labels = config.get("id2label")
     count = config.get("num_labels", len(labels) if isinstance(labels, dict) else 2)
     if count != 1:

@@ -137,6 +137,7 @@ def parse_json(path: Path, text: bytes, field: str) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes an object of the pairs in JSON. Rejects duplicate names."""
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()

@@ -60,6 +60,7 @@ def _shortest_decimal(value: float) -> float:
 
 
 def _checked(path: Path, values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The values of a file under the names of `SamplingParams`. Each must be valid."""
     suggested: dict[str, Any] = {}
     for key, name in names.items():
         value = values.get(key)

@@ -199,6 +199,7 @@ class _Reader:
         return start
 
     def check_count(self, count: int, smallest: int, field: str) -> None:
+        """Raises an error if so many entries cannot fit into the file. Call it before memory is allocated for them."""
         left = self.table_end - self.position
         if count > left // smallest:
             raise self.error(

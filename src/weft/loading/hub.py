@@ -198,6 +198,7 @@ def _fetch(
 
 
 def _stage_progress(base: int, total: int, stage: str, progress: Progress) -> Callable[[int], None]:
+    """A callback for the bytes of one file. It reports them as progress of all files: `base` bytes were done before."""
     return lambda done: progress(PullProgress(stage, base + done, total))
 
 
@@ -208,7 +209,8 @@ def _reuse_local_copy(
     file: ExpectedFile,
     check: Callable[[int], None],
 ) -> bool:
-    """Uses a verified copy on this machine: from the commit pulled before, or from the cache of huggingface_hub."""
+    """Uses a verified copy on this machine: from the commit pulled before, or from the cache of huggingface_hub. Returns
+    whether there is one."""
     from huggingface_hub import try_to_load_from_cache
 
     places = [kept.folder / old.name for old in kept.files if old.digest == file.digest] if kept else []

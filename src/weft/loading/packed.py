@@ -166,6 +166,7 @@ def _map(path: Path, layout: _Layout, checksum: Checksum, threads: int) -> dict[
 
 
 def _create(path: Path, layout: _Layout, fill: Fill, checksum: Checksum, threads: int) -> None:
+    """Writes the file under a temporary name, and then renames it."""
     partial = partial_path(path)
     # `_check_owner` rejects files that others may write, so do not rely on the umask.
     with open(partial, "w+b", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:

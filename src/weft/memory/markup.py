@@ -69,9 +69,10 @@ class _Text(HTMLParser):
         self._is_in_heading = False
         self._paragraphs: list[int] = []
         self._hidden: dict[str, int] = {}
-        """Open elements whose text is left out."""
+        """Tag -> number of open elements with this tag. Their text is left out."""
         self._num_pre = 0
         self._wants_block = self._wants_space = False
+        """Whether an empty line or a space goes before the next text."""
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
         if tag in _HIDDEN:
@@ -138,6 +139,7 @@ class _Text(HTMLParser):
         return Document(text, headings, paragraphs=self._paragraphs)
 
     def _write(self, text: str) -> None:
+        """Adds text, after the space or empty line that goes before it."""
         if self._parts and self._wants_block:
             self._add("\n\n")
         elif self._parts and self._wants_space:

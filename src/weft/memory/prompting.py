@@ -54,8 +54,8 @@ _HEAD = "Use these passages to answer. After a sentence, write the number of the
 
 
 def question_with_passages(question: str, sources: Sequence[Source]) -> str:
-    """A message with the passages, then `question`. The question is last, because small models attend to it best
-    there."""
+    """A message with the passages, then `question`. The question is last, because small models attend best to the
+    end of a prompt."""
     if not sources:
         return question
     passages = "\n\n".join(f"[{number}] {one.place}:\n{one.text}" for number, one in enumerate(sources, 1))

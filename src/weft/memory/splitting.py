@@ -50,7 +50,8 @@ def split(document: Document, size: ChunkSize, tokens: Mapping[str, int]) -> lis
         heading, room = _heading_and_room(document, starts[begin], size.max_tokens, tokens)
         least = end + 1
         end = _end(begin, least, room, sums, strengths)
-        if end < least:  # with the overlap, no further word fits: the passage begins without it
+        if end < least:
+            # With the overlap, no new word fits. So the passage begins without the overlap.
             begin = end = least - 1
             continue
         page = _label_at(document.pages, starts[begin])
@@ -94,6 +95,7 @@ def _end(begin: int, least: int, room: int, sums: Sequence[int], strengths: Sequ
 
 
 def _next_begin(begin: int, end: int, overlap: int, sums: Sequence[int], strengths: Sequence[int]) -> int:
+    """The index of the first word of the next passage: the strongest boundary of the overlap."""
     if end >= len(strengths) or strengths[end] == Strength.HEADING:
         return end  # no overlap across sections
     first = min(max(begin + 1, bisect_left(sums, sums[end] - overlap)), end)
@@ -110,7 +112,7 @@ def _strengths(document: Document, starts: Sequence[int], ends: Sequence[int]) -
     for start, end in zip(starts, ends, strict=True):
         gap = text[before:start]
         lines = gap.count("\n")
-        # A heading may begin with spaces or at the first word of its line.
+        # The mark of a heading is at its first word, or up to three characters before: Markdown allows three spaces.
         if headings and any(place in headings for place in range(start - min(3, len(gap)), start + 1)):
             found.append(Strength.HEADING)
         elif lines > 1 or start in blocks:
@@ -126,5 +128,6 @@ def _strengths(document: Document, starts: Sequence[int], ends: Sequence[int]) -
 
 
 def _label_at(marks: Sequence[Mark], offset: int) -> str:
+    """The label of the last mark at `offset` or before; "" if there is none."""
     index = bisect_right(marks, offset, key=lambda mark: mark.start) - 1
     return marks[index].label if index >= 0 else ""

@@ -15,8 +15,9 @@ MAX_EXACT = 8192
 """Up to this many vectors, exact search is faster than a graph. A delta of this size is not merged, and fewer passages
 that pass a filter are searched exactly."""
 _DELTA_PART = 64
-"""The delta is merged into the base when it has more than `MAX_EXACT` passages, and more than 1/64 of those of the base."""
+"""The delta is merged into the base when it has more than `MAX_EXACT` passages, and more than 1/64 as many as the base."""
 _FACTOR = 4
+"""If too few matches of the graph are allowed passages, the next search asks for this many times more matches."""
 _PIECE = 8192
 """Vectors that are copied at a time from a base to a new one."""
 
@@ -73,7 +74,7 @@ class VectorIndex:
         self, removed_files: Iterable[int], ids: Ids, files: Ids, delta_ids: Ids, delta: Vectors
     ) -> VectorIndex:
         """An index without the passages of `removed_files`, and with the passages `ids` of `files`. `delta_ids` and `delta`
-        are those of `ids` that are not in the base, and their vectors."""
+        have the passages of `ids` that are not in the base, and their vectors."""
         gone = np.fromiter(removed_files, np.int64)
         stays = ~np.isin(self.files, gone)
         kept_ids, kept_files = self.ids[stays], self.files[stays]
@@ -113,6 +114,7 @@ class VectorIndex:
         return [(int(ids[one]), float(scores[one])) for one in order]
 
     def _in_base(self, base: Base, query: Vectors, count: int, allowed: Ids) -> tuple[Ids, Vectors]:
+        """The nearest allowed passages of the base: few allowed ones are searched exactly, many through the graph."""
         inside = allowed[np.isin(allowed, base.ids, assume_unique=True)] if len(allowed) < MAX_EXACT else None
         if inside is not None:
             if not len(inside):
@@ -124,7 +126,7 @@ class VectorIndex:
         while True:
             matches = base.graph.search(query, min(asked, len(base.ids)), threads=1)
             ids = matches.keys.astype(np.int64)
-            # Passages that were removed, or that the filter leaves out, do not pass.
+            # The graph may also find passages that were removed, or that the filter leaves out: drop them.
             at = np.searchsorted(allowed, ids)
             passes = allowed[np.minimum(at, len(allowed) - 1)] == ids
             if passes.sum() >= count or asked >= len(base.ids):

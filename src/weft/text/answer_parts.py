@@ -72,6 +72,7 @@ class AnswerParts:
 
 
 def join_deltas(deltas: Iterable[Delta]) -> AnswerParts:
+    """The parts of an answer, from all its deltas."""
     parts: list[Content | Reasoning | ParsedCall] = []
     texts: list[list[str]] = []
     """The pieces of each part's text or, for a call, of its arguments, which follow the start of the call."""

@@ -94,8 +94,8 @@ class AnswerText:
         text = "".join(self._pieces)
         if not self.is_cut:
             return dataclasses.replace(result, text=text)
-        # The last token is the one that completed the stop string or the last tool call, even if the engine generated
-        # more meanwhile.
+        # The last token is the one that completed the stop string or the last tool call, even if the engine has
+        # generated more.
         return dataclasses.replace(
             result,
             text=text,

@@ -178,6 +178,7 @@ class ChatTemplate:
 
     @cached_property
     def _has_effort_levels(self) -> bool:
+        """Whether the template has levels of reasoning effort, found by probes."""
         switch = {} if self._thinking_switch is None else {self._thinking_switch: True}
         return self._changes_prompt(
             *({**switch, "reasoning_effort": level} for level in ("low", "high", "max"))
@@ -239,6 +240,7 @@ class ChatTemplate:
         ) from failure
 
     def _render_with(self, chat: _Chat, name: str, tools: Any, parse_arguments: bool) -> tuple[str, str]:
+        """Renders the chat once. `parse_arguments`: arguments of calls are objects, not strings of JSON."""
         messages = normalised_messages(
             chat.messages,
             content_form=self._content_forms[name],

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 _MAX_OF_KIND = 4096
-_WORDS_OF_KIND = 32
+_MAX_WITHOUT_INSTRUCTIONS = 32
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -89,7 +89,7 @@ def text_of_kind(items: Sequence[Item]) -> str:
     count = _num_leading_instructions(items)
     shared = items[:count] or items[:1]
     texts = "".join(str(item.content) for item in shared if isinstance(item, Message))
-    return texts[:_MAX_OF_KIND] if count else texts[:_WORDS_OF_KIND]
+    return texts[:_MAX_OF_KIND] if count else texts[:_MAX_WITHOUT_INSTRUCTIONS]
 
 
 def _num_leading_instructions(items: Sequence[Item]) -> int:
@@ -126,12 +126,14 @@ def template_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 def _may_join(item: Message | Thought | ToolCall, message: dict[str, Any]) -> bool:
+    """Whether the item belongs to this message. A call does; a thought or a text does only before content and calls."""
     return isinstance(item, ToolCall) or (
         message.keys() <= {"role", "content", "reasoning_content"} and (message["content"] is None)
     )
 
 
 def _join(item: Message | Thought | ToolCall, message: dict[str, Any]) -> None:
+    """Adds the item to the message."""
     if isinstance(item, Thought):
         earlier = message.get("reasoning_content")
         message["reasoning_content"] = item.text if earlier is None else f"{earlier}\n{item.text}"

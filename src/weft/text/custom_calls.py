@@ -39,7 +39,7 @@ def _cut_input(arguments: str) -> str:
     _, found, rest = rest.partition('"')
     if not found:
         return arguments
-    for _ in range(6):  # the longest escape is \uXXXX
+    for _ in range(6):  # drops an incomplete escape; the longest is \uXXXX
         try:
             return str(json.loads(f'"{rest}"', strict=False))
         except ValueError:

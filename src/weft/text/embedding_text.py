@@ -38,7 +38,8 @@ class PairPart(NamedTuple):
 class EmbeddingText:
     """The text side of one embedding model or reranker. Thread-safe.
 
-    A text that is too long is an error. With `truncate` its end is cut off; of a pair, the end of the longer text.
+    A text that is too long is an error. With `truncate` its end is cut off; of a pair, the end of the longer text, or of
+    the document if the reranker answers yes or no.
     """
 
     def __init__(self, checkpoint: Checkpoint, spec: EmbeddingSpec) -> None:
@@ -111,6 +112,7 @@ class EmbeddingText:
         return PairPart(tokens[: self.spec.max_tokens], len(tokens))
 
     def _check(self, excess: int, truncate: bool) -> None:
+        """Raises PromptTooLongError if tokens are too many and may not be cut off."""
         if excess > 0 and not truncate:
             count = self.spec.max_tokens + excess
             raise PromptTooLongError(

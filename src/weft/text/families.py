@@ -1,7 +1,7 @@
 """Pre-tokenizers of byte-level BPE vocabularies, by their names in GGUF files (`tokenizer.ggml.pre`).
 
 A wrong pre-tokenizer gives tokens that the model has rarely seen, and no error. So an unknown name is rejected. The
-rules are those of the models' own tokenizer.json files.
+rules come from the tokenizer.json files of the models.
 """
 
 from __future__ import annotations

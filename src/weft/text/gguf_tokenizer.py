@@ -39,6 +39,7 @@ def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
     tokens = vocabulary.tokens
     backend.add_special_tokens(_added(tokens[i] for i in vocabulary.control_ids))
     is_byte_level = vocabulary.model == "gpt2"
+    # SentencePiece has merges for runs of spaces, so they need not match as whole strings.
     backend.add_tokens(
         _added(
             tokens[i]
@@ -124,6 +125,7 @@ def _control_and_byte_tokens(vocabulary: Vocabulary) -> set[str]:
 
 
 def _safe_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    """The merges whose result is neither a control token nor a byte token."""
     excluded = _control_and_byte_tokens(vocabulary)
     return [merge for merge in vocabulary.merges if merge[0] + merge[1] not in excluded]
 

@@ -43,7 +43,7 @@ _OF_CATEGORY = {
     parts.CATEGORY_WORD: frozenset[str](),
     parts.CATEGORY_NOT_WORD: frozenset(_SPECIAL),
 }
-"""Category -> those of its characters that JSON escapes."""
+"""Category -> its characters that JSON escapes."""
 _TOKEN = re.compile(
     r"""
     (?P<space>[ \t\r\n]+ | //[^\n]* | \#[^\n]*)
@@ -119,6 +119,7 @@ def _bounded(pieces: Iterable[str]) -> list[str]:
 
 
 def _rewritten(token: re.Match[str], lark: str) -> str:
+    """Rewrites one token of the grammar."""
     text, kind = token[0], token.lastgroup
     if kind == "string":
         return _literal(_string(text.rstrip("i")), is_any_case=text.endswith("i"))
@@ -158,6 +159,7 @@ def _string(text: str) -> str:
 
 
 def _literal(text: str, *, is_any_case: bool = False) -> str:
+    """A string of Lark that matches the text as it is written in JSON."""
     if not is_any_case:
         return json.dumps("".join(_SPECIAL.get(one, one) for one in text), ensure_ascii=False)
     pieces = re.findall(r'[^"\\\x00-\x1f]+|["\\\x00-\x1f]', text)
@@ -202,6 +204,7 @@ def _pieces(tree: Sequence[Any], flags: int) -> Iterator[str]:
 
 
 def _node(kind: Any, value: Any, flags: int) -> str:
+    """Rewrites one node of a parsed regular expression."""
     if (items := _class_items(kind, value, flags)) is not None:
         return f"({_one_of(items, flags)})"
     if kind in (parts.MAX_REPEAT, parts.MIN_REPEAT):
@@ -264,6 +267,7 @@ def _is_safe(kind: Any, value: Any) -> bool:
 
 
 def _in_class(items: Sequence[Any]) -> Iterator[str]:
+    """The parts of a character class, as a regular expression writes them between brackets."""
     for kind, value in items:
         if kind is parts.LITERAL:
             yield rf"\x{{{value:x}}}"
@@ -276,7 +280,7 @@ def _in_class(items: Sequence[Any]) -> Iterator[str]:
 
 
 def _special(kind: Any, value: Any) -> Iterable[str]:
-    """Of the characters in this part of a character class, those that JSON escapes."""
+    """The characters in this part of a character class that JSON escapes."""
     if kind is parts.LITERAL:
         return (chr(value),)
     if kind is parts.RANGE:

@@ -110,8 +110,8 @@ def mentions_tools(messages: Any) -> bool:
 def with_known_forms(messages: Any, *, keeps_developer: bool) -> Any:
     """The same messages in forms that all templates know. They need not be valid.
 
-    An assistant message with calls or thoughts alone gets "" as its content: from null, some templates write "None", and
-    that of Qwen 3 fails. The role developer becomes system unless `keeps_developer`.
+    An assistant message with calls or thoughts alone gets "" as its content: for null, some templates write "None", and
+    the template of Qwen 3 fails. The role developer becomes system unless `keeps_developer`.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         return messages
@@ -129,6 +129,7 @@ def _with_known_form(message: Message, keeps_developer: bool) -> Message:
 
 
 def _message(message: Any, where: str, content_form: ContentForm, parse_arguments: bool) -> dict[str, Any]:
+    """Checks one message, and converts it to the form that the template expects."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(
             f"{where} is {_kind(message)} without a role; send {{'role': 'user', 'content': '...'}}"

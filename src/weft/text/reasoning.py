@@ -61,8 +61,8 @@ class ReasoningParser:
                 return "", ""
             self._may_open = False
             if is_open:
-                # The reasoning begins here. If the prompt already ends with the marker, it has begun before; some models
-                # write the marker again, and it is only removed.
+                # The reasoning begins here. If the prompt ends with the marker, the reasoning began there. Some models then
+                # repeat the marker, which is removed.
                 self._is_inside = True
                 text = stripped[len(opening) :]
             elif not self._is_inside:

@@ -57,6 +57,7 @@ class Shield:
         return value
 
     def _mark_string(self, text: str, mark: str, is_known: Callable[[str], bool]) -> str:
+        """Marks one string. A part of a control token gets marks around it, unless the template compares it (`is_known`)."""
         marked = self.mark_control_tokens(text, mark)
         if marked == text and 0 < len(text) < self._longest and text in self._all_tokens:
             return text if text.isidentifier() and is_known(text) else mark + text + mark

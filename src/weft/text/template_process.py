@@ -83,6 +83,7 @@ class TemplateProcess:
             pass  # the process has ended; waiting for its response will report that
 
     def _wait_until_compiled(self) -> None:
+        """Starts the process if it does not run, and waits until the templates are compiled."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         if not self._is_compiled:
@@ -139,12 +140,13 @@ def _end(process: subprocess.Popen[bytes], timeout: float = 0.0) -> int:
         if pipe is not None:
             try:
                 pipe.close()
-            except OSError:  # unwritten data, and the process is gone
+            except OSError:  # the pipe has unwritten data, and the process is gone
                 pass
     return process.returncode
 
 
 def _read_line(descriptor: int) -> bytes:
+    """Reads one line, within the limits of time and size."""
     deadline = time.monotonic() + _SECONDS
     parts: list[bytes] = []
     size = 0

@@ -130,9 +130,8 @@ def _handle(templates: Templates | None, line: bytes) -> tuple[Templates | None,
     except minijinja.TemplateError as error:
         where = "" if error.line is None else f" (line {error.line})"
         return templates, {"error": (error.detail or error.message) + where}
-    except (
-        Exception
-    ) as error:  # from functions of the template: tojson of a value that is not JSON, a bad pattern
+    except Exception as error:
+        # From functions of the template: tojson of a value that is not JSON, or a bad pattern of strftime_now.
         return templates, {"error": f"{type(error).__name__}: {error}"}
 
 

@@ -106,8 +106,8 @@ class Tokenizer:
         return ids
 
     def around(self, num_parts: int) -> list[list[int]]:
-        """The special tokens of the model's files for an embedding model: those before the text or before the two texts
-        of a pair, those between them, and those after."""
+        """The special tokens that the model's files put around a text or a pair of texts: before the first text, between both,
+        and after the last."""
         with file_errors("the tokenizer"):
             found = self._backend.post_process(*[_any_token()] * num_parts, add_special_tokens=True)
         runs: list[list[int]] = [[]]
@@ -119,10 +119,12 @@ class Tokenizer:
         return runs
 
     def _shielded(self, text: str) -> str:
+        """The text with a mark in each control token, so that none of them is matched."""
         return self._shield.mark_control_tokens(_escaped(text, ""), MARK + _REMOVED)
 
     def _check_control(self, text: str, ids: list[int], allowed: int) -> None:
-        """Rejects text that merges to a control token, which some vocabularies allow.
+        """Rejects text that merges to a control token, which some vocabularies allow. `allowed`: the number of control
+        tokens that the model's files or a prefix add.
 
         The unknown token is harmless: it replaces characters that have no token.
         """
@@ -148,7 +150,7 @@ class Tokenizer:
         return _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token_id) or "") is not None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token, possibly an incomplete character. Without `is_concatenative`: those of the token alone.
+        """The bytes of a token, possibly an incomplete character. Without `is_concatenative`: the bytes of the token decoded alone.
 
         An id without a token has no bytes: the model's output may be padded beyond its vocabulary.
         """
@@ -236,6 +238,7 @@ def _escaped(text: str, mark: str) -> str:
 
 
 def _removing_marks(normalizer: Any) -> normalizers.Normalizer:
+    """The normalizer with steps before it that remove the marks."""
     steps = [
         normalizers.Replace(MARK + _REMOVED, ""),
         # Replaces only _KEPT: replacing MARK too would change the offset of a text's first character.
@@ -245,8 +248,8 @@ def _removing_marks(normalizer: Any) -> normalizers.Normalizer:
 
 
 def _match_control_tokens_unnormalised(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Makes the tokenizer match control tokens before normalisation. The normalizer removes the marks (see `shield`).
-    After it, a control token in untrusted text would match too."""
+    """Makes the tokenizer match control tokens before normalisation. The normalizer removes the marks (see `shield`):
+    in the text without marks, a control token of untrusted text would match too."""
     added = backend.get_added_tokens_decoder().values()
     if not any(token.special and token.normalized for token in added):
         return backend

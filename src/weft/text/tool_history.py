@@ -74,7 +74,7 @@ def _calls(message: Sequence[Any]) -> list[Mapping[str, Any]]:
 
 
 def _with_ids(messages: Sequence[Any]) -> list[Any]:
-    """Gives an id to each call without one. A result without an id gets that of the next call without a result."""
+    """Gives an id to each call without one. A result without an id gets the id of the next call without a result."""
     changed: list[Any] = []
     for message, results in _turns(messages):
         calls = _calls(message)

@@ -80,6 +80,7 @@ class ToolParser:
         return deltas
 
     def _advance(self) -> list[Delta]:
+        """Lets the parser read the new text. Returns the deltas that it has made."""
         if not self.is_over:
             next(self._parser, None)
         deltas, self._deltas = self._deltas, []
@@ -88,6 +89,7 @@ class ToolParser:
     # ------------------------------------------------------------------ the syntax of an answer
 
     def _answer(self) -> Parser:
+        """Parses the whole answer: content and calls alternate."""
         yield
         if self._format.has_unmarked_calls:
             yield from self._attempt(self._unmarked_calls())
@@ -107,6 +109,7 @@ class ToolParser:
         self._emit_content("".join(self._release()))
 
     def _until_opening(self) -> Generator[None, None, str]:
+        """Emits content up to the next opening marker. Returns the marker; "" at the end of the text."""
         while True:
             text, start = self._text, self._position
             found = self._openings.search(text, start)
@@ -377,6 +380,7 @@ class _ValueScanner:
         return position
 
     def _track(self, character: str) -> bool:
+        """Follows a quote, a backslash or a bracket. Returns False if a closing bracket does not match the opening one."""
         if self._is_in_string:
             self._is_escaped = character == "\\"
             self._is_in_string = self._is_escaped

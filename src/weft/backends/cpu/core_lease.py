@@ -121,6 +121,7 @@ class CoreLease:
             return not waiter.is_abandoned
 
     def _take_in_thread(self) -> None:
+        """Takes the lease for each waiter, in the second thread. If the waiter gave up, releases the lease at once."""
         while True:
             waiter = self._waiters.get()
             fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _NEXT)

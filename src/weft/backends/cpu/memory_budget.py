@@ -68,9 +68,11 @@ class MemoryBudget:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
     def _left_of(self, memory: int) -> int:
+        """What weights and `_OTHER_BYTES` leave of this memory."""
         return memory - self.weight_bytes - _OTHER_BYTES
 
     def _require(self, cache_bytes: int, advice: str) -> None:
+        """Raises OutOfMemoryError if the weights and this much cache exceed the cgroup limit."""
         if self.memory.limit is not None and cache_bytes > self._left_of(self.memory.left_in_limit):
             raise self._does_not_fit(cache_bytes, advice)
 

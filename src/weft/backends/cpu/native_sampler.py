@@ -14,11 +14,12 @@ from weft.request import SamplingParams, TokenLogprobs
 from weft.sampling.reference import FORBIDDEN, NOT_A_NUMBER, OVERFLOW, Sampled
 from weft.sampling.words import sampler_words
 
+# The keys are the numbers of enum Verdict in csrc/kernels/sampler.h.
 _REASONS = {
     1: NOT_A_NUMBER,
     2: FORBIDDEN,
     3: OVERFLOW,
-}  # the numbers of enum Verdict in csrc/kernels/sampler.h
+}
 
 
 class NativeSampler:

@@ -68,7 +68,7 @@ class Prefaulter:
         return self._prefaulted < min(self._used + self._ahead_bytes, self._bytes.size)
 
     def use(self, num_rows: int) -> None:
-        """Called before a step that uses the first `num_rows` rows. Prefaults those that are not yet prefaulted.
+        """Called before a step that uses the first `num_rows` rows. Prefaults the rows that are not prefaulted yet.
 
         Also offers the pool the pages for the next two steps, assuming that each needs as many new rows as this one.
         """
@@ -91,7 +91,7 @@ class Prefaulter:
             self._prefaulted = offered
 
     def prefault_some(self) -> None:
-        """Prefaults only one large page, because a request that arrives meanwhile has to wait."""
+        """Prefaults only one large page, because a request that arrives during this time has to wait."""
         self._prefault_until(self._prefaulted + 1)
 
     def _prefault_until(self, end: int) -> None:

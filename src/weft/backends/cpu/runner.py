@@ -1,7 +1,7 @@
 """The CPU backend: owns the rows, the KV cache and the swap slots of one model, and runs steps in a thread.
 
 The thread runs plans in the order of submission. Kernels release the GIL, so the caller plans and prepares the next
-step meanwhile. That needs no lock: `submit` writes only to rows that no step in flight uses.
+step while they run. That needs no lock: `submit` writes only to rows that no step in flight uses.
 """
 
 from __future__ import annotations
@@ -165,7 +165,8 @@ class CpuBackend:
         except (
             MemoryError,
             ValueError,
-        ) as error:  # numpy raises ValueError for a size beyond the address space
+        ) as error:
+            # numpy raises ValueError for a size beyond the address space.
             store_text = (
                 f", and store_blocks {sizes.store} of {store_block_bytes}," if pool.is_two_tier else ""
             )
@@ -226,6 +227,7 @@ class CpuBackend:
         return dataclasses.replace(result, finished_swaps=finished, failed_swaps=failed)
 
     def _attempt(self, plan: IterationPlan, step: PreparedStep | None) -> StepResult:
+        """Computes the step. An exception becomes the error of the step."""
         try:
             self._swaps.check_ended(plan.after_swaps)
             self._grammars.start(plan.row_starts)

@@ -122,6 +122,7 @@ class StepThread:
             self._waited += self._lease.take()
 
     def _report(self) -> None:
+        """`report` without the wait for the cores."""
         if self._running is not None:
             self._running.mark_started()
         if self._unreported is not None:
@@ -129,6 +130,7 @@ class StepThread:
             step.report(outcome)
 
     def _run(self, step: QueuedStep, run: Callable[[], StepResult]) -> None:
+        """Runs a step. Its result is reported now if no other step is queued, else by the next step."""
         outcome: StepResult | BaseException
         self._running = step
         try:
@@ -163,7 +165,7 @@ def _work(steps: SimpleQueue[QueuedStep | Prefaulter | None], lease: CoreLease |
 def _next(
     steps: SimpleQueue[QueuedStep | Prefaulter | None], memory: Prefaulter | None, lease: CoreLease | None
 ) -> QueuedStep | Prefaulter | None:
-    """Waits for the next item, and prefaults memory meanwhile."""
+    """Waits for the next item. If none comes soon, releases the cores, and then prefaults memory until one comes."""
     if lease is not None and lease.is_held:
         with suppress(Empty):
             return steps.get(timeout=KEPT_SECONDS)

@@ -63,7 +63,7 @@ class HostSwap:
             self._waiting[task.swap_id] = (task, False)
 
     def run_ready(self, last_ended_step: int) -> None:
-        """Runs all swaps whose dependencies are met, including those that become ready meanwhile."""
+        """Runs all swaps whose dependencies are met, including those that become ready when another one ends."""
         while ready := [
             swap_id
             for swap_id, (task, _) in self._waiting.items()

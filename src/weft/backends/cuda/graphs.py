@@ -130,12 +130,14 @@ class DecodeGraphs:
         return self._graphs[min(fitting, key=lambda found: found[:2])[2]]
 
     def _size(self, entries: int) -> int:
+        """The size to which a step is padded."""
         for size in _SMALL_SIZES:
             if entries <= size:
                 return min(size, self.max_size)
         return min(-(-entries // _STEP) * _STEP, self.max_size)
 
     def _context(self, longest: int) -> int:
+        """The limit of the context of the graph for a step with this longest context."""
         if not self.by_context:
             return self.max_context
         bucket = _SMALLEST_CONTEXT

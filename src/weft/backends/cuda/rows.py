@@ -94,6 +94,7 @@ class DeviceRows:
             self._apply(plan, updates, slot)
 
     def _apply(self, plan: IterationPlan, updates: dict[tuple[int, int], int], slot: MailboxSlot) -> None:
+        """Launches the kernel that writes tokens and block tables of new rows, and the table entries in `updates`."""
         # (0: tokens or 1: block table, row, first index, words), as `apply_changes` reads them.
         segments: list[tuple[int, int, int, Sequence[int]]] = [
             (0, start.row, 0, start.tokens) for start in plan.row_starts
@@ -260,6 +261,7 @@ def is_decode(plan: IterationPlan) -> bool:
 def _write_inbox(
     inbox: np.ndarray, capacity: int, plan: IterationPlan, updates: dict[tuple[int, int], int]
 ) -> None:
+    """Writes a decode step into an inbox, in the layout that `prepare_decodes` reads."""
     entries = len(plan.rows)
     inbox[0] = entries
     inbox[1] = len(updates)

@@ -213,6 +213,7 @@ class CudaBackend:
             self._device.release()
 
     def _launch(self, plan: IterationPlan, slot: MailboxSlot, step: DeviceStep) -> None:
+        """Launches the row changes, the forward pass and the sampling of a plan."""
         self._rows.change(plan, slot)
         if plan.row_starts:
             self._sampler.start(plan.row_starts)
@@ -293,6 +294,7 @@ class CudaBackend:
             start += len(chunk.tokens)
 
     def _copied(self, slot: MailboxSlot, words: np.ndarray) -> Tensor:
+        """Copies words to new GPU memory."""
         copy = self._device.empty(len(words), dtype=torch.int32)
         copy.copy_(slot.pack([words]), non_blocking=True)
         return copy

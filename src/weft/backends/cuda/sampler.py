@@ -195,6 +195,7 @@ class DeviceSampler:
         return PendingLogprobs(arrays, count, [top_count] * count, self._device)
 
     def _change_scores(self, entries: _Entries) -> None:
+        """Makes scores of the logits, with masks, penalties and lists of tokens applied."""
         count, path = entries.count, entries.path
         masks, mask_lines = entries.masks
         copy_kernel[(count, ceil_divide(self._vocabulary_size, _COPY_TILE))](
@@ -256,6 +257,7 @@ class DeviceSampler:
             )
 
     def _count(self, entries: _Entries, clears: bool) -> None:
+        """Counts the tokens of each entry for the penalties. With `clears`, sets these counts to 0 again."""
         count_kernel[(entries.count, _HISTORY_PROGRAMS)](
             entries.rows,
             entries.positions,
@@ -271,6 +273,7 @@ class DeviceSampler:
         )
 
     def _filter(self, entries: _Entries) -> None:
+        """Finds the floors of the filters. Samples entries for which the filters keep few tokens."""
         path, sizes, stride = entries.path, self._cut, entries.logits.stride(0)
         key = (path, entries.logits.dtype, stride, self._sizes)
         self._device.launch(
@@ -354,6 +357,7 @@ class DeviceSampler:
         )
 
     def _choose(self, entries: _Entries) -> None:
+        """Samples all entries that `_filter` has not sampled."""
         path = entries.path
         tile = _DRAW_TILE if path.draws else _GREEDY_TILE
         # With few entries, the vocabulary of each is divided among many programs, so that every multiprocessor has

@@ -192,6 +192,7 @@ class SamplingRows:
 
 
 def _flags_of(params: SamplingParams, vocabulary_size: int) -> int:
+    """The flags of a row. Parameters without effect have none: filters of a greedy row, a top_k above the vocabulary."""
     flags = sampler_flags(params)
     if not flags & _DRAWS:
         flags &= ~_FILTERS

@@ -30,9 +30,9 @@ class _Running:
     began: float
     task: asyncio.Task[None]
 
-    def must_begin_again(self, batch: Batch | None, now: float) -> bool:
-        """Whether this task must end, because `batch` must run for this owner. That is another batch, or the same one after
-        it was cancelled or its completion window has passed. None: no batch must run."""
+    def must_stop(self, batch: Batch | None, now: float) -> bool:
+        """Whether this task must end. `batch` must run for this owner now; None: no batch. True if that is another batch,
+        or if the batch was cancelled, or its completion window has passed, since the task began."""
         if batch is None or batch.id != self.batch.id:
             return True
         is_cancelled = batch.status == "cancelling" != self.batch.status
@@ -77,7 +77,7 @@ class BatchRunner(StoreLoop):
             return POLL_SECONDS
         oldest = {batch.owner: batch for batch in unfinished if self._has_key(batch.owner)}
         for owner, running in list(self._running.items()):
-            if running.task.done() or running.must_begin_again(oldest.get(owner), now):
+            if running.task.done() or running.must_stop(oldest.get(owner), now):
                 await self._stop(owner)
         for owner in oldest.keys() - self._running.keys():
             task = asyncio.create_task(self._run(oldest[owner]))
@@ -116,6 +116,7 @@ class BatchRunner(StoreLoop):
         del self._running[owner]
 
     def _limits(self) -> LineLimits:
+        """The limits of one running batch: an equal part of the limits of all."""
         num_batches = max(1, len(self._running))
         return LineLimits(max(1, self._max_lines // num_batches), _MAX_BYTES // num_batches)
 

@@ -135,6 +135,7 @@ _FORM = "a line is an object with custom_id (text), method (POST), url (text) an
 
 
 def _custom_id(raw: bytes) -> str | None:
+    """The id of a line whose other fields are wrong. None: its id is wrong too."""
     try:
         custom_id = _partial_requests.decode(raw).custom_id
     except msgspec.ValidationError:

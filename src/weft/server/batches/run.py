@@ -31,6 +31,7 @@ from weft.server.state.store import StoreError
 _MAX_ERRORS = 100
 """A batch object lists at most this many wrong lines. The error file has all of them."""
 _SMALLEST_LINE = 40
+"""A line that can run has at least this many bytes. This bounds the lines of a file, and so the table of their ids."""
 _RETRY_SECONDS = 2.0
 """Delay before another attempt to save results, after an attempt has failed."""
 _SPACE_SECONDS = 5.0
@@ -152,7 +153,7 @@ class BatchRun:
                 await self._wait_for_room(None)
                 saving.cancel()
         finally:
-            # The run was cancelled. Results that have arrived are saved, so that their lines do not run again.
+            # If the run was cancelled, save the results that have arrived: their lines then do not run again.
             if self._unsaved:
                 with suppress(StoreError):
                     await self._save(self._unsaved)
@@ -179,6 +180,7 @@ class BatchRun:
         self._take(line, reply_result(self._id, line, reply))
 
     def _take(self, line: Line, result: Result) -> None:
+        """Queues the result of a line for `_save_results`."""
         self._num_bytes += len(result.content) - len(line.body)
         self._unsaved.append(result)
         self._has_unsaved.set()
@@ -199,14 +201,15 @@ class BatchRun:
             await self._has_unsaved.wait()
             self._has_unsaved.clear()
             results = list(self._unsaved)
-            while not await self._is_saved(results):
+            while not await self._try_save(results):
                 await asyncio.sleep(_RETRY_SECONDS)
             del self._unsaved[: len(results)]
             self._num_open -= len(results)
             self._num_bytes -= sum(len(one.content) for one in results)
             self._has_room.set()
 
-    async def _is_saved(self, results: Sequence[Result]) -> bool:
+    async def _try_save(self, results: Sequence[Result]) -> bool:
+        """Returns False if the store cannot save the results now."""
         try:
             await self._save(results)
         except StoreError as error:
@@ -215,6 +218,7 @@ class BatchRun:
         return True
 
     async def _save(self, results: Sequence[Result]) -> None:
+        """Saves results in one transaction, and sometimes checks the disk space before."""
         now = self._store.wall_clock()
         # abs: an operator may set the clock back
         checks_space = abs(now - self._checked_space_at) >= _SPACE_SECONDS
@@ -272,6 +276,8 @@ class BatchRun:
         return await self._services.files.keep(new, end)
 
     async def _export(self, files: dict[bool, NewFile]) -> None:
+        """Writes all results to at most two new files: answers and errors. Adds each file to `files` when it is made, so
+        that the caller can discard it after an error."""
         line = -1
         while results := await self._store.run(partial(rows.results_after, batch_id=self._id, line=line)):
             for is_error in {one.is_error for one in results} - files.keys():
@@ -284,6 +290,7 @@ class BatchRun:
             pass
 
     async def _change(self, before: Sequence[Status], status: Status, **changes: Any) -> Batch | None:
+        """Changes the row of the batch if its status is one of `before`. Returns the row afterwards."""
         now = self._store.wall_clock()
         return await self._store.run(
             lambda connection: rows.change(connection, self._id, before, status, now, **changes)

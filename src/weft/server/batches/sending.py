@@ -31,7 +31,8 @@ class LineSender:
         """Returns the first response whose status is not one of `_RETRIED`.
 
         If the engine crashes, any line in flight may be the cause. After one crash, a line is sent together with others
-        again: the cause is often something else. After two, it is sent alone. After `_MAX_CRASHES`, the 503 is its result.
+        again: the cause is often something else. After two, it waits until no other line with two crashes is in flight.
+        After `_MAX_CRASHES`, the 503 is its result.
         """
         request = InternalRequest(key, is_idle_work=True)
         delay, crashes = _FIRST_DELAY, 0

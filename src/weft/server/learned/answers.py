@@ -109,7 +109,7 @@ class AnswerKeeper:
                 self._log("mistake", f"{type(error).__name__} while answers were kept", "error")
 
     async def flush(self) -> None:
-        """Writes all answers that are in the queue. An error of the store loses them, and is logged."""
+        """Writes all answers that are in the queue. If the store fails, they are lost, and the error is logged."""
         async with self._writing:
             while self._queue:
                 taken = [self._queue.popleft() for _ in range(min(_AT_ONCE, len(self._queue)))]
@@ -142,6 +142,7 @@ class AnswerKeeper:
         self.totals = table.totals(connection)
 
     async def _count(self) -> None:
+        """Reads the totals at the start of the server."""
         try:
             await self._store.run(self.count)
         except StoreError as error:

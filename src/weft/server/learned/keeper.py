@@ -54,7 +54,7 @@ class LearnedKeeper:
 
     def start_reading(self) -> None:
         """Begins to read the kept costs while the engine starts."""
-        if self.store.exists:  # a server without state does not open the database when it starts
+        if self.store.exists:  # otherwise reading would make a database for a server that keeps nothing
             self._reading = asyncio.create_task(self._read())
 
     async def begin(self) -> None:

@@ -38,6 +38,7 @@ class Memory:
         self._max_bytes = max_bytes
 
     def may_add(self, num_bytes: int) -> bool:
+        """Counts these bytes if they are within the limit. Returns whether they are."""
         if self.num_bytes + num_bytes > self._max_bytes:
             return False
         self.num_bytes += num_bytes
@@ -84,6 +85,7 @@ class Transcript:
         self._grow(4 * len(piece.text) + _PIECE_BYTES * len(piece.deltas or ()))
 
     def _grow(self, num_bytes: int) -> None:
+        """Counts more bytes. Drops the transcript if they exceed a limit."""
         if self._num_bytes + num_bytes > _MAX_BYTES or not self._memory.may_add(num_bytes):
             self._memory.num_lost += 1
             self.drop()

@@ -101,6 +101,8 @@ class StoreIndexes:
                 await self.current(store)
 
     async def _update(self, one: _Open, store: VectorStore) -> None:
+        """Brings an index to the newest revision of its store: opens the base if that is not open, and adds and removes
+        passages."""
         if one.revision < 0 and store.index_file is not None:
             base = await self._opened(store.index_file)
             if base is not None:
@@ -156,6 +158,7 @@ class StoreIndexes:
         return is_there, vectors if is_there.all() else vectors[is_there]
 
     async def _opened(self, name: str) -> Base | None:
+        """The base in this file. None: there is no such file, it is damaged, or usearch is not installed."""
         from weft.memory.index_file import DamagedIndexError, NoIndexError, open_graph
         from weft.memory.vector_index import base_of
 
@@ -215,7 +218,7 @@ class StoreIndexes:
             self._log("index_not_merged", message, "warning")
         finally:
             one.merging = None
-        self._merge_if_due(one, store)  # passages may have been added or removed meanwhile
+        self._merge_if_due(one, store)  # passages may have been added or removed during the merge
 
     def _report_no_usearch(self) -> None:
         if self._has_usearch:

@@ -30,7 +30,7 @@ class Ingest:
         self._embedder = embedder
 
     async def run(self, owner: str, file: AttachedFile) -> int:
-        """Afterwards the file is completed or failed, unless it was removed meanwhile. Returns the number of passages that
+        """Afterwards the file is completed or failed, unless it was removed before. Returns the number of passages that
         were added. Every exception that this raises means that the file should be tried again."""
         try:
             return await self._add(owner, file)
@@ -47,6 +47,7 @@ class Ingest:
         return 0
 
     async def _add(self, owner: str, file: AttachedFile) -> int:
+        """Embeds the passages of a file, and adds them. Returns how many; 0 if the file or its store was removed."""
         now = self._store.wall_clock()
         store = await self._store.run(lambda connection: rows.by_number(connection, file.store, now))
         if store is None:

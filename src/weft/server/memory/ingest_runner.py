@@ -16,7 +16,7 @@ from weft.server.vectors.interface import ENGINE_NOT_READY, ENGINE_NOT_RESPONDIN
 
 _RETRY_SECONDS = 2.0
 _MAX_TRIES = 5
-"""A file fails after this many errors that it did not cause, such as an engine that died meanwhile. Tries while the engine
+"""A file fails after this many errors that it did not cause, such as a crash of the engine. Tries while the engine
 is not ready do not count."""
 
 
@@ -33,7 +33,7 @@ class IngestRunner(StoreLoop):
         log: Callable[..., object],
         is_draining: Callable[[], bool],
     ) -> None:
-        """`ingest` returns None while the server has no embedding model. Files wait meanwhile."""
+        """`ingest` returns None while the server has no embedding model. Files wait until it has one."""
         super().__init__(store, log, is_draining)
         self._indexes = indexes
         self._ingest = ingest
@@ -58,7 +58,7 @@ class IngestRunner(StoreLoop):
             except Exception as error:
                 if not isinstance(error, WeftError | ApiError):
                     self._log_mistake(error, "a file of a vector store was read")
-                await self._try_again(file, error)
+                await self._wait_or_fail(file, error)
                 return 0.0
             self._tries.pop(file.number, None)
             await self._indexes.passages_added(file.store, num_passages)
@@ -69,7 +69,8 @@ class IngestRunner(StoreLoop):
     async def _sweep(self, now: float) -> None:
         await self._indexes.remove_leftovers()
 
-    async def _try_again(self, file: vector_stores.AttachedFile, error: Exception) -> None:
+    async def _wait_or_fail(self, file: vector_stores.AttachedFile, error: Exception) -> None:
+        """Waits before the next try of a file. After too many tries, sets the status `failed`."""
         is_waiting = isinstance(error, ApiError) and error.code in (ENGINE_NOT_READY, ENGINE_NOT_RESPONDING)
         tries = self._tries[file.number] = self._tries.get(file.number, 0) + (not is_waiting)
         if tries < _MAX_TRIES:

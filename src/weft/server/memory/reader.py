@@ -42,7 +42,7 @@ class DocumentReader:
         await self._worker.close()
 
     async def passages(self, path: Path, name: str, size: ChunkSize, embedder: Embedder) -> list[Passage]:
-        """Raises DocumentError if the file cannot be read."""
+        """The passages of a file, none longer than the model reads. Raises DocumentError if the file cannot be read."""
         read = await self._run(ReadJob(str(path), name))
         assert isinstance(read, ReadResult)
         tokens = await self._tokens_of_words(read.words, embedder)
@@ -60,6 +60,7 @@ class DocumentReader:
         raise DocumentError(message)
 
     async def _tokens_of_words(self, words: list[str], embedder: Embedder) -> dict[str, int]:
+        """The number of tokens of each word, for at most `_MAX_COUNTED` words."""
         tokens: dict[str, int] = {}
         # The embedding model adds this many tokens to every text; a word does not have them.
         [around] = await embedder.count_tokens([""], "document")
@@ -81,6 +82,7 @@ class DocumentReader:
 
 
 async def _longest(passages: list[Passage], embedder: Embedder) -> int:
+    """The number of tokens of the longest passage. If the model refuses a passage as too long, the number of that one."""
     longest = 0
     for start in range(0, len(passages), _CHECKED_AT_ONCE):
         texts = [one.searched_text for one in passages[start : start + _CHECKED_AT_ONCE]]

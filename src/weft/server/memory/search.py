@@ -105,6 +105,7 @@ class Searcher:
     async def _ranked(
         self, store: VectorStore, asked: SearchRequest, text: str, vector: Vectors, count: int
     ) -> list[tuple[int, float]]:
+        """The ids of the best passages of one store for one query, with the scores of the joined rankings."""
         words = words_query(text) if asked.words_weight else None
         chosen, now = asked.filter, self._store.wall_clock()
 

@@ -75,7 +75,7 @@ class Chat {
 
   // --- conversations ---
 
-  /** Shows the conversation that was open before a reload. Not if the user has begun another one meanwhile. */
+  /** Shows the conversation that was open before a reload, unless the user has begun another one while it was read. */
   async _reopen(id) {
     const found = await this._read(id);
     if (!found || path(this._conversation).length) return;
@@ -83,6 +83,7 @@ class Chat {
     this._showConversation();
   }
 
+  /** The conversation with this id, from its running answer or from the store. Null: there is none. */
   async _read(id) {
     const running = this._runs.get(id);
     if (running) return running.conversation;
@@ -132,6 +133,7 @@ class Chat {
     toast(`Deleted: ${found.title}`, { text: "Undo", run: undo });
   }
 
+  /** Saves a conversation, unless it is empty or deleted. */
   async _save(conversation) {
     if (this._deleted.has(conversation.id) || !path(conversation).length) return;
     try {
@@ -168,6 +170,7 @@ class Chat {
     this._title.textContent = this._conversation.title || "New chat";
   }
 
+  /** Saves changed settings after a pause, because each key changes them. */
   _settingsChanged() {
     this._showCount();
     clearTimeout(this._settingsTimer);
@@ -231,6 +234,7 @@ class Chat {
     if (this._validRequest()) await this._answer(addNode(this._conversation, node.id, { role: "tool", results }));
   }
 
+  /** The fields of the request. Null: a setting is wrong, and its field gets the focus. */
   _validRequest() {
     const request = this._settings.request();
     if (!request) {
@@ -249,7 +253,7 @@ class Chat {
     this._runs.delete(this._conversation.id);
   }
 
-  /** Gets an answer to the conversation up to `parent`. Other conversations can be opened meanwhile. */
+  /** Gets an answer to the conversation up to `parent`. Until it is complete, the user can open other conversations. */
   async _answer(parent) {
     const conversation = this._conversation;
     const request = this._validRequest();
@@ -273,7 +277,7 @@ class Chat {
     if (conversation === this._conversation) this._showMessages();
     this._growMessages(run);
     announce(first.error ? "" : first.text.length < 500 ? first.text : "The answer is complete.");
-    // Without its end, the stream has no number of tokens.
+    // The number of tokens is at the end of the stream, which did not arrive.
     if (problem) await this._countTokens(run);
     await this._save(conversation);
   }
@@ -349,6 +353,7 @@ class Chat {
     this._send.replaceChildren(icon(name));
   }
 
+  /** Shows another version of a message. Its buttons are new elements, so the button that was pressed gets the focus again. */
   _choose(node, buttonName) {
     choose(this._conversation, node);
     this._showMessages();
@@ -364,6 +369,7 @@ class Chat {
     toast(kind === "curl" ? "The curl command is copied." : "The Python program is copied.");
   }
 
+  /** The view follows new text only while its end is visible. */
   _scrolled() {
     this._isFollowing = this._log.scrollHeight - this._log.scrollTop - this._log.clientHeight < 40;
     this._newest.hidden = this._isFollowing;

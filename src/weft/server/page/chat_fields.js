@@ -14,6 +14,7 @@ export function fieldsOf(openapi) {
   return Object.entries(properties).filter(([name]) => !OWN.has(name)).map(([name, one]) => fieldOf(name, one, openapi));
 }
 
+/** The schema that `$ref` names, or the schema itself. */
 function resolved(openapi, schema) {
   return schema.$ref ? openapi.components.schemas[schema.$ref.split("/").pop()] : schema;
 }
@@ -42,6 +43,7 @@ function fieldOf(name, schema, openapi) {
   };
 }
 
+/** All schemas that a value may match: `anyOf` may contain `anyOf`. */
 function alternatives(schema, openapi) {
   const one = resolved(openapi, schema);
   return one.anyOf ? one.anyOf.flatMap((each) => alternatives(each, openapi)) : [one];

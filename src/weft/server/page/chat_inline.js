@@ -127,6 +127,7 @@ function runLength(text, start) {
   return end - start;
 }
 
+/** The position of the next run of exactly `length` backticks, or -1. */
 function closingTicks(text, from, length) {
   for (let at = text.indexOf("`", from); at >= 0; at = text.indexOf("`", at)) {
     const found = runLength(text, at);
@@ -136,6 +137,7 @@ function closingTicks(text, from, length) {
   return -1;
 }
 
+/** The text of inline code: line breaks become spaces, and a space at both ends is removed. */
 function codeText(text) {
   const line = text.replace(/\n/g, " ");
   return line.startsWith(" ") && line.endsWith(" ") && line.trim() ? line.slice(1, -1) : line;
@@ -199,6 +201,7 @@ function emphasised(entries) {
   return out.map(nodeOf);
 }
 
+/** Whether these two runs of marks may begin and end the same emphasis. */
 function isPartner(opener, closer) {
   if (opener.char !== closer.char || !opener.canOpen || !opener.count) return false;
   // CommonMark's rule of three: if a run can open and close, the sum of both lengths is no multiple of 3, or each length is one.

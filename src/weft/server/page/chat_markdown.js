@@ -52,6 +52,7 @@ class Page {
     this._leaves = new Set(); // leaves with text that changed since the last render
   }
 
+  /** Runs `change`. `undoDraft` can undo its effects. */
   draft(change) {
     this.isDraft = true;
     change();
@@ -212,7 +213,8 @@ function alignments(line) {
 
 // --- blocks ---
 
-/** The blocks inside one element. `open` is the block that the next line may continue. */
+/** The blocks inside one element. `open` is the block that the next line may continue. `accept(line)` of a block adds the line,
+ *  or returns false if the line does not continue the block. */
 class Blocks {
   constructor(element, page, depth) {
     this.element = element;

@@ -6,7 +6,7 @@ import { TokensView } from "./chat_tokens.js";
 import { openCalls, path, versions } from "./chat_tree.js";
 import { button, copy, growing, make } from "./dom.js";
 
-/** `actions`: editQuestion(node, text), askAgain(node), choose(node), giveResults(answer, results), copyAs(kind, node, button). */
+/** `actions`: editQuestion(node, text), askAgain(node), choose(node, buttonName), giveResults(answer, results), copyAs(kind, node, button). */
 export class MessageList {
   constructor(element, actions) {
     this._element = element;

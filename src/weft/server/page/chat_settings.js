@@ -149,6 +149,7 @@ export class SettingsPanel {
       control, make("p", { class: "hint", id: `${id}-hint` }, description));
   }
 
+  /** Connects a control with the setting of this name. */
   _bind(name, control) {
     const bound = { control, set: (text) => { control.value = text; } };
     control.addEventListener(control.tagName === "SELECT" ? "change" : "input", () => this._changed(name, control.value));

@@ -52,6 +52,7 @@ export class ConversationStore {
     }, () => this._memory.delete(id));
   }
 
+  /** Deletes the oldest conversations beyond the limits, except `keptId`. */
   async _makeRoom(keptId) {
     let characters = 0;
     let count = 0;
@@ -104,6 +105,7 @@ function storesOf(database, mode) {
   return Object.fromEntries([CONVERSATIONS, TITLES].map((name) => [name, transaction.objectStore(name)]));
 }
 
+/** Resolves to the result of a request to IndexedDB. */
 function done(request) {
   return new Promise((resolve, reject) => {
     request.onsuccess = () => resolve(request.result);

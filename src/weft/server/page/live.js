@@ -127,6 +127,7 @@ class LiveView {
     announce(this._isPaused ? "The live view is paused." : "The live view continues.");
   }
 
+  /** Shows the state of the connection. */
   _onSource(name, { problem, seconds } = {}) {
     if (name === "open") return;
     this._mayDiffer ||= name === "connecting" && this._history.frame !== null;
@@ -148,6 +149,7 @@ class LiveView {
     setText(this._notice, text || "");
   }
 
+  /** Takes a frame. While the engine is not ready, a frame has only its state. */
   _take(frame) {
     if (frame.engine && frame.engine !== "ready") {
       const isStarting = frame.engine === "starting";
@@ -191,6 +193,7 @@ class LiveView {
     this._controls.start();
   }
 
+  /** Adds replayed frames to the history. After a seek, the history begins again. */
   _takeReplayed(frames, last, isSeek, binSeconds) {
     this._lastFrame = last;
     const start = performance.now();

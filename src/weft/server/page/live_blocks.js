@@ -107,6 +107,7 @@ export class BlocksView {
     context.strokeRect((cell % columns) * size, Math.floor(cell / columns) * size, size - 1, size - 1);
   }
 
+  /** Clears the lines between the cells. */
   _cutGaps(context, { columns, rows, size }) {
     const gap = size >= 8 ? 2 : 1;
     context.globalCompositeOperation = "destination-out";

@@ -42,7 +42,7 @@ export class BlockStates {
 }
 
 /** The grid for `numBlocks` blocks in `width` x `height` pixels: {size, columns, rows, perCell}. `size` is the side of a
- *  cell with its gap. A cell stands for several blocks if the smallest cells are too many. */
+ *  cell with its gap. A cell stands for several blocks if even the smallest cells do not fit. */
 export function grid(numBlocks, width, height, { largest = 40, smallest = 4 } = {}) {
   for (let size = largest; size >= smallest; size--) {
     const columns = Math.max(1, Math.floor(width / size));

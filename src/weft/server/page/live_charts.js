@@ -74,6 +74,7 @@ class Chart {
     return points.reduce((best, one) => (Math.abs(one.at - this._at) < Math.abs(best.at - this._at) ? one : best));
   }
 
+  /** The times at both ends of the chart, at least 60 points apart. */
   _span() {
     const points = this._points;
     const end = points[points.length - 1].at;

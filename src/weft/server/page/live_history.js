@@ -25,6 +25,7 @@ export class History {
     this.bins = [];
     this._numbers = 0;
     this._byNumber = new Map();
+    /** Events of steps that are in no frame yet. */
     this._late = [];
   }
 
@@ -41,6 +42,7 @@ export class History {
     return held && { ...newLife(id, 0), held, key: held.key, lastAt: this.frame.at };
   }
 
+  /** The id of the sequence that a coalesced request reads. */
   _sequenceOf(id) {
     for (const life of this.lives.values()) if (life.readers.some((one) => one.request_id === id)) return life.id;
     return undefined;
@@ -164,6 +166,7 @@ export class History {
 
   // --- the band ---
 
+  /** Adds the steps of a frame to the band. */
   _addColumns(frame, older) {
     const events = [...this._late, ...frame.events];
     this._late = [];
@@ -184,6 +187,7 @@ export class History {
     this._setDecodes(frame, groups, ends, older);
   }
 
+  /** Marks an event in the column of its step. */
   _addEvent(event, groups, ends) {
     const life = this.lives.get(event.request_id);
     if (!life) return;
@@ -237,6 +241,7 @@ export class History {
     }
   }
 
+  /** Marks the cells of a request that has a row, but did not decode. */
   _own(life, groups) {
     if (life.row >= this.band.numRows) return;
     for (const group of groups) {
@@ -245,6 +250,7 @@ export class History {
     }
   }
 
+  /** Writes the tokens of a request into its cells: the same number for each step in (after, until]. */
   _spread(life, groups, after, until, { tokens, accepted, drafted }) {
     if (life.row >= this.band.numRows) return;
     let steps = 0;
@@ -266,6 +272,7 @@ export class History {
 
   // --- series for the charts ---
 
+  /** Adds a frame to the newest point of the charts. */
   _addBin(frame, older) {
     const start = Math.floor(frame.at / this.binSeconds) * this.binSeconds;
     let bin = this.bins[this.bins.length - 1];
@@ -297,7 +304,7 @@ export class History {
     addCounts(bin.gaps, countsSince(frame.gap_counts, older.gap_counts));
   }
 
-  /** Prefix hits at the first admission. The totals of the scheduler count them at the end of a request, which is late. */
+  /** Counts prefix hits at the first admission: the totals of the scheduler have them only at the end of a request. */
   _addHits(frame, bin) {
     for (const event of frame.events) {
       const life = event.kind === "admitted" && this.lives.get(event.request_id);

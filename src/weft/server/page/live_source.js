@@ -35,6 +35,7 @@ export class LiveSource {
     this._onState("stopped");
   }
 
+  /** Reads one stream after the other until `stop`, with a pause between two. */
   async _loop(run) {
     let failures = 0;
     while (this._run === run) {

@@ -107,10 +107,8 @@ def read_batches(connection: Connection, owner: str, query: PageQuery) -> tuple[
 
 def unfinished(connection: Connection) -> list[Batch]:
     """One batch of each owner: the oldest that has not ended."""
-    query = (
-        f"SELECT {_COLUMNS}, MIN(created_at) FROM batches WHERE status IN {UNFINISHED} GROUP BY owner"
-        # With MIN, SQLite takes the values of all other columns from the row that has the minimum.
-    )
+    # With MIN, SQLite takes the values of all other columns from the row that has the minimum.
+    query = f"SELECT {_COLUMNS}, MIN(created_at) FROM batches WHERE status IN {UNFINISHED} GROUP BY owner"
     return [_batch(*row[:-1]) for row in connection.execute(query)]
 
 
@@ -130,8 +128,8 @@ def change(
     total: int | None = None,
     **details: Any,
 ) -> Batch | None:
-    """Changes the status, and fields of the details. Returns the batch as it is then: unchanged if its status was not
-    one of `before`. None: there is no such batch."""
+    """Changes the status, and fields of the details. Changes nothing if the status is not one of `before`. Returns the
+    batch as it is afterwards. None: there is no such batch."""
     batch = find(connection, batch_id)
     if batch is None or batch.status not in before:
         return batch

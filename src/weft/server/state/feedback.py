@@ -75,7 +75,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over the kept answers of an owner, or of all."""
+    """Sums over the kept answers of an owner, or of all owners."""
 
     requests: int = 0
     num_bytes: int = 0
@@ -175,7 +175,7 @@ def delete(connection: Connection, owner: str | None) -> int:
 
 def _make_room(connection: Connection, num_bytes: int, room: Room, spared_id: str = "") -> bool:
     """Deletes answers of the owner with the most bytes, oldest first, until `num_bytes` more fit. Returns
-    whether they fit."""
+    whether they fit. The answers with the id `spared_id` are never deleted."""
     if num_bytes > room.max_bytes:
         return False
     largest = "SELECT owner FROM feedback_totals WHERE requests > 0 ORDER BY num_bytes DESC LIMIT 1"

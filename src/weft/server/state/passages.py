@@ -27,7 +27,7 @@ _VISIBLE = "JOIN vector_store_files f ON f.number = p.file AND f.status = 'compl
 
 
 class Loaded(NamedTuple):
-    """Passages of a store, by id."""
+    """The ids of passages, and for each the number of its file."""
 
     ids: Ids
     files: Ids
@@ -48,7 +48,8 @@ def add(connection: Connection, store: int, file: int, passages: Sequence[Passag
 
 
 def load(connection: Connection, store: int, files: Sequence[int], count: int) -> tuple[Loaded, int]:
-    """The passages of the first files, as many files as `count` passages need. Also returns the number of these files."""
+    """The passages of the first of these files: of as many as it takes to have `count` passages. Also returns how many
+    files these are."""
     rows: list[tuple[int, int]] = []
     num_files = 0
     while num_files < len(files) and len(rows) < count:
@@ -154,6 +155,7 @@ def remove_leftovers(connection: Connection, now: float) -> bool:
 
 
 def _remove(connection: Connection, store: int, ids: Sequence[int]) -> bool:
+    """Removes passages with their words and vectors. Returns whether there were any."""
     for one in ids:
         heading, text = connection.execute(
             "SELECT heading, text FROM passages WHERE id = ?", (one,)

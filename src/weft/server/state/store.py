@@ -117,7 +117,7 @@ class Store:
                 connection = self._connection
                 if not self.is_primary:
                     self._try_lock()
-                # A full disk or a lock is no error here: `work` may only read.
+                # A full disk or a lock is no error here: `work` may not need to write.
                 with suppress(sqlite3.OperationalError):
                     self._expire(connection)
                 busy_seconds = max(_LEAST_BUSY_SECONDS, give_up_at - time.monotonic())
@@ -139,6 +139,7 @@ class Store:
             raise StoreError(f"{self.folder}: the database of the server failed: {error}") from error
 
     def _open(self) -> Connection:
+        """Opens the database, or makes a new one if it is missing or damaged."""
         import sqlite3
 
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -179,6 +180,7 @@ class Store:
             self.is_primary = True
 
     def _expire(self, connection: Connection) -> None:
+        """Deletes some expired rows, if that was not done lately."""
         now = self.wall_clock()
         if abs(now - self._expired_at) < _EXPIRY_SECONDS:  # abs: an operator may set the clock back
             return

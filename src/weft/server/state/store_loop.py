@@ -40,7 +40,7 @@ class StoreLoop(ABC):
 
     async def run(self) -> None:
         """Works until it is cancelled."""
-        if not self._store.exists:  # a server without such work does not open the database when it starts
+        if not self._store.exists:  # reading would make a database for a server without such work
             await self._wake.wait()
         while True:
             self._wake.clear()
@@ -75,6 +75,6 @@ class StoreLoop(ABC):
         return True
 
     def _log_mistake(self, error: BaseException, what: str) -> None:
-        """Logs where an unexpected exception was raised. Its message may quote a request."""
+        """Logs where an unexpected exception was raised, without its message, which may quote a request."""
         frames = "".join(traceback.format_tb(error.__traceback__))
         self._log("mistake", f"{type(error).__name__} while {what}", "error", traceback=frames)

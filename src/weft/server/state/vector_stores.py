@@ -284,11 +284,12 @@ def detach_everywhere(connection: Connection, file_ids: Sequence[str]) -> None:
 
 def next_files(connection: Connection, now: float) -> list[tuple[str, AttachedFile]]:
     """The oldest file of each owner that is not read yet."""
+    # With MIN, SQLite takes the values of all other columns from the row that has the minimum.
     query = (
         f"SELECT s.owner, {', '.join(f'f.{name}' for name in _FILE.split(', '))}, MIN(f.number)"
         " FROM vector_store_files f JOIN vector_stores s ON s.number = f.store"
         f" WHERE f.status = 'in_progress' AND {_ALIVE} GROUP BY s.owner"
-    )  # SQLite takes the other columns from the row with the minimum
+    )
     return [(owner, _file(*row[:-1])) for owner, *row in connection.execute(query, (now,))]
 
 
@@ -301,7 +302,7 @@ def finish(
     num_passages: int = 0,
     error: FileError | None = None,
 ) -> bool:
-    """Sets the final status of a file that is in progress. Returns False if it was removed or cancelled meanwhile."""
+    """Sets the final status of a file that is in progress. Returns False if it was removed or cancelled before."""
     file = file_by_number(connection, number)
     if file is None or file.status != "in_progress":
         return False
@@ -344,6 +345,7 @@ def cancel_batch(connection: Connection, batch: FileBatch) -> None:
 
 
 def _revise(connection: Connection, store: int) -> None:
+    """Increases the revision of a store, so that its index in memory is updated before the next search."""
     connection.execute("UPDATE vector_stores SET revision = revision + 1 WHERE number = ?", (store,))
 
 
