@@ -200,9 +200,10 @@ inline void copy_from_cache(const QueryBlock& block, int64_t start, TierTiles& t
   });
 }
 
-// Finds the tiles of a tier in one segment, or copies them to scratch memory. Tiles are copied if the KV block size is
-// not a multiple of the tile. Tiles of the store are also copied if bytes are slow to read and several row tiles read
-// them. So are its tiles of values if a head is not a multiple of the vector.
+// Finds the tiles of a tier in one segment, or copies them to scratch memory. They are copied if
+// - the KV block size is not a multiple of the tile;
+// - they are in the store, converting bytes to floats is slow, and several row tiles read them; or
+// - they are values in the store, and the head size is not a multiple of the features in one vector.
 inline void find_tiles(const QueryBlock& block, int64_t segment, TierTiles& tier) {
   const AttendTask& task = block.task;
   const int64_t size = task.cache.head_size, features_per_element = tier.is_stored && task.store.bits == 4 ? Keys<Nibbles>::features : 1;

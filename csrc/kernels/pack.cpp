@@ -84,7 +84,8 @@ struct FactorsW4 {
 
 // --- stored codes, copied -----------------------------------------------------------------------------------------------------------
 
-// Q4_0 and Q4_1: byte i holds values i and 16 + i.
+// Q4_0 and Q4_1: byte i holds values i (low bits) and 16 + i. W4: byte i of word s holds values 8s + i (low bits) and
+// 8s + 4 + i.
 void copy_q4(const uint8_t* packed, const Lane& lane, int64_t group) {
   uint32_t words[4];
   std::memcpy(words, packed, 16);

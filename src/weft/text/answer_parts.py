@@ -132,8 +132,8 @@ class StreamTrimmer:
         return held
 
     def interrupt(self) -> str:
-        """Called when a tool call interrupts the text. The white space held back is part of the text only if there is
-        text before and after the call. It is returned for callers that write the call as text."""
+        """Prepares for a tool call. The white space held back stays held: `add` returns it if text follows the call.
+        Without text before the call it is dropped. Also returns it, for callers that write the call as text."""
         self._is_started = False
         if self._is_empty:
             self._held = ""

@@ -100,7 +100,7 @@ class DeviceStep:
         self._result = StepResult(tokens.tolist(), logprobs, scores, request_errors)
 
     def _errors(self, codes: np.ndarray) -> dict[int, Failure]:
-        """Entry -> why it has no token."""
+        """Index in `sampled_rows` -> why this row got no token."""
         errors = {entry: self._sampler.failure(int(codes[entry])) for entry in np.flatnonzero(codes).tolist()}
         errors.update(self.masks.errors)
         refused = self._sampler.refused

@@ -133,8 +133,8 @@ def small_tile(tokens: int, inputs: int) -> Tile:
 
 @cache
 def invariant_tile(tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -> Tile:
-    """The tile for the batch-invariant mode. In bfloat16 on a GPU the sums of a token are the same with all of these
-    tiles: they are added in input order, 16 at a time, by one kind of instruction."""
+    """The tile for the batch-invariant mode. In bfloat16 on a GPU, all tiles below give bitwise equal outputs: each output
+    adds its products in input order, 16 with each tensor-core instruction."""
     if INTERPRETED.value or dtype == torch.float32:
         # In float32 and in the interpreter, the summation order depends on the tile sizes, so there is only one tile.
         return small_tile(tokens, inputs)

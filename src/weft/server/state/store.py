@@ -117,7 +117,8 @@ class Store:
                 connection = self._connection
                 if not self.is_primary:
                     self._try_lock()
-                # A full disk or a lock is no error here: `work` may not need to write.
+                # The removal of expired rows may fail: the disk is full, or another server has the lock. It is tried again
+                # later. The transaction below reports such an error itself.
                 with suppress(sqlite3.OperationalError):
                     self._expire(connection)
                 busy_seconds = max(_LEAST_BUSY_SECONDS, give_up_at - time.monotonic())
