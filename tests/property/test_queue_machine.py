@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from weft.config import PriorityPolicy, SchedulerConfig
 from weft.errors import QueueFullError
 from weft.request import InferenceRequest, Priority, RequestId, RequestState, SamplingParams
-from weft.scheduling.policy import DEFAULT_TTFT_TARGET, AdmissionPolicy
+from weft.scheduling.policy import DEFAULT_TTFT_TARGET, PATIENCE, AdmissionPolicy
 from weft.scheduling.queue import RequestQueue
 from weft.scheduling.sequence import Sequence
 
@@ -43,13 +43,15 @@ def rank(sequence: Sequence, config: SchedulerConfig) -> tuple[Any, ...]:
     if config.policy is PriorityPolicy.FCFS:
         return (sequence.order,)
     if config.policy is PriorityPolicy.SHORTEST_JOB_FIRST:
-        return (not preempted, 0 if preempted else sequence.limit, sequence.order)
+        if preempted:
+            return (0, sequence.order)
+        return (1, sequence.arrival + PATIENCE * sequence.cost, sequence.limit, sequence.order)
     if sequence.priority == Priority.CRITICAL:
         return (0, 0, 0, sequence.order)
     since = sequence.arrival
     if config.policy is PriorityPolicy.ADAPTIVE and not preempted:
         target = sequence.request.ttft_target
-        since += DEFAULT_TTFT_TARGET if target is None else target
+        since += DEFAULT_TTFT_TARGET + PATIENCE * sequence.cost if target is None else target
     if config.ageing_rate == 0:
         return (1, -sequence.priority, since, sequence.order)
     return (1, -(sequence.priority - config.ageing_rate * since), 0, sequence.order)
@@ -93,6 +95,7 @@ class QueueMachine(RuleBasedStateMachine):
         priority=st.sampled_from(Priority),
         ttft=st.sampled_from([None, 0.0, 0.5, 60.0]),
         wait=st.sampled_from([0.0, 0.25, 3.0]),
+        cost=st.sampled_from([0.0, 0.5, 2.0]),
         is_preempted=st.booleans(),
     )
     def push(
@@ -102,6 +105,7 @@ class QueueMachine(RuleBasedStateMachine):
         priority: Priority,
         ttft: float | None,
         wait: float,
+        cost: float,
         is_preempted: bool,
     ) -> None:
         self.now += wait
@@ -114,6 +118,7 @@ class QueueMachine(RuleBasedStateMachine):
             target=ttft,
             preempted=is_preempted,
         )
+        sequence.cost = cost
         self.next_order += 1
         if not is_preempted:
             too_many = len(self.waiting) >= self.config.max_waiting_requests
