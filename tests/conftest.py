@@ -9,6 +9,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,13 @@ from weft.loading.pull import models_directory, pull
 from weft.loading.vocabulary import read_vocabulary
 from weft.text.gguf_tokenizer import tokenizer_of
 from weft.text.tokenizer import Tokenizer
+
+with suppress(ImportError):  # `make test-gpu` may run without it
+    from hypothesis import HealthCheck, settings
+
+    # No test depends on the speed or load of the machine.
+    settings.register_profile("weft", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("weft")
 
 
 @pytest.fixture
