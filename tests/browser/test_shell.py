@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from browser_pages import ADMIN, OpenPage
 from playwright.sync_api import expect
 from server_process import Server
@@ -69,5 +71,6 @@ def test_the_first_tab_stop_skips_the_header_and_keeps_the_view(
     expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
     page.keyboard.press("Enter")
     expect(page.get_by_role("main")).to_be_focused()
+    expect(page).to_have_url(re.compile("#live$"))  # the page restores it when it gets the event
     page.reload()
     expect(page.get_by_role("tab", name="Live")).to_have_attribute("aria-selected", "true")
