@@ -116,7 +116,7 @@ def fuse(operations: Sequence[Operation], kept: set[Buffer]) -> list[FusedOperat
                 assert isinstance(previous, RopeAndWrite), "RoPE must come before attention"
                 fused.append(FusedAttention(queries, layer, pattern, previous.norm, output))
             case Rope() | TextAttention() | TextGate() | MeanRows():
-                raise AssertionError("text models run on the CPU only")
+                raise AssertionError("the operations of text models are executed without fusion")
             case _:
                 fused.append(operation)
         previous = operation
