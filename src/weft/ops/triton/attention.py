@@ -247,6 +247,7 @@ class Attention:
         layer: int,
         output: Tensor,
     ) -> None:
+        """Launches attention for the first `requests` requests, which have one token each."""
         tiers = _tiers_of(cache)
         most, smallest, shared, leeway = self.splits(requests, batch.longest_context, tiers.bits > 0)
         kv_heads = self.shape.kv_heads
@@ -300,6 +301,7 @@ class Attention:
         output: Tensor,
         from_rows: bool,
     ) -> None:
+        """Launches attention for the requests after the first `decodes`."""
         tiers = _tiers_of(cache)
         from_rows = from_rows and self._width(tiers) == self.width
         store_tiles = self.prefill_store_tiles if tiers.bits else _NO_STORE
