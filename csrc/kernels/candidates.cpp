@@ -144,7 +144,7 @@ void Candidates::filter(const ScannedRow& row, const Parameters& parameters, uin
   }
   collect_once(FLT_MAX);
   if (parameters.typical_p < 1.0) keep_typical(parameters.typical_p);
-  // Token -1 does not exist: its noise decides whether xtc applies.
+  // Whether xtc applies is random. The random number is the noise of token -1, which no token has.
   if ((noise_bits(key, -1) + 0.5) * 0x1p-32 < parameters.xtc_probability) exclude_top_choices(parameters.log_xtc_threshold);
 }
 

@@ -338,8 +338,8 @@ void multiply_count(const LinearTask& task, int64_t count, int64_t first_row, in
   if constexpr (rows > 1) multiply_count<layout, rows - 1>(task, count, first_row, first_strip, end_strip);
 }
 
-// The largest number of rows of a tile that begins at `row`. A tile that begins inside a panel does not extend past the
-// panel. A tile that begins inside the four rows of a list of outliers does not extend past them.
+// The largest number of rows of a tile that begins at `row`. A tile that begins inside a panel ends with the panel.
+// Every `outlier_rows` rows share a list of outliers: a tile that begins inside such rows ends with them.
 template <Layout layout>
 constexpr int64_t rows_fitting(int64_t row) {
   if (!is_quantised(layout) || row % panel_rows == 0) return most_rows<layout>();

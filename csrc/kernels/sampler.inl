@@ -117,6 +117,7 @@ inline Floats rough_exp_of(Floats value) {
   return value > lowest ? (low + high * (square * square)) * power : Floats{};
 }
 
+// kernels.h describes the result. near[i] sums the same weights as the total, but only those within near_distances[i].
 double sum_weights_roughly(const float* scores, int64_t count, float best, float factor, double* near) {
   constexpr int steps = 16;   // after this many float additions, the sum goes to doubles
   Doubles totals[num_near + 1] = {};

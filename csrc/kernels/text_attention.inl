@@ -87,6 +87,7 @@ void attend_text(const TextTask& task, float* scratch) {
                                               (all.end + strip_outputs - 1) / strip_outputs, scores, width, false, 1.0f});
       for (int64_t query = 0; query < count; query++) {
         float* row = scores + query * width;
+        // The sums below cover the keys that any of the queries sees. Keys that this query does not see get the weight 0.
         const Seen seen = seen_by(task, first + query, first + query);
         std::memset(row + all.first, 0, static_cast<size_t>(seen.first - all.first) * sizeof(float));
         softmax(row + seen.first, seen.end - seen.first, task.scale, task.cap);

@@ -8,7 +8,7 @@ export class ApiError extends Error {
     super(message);
     this.status = status;
     this.code = code;
-    /** Seconds that the server asks to wait before the next attempt. Null: it named none. */
+    /** Seconds that the server asks to wait before the next attempt. Null: it gave none. */
     this.retryAfter = retryAfter;
   }
 }

@@ -288,6 +288,7 @@ class Chat {
     const [first] = nodes;
     const body = { ...bodyOf(conversation, first), stream: true, stream_options: { include_usage: true } };
     const onSend = () => { first.times.sent = performance.now(); };
+    // With n > 1, the other answers are made at their first chunk. The first answer stays the one that is shown.
     const answerAt = (index) => {
       if (!nodes[index]) {
         nodes[index] = addNode(conversation, first.parent, newAnswer(first.request, first.system));

@@ -131,7 +131,7 @@ export class BatchView {
     }
   }
 
-  /** Draws the cells of one row, the newest at the right end. Low rows show one colour for each step, without marks. */
+  /** Draws the cells of one row, the newest at the right end. If `isLow`, the row is too low for marks: each step has one colour only. */
   _drawBand(context, row, y, height, left, right, isLow) {
     const { band } = this._history;
     const colours = palette();

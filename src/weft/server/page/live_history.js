@@ -124,7 +124,7 @@ export class History {
     for (const [sequence, list] of found) if (this.lives.has(sequence)) this.lives.get(sequence).readers = list;
   }
 
-  /** Adds the events of a request from before the first frame: the answer of /replay/requests/{id}. */
+  /** Adds the events of a request from before the first frame. They are the response of /replay/requests/{id}. */
   addEarlier(id, { events, left_out: leftOut }) {
     if (!events.length) return;
     const life = this._life(id);
