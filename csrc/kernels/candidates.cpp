@@ -121,6 +121,7 @@ void Candidates::weigh() {
   kernels().weigh_each(below_.data(), count_, factor_, weights_.data());
 }
 
+// The first filter in use collects the candidates: all tokens that it can keep. Later filters only remove some.
 void Candidates::filter(const ScannedRow& row, const Parameters& parameters, uint64_t key) {
   bool is_collected = false;
   const auto collect_once = [&](float limit) {
@@ -207,6 +208,7 @@ void Candidates::exclude_top_choices(double log_threshold) {
   keep([&](int64_t i) { return below_[i] >= furthest; });
 }
 
+// Computes exact noise only for candidates that may win: gumbel_bound is cheap.
 int64_t Candidates::draw(const ScannedRow& row, double temperature, const Parameters& parameters, uint64_t key) {
   temperature_ = temperature;
   factor_ = std::min(1.0 / temperature, 1e308);

@@ -69,6 +69,7 @@ inline Seen seen_by(const TextTask& task, int64_t first_query, int64_t last_quer
 
 }  // namespace texts
 
+// scores = queries x keys, then softmax over the keys that a query sees, then output = weights x values.
 void attend_text(const TextTask& task, float* scratch) {
   using namespace texts;
   const int64_t width = TextTask::padded(task.tokens);

@@ -89,6 +89,7 @@ class _Tiers(NamedTuple):
 
 
 def _tiers_of(cache: Tensor | TwoTierCache) -> _Tiers:
+    """The tensors of a cache. With one tier, the cache stands for the store too: kernels need an address, and do not read."""
     if isinstance(cache, TwoTierCache):
         words = cache.store.view(torch.int32)
         return _Tiers(cache.full, cache.store, words, cache.bits, cache.tail_blocks)

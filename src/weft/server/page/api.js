@@ -74,6 +74,7 @@ export class Api {
   }
 }
 
+/** The error in a response. Servers send it as an object or as text. */
 async function errorOf(response) {
   let found = {};
   try {
@@ -88,6 +89,7 @@ async function errorOf(response) {
   });
 }
 
+/** Yields the events of a stream. If the caller stops early, the connection is closed. */
 export async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

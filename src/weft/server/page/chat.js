@@ -190,6 +190,7 @@ class Chat {
     else if (event.key === "Escape" && this._run) this._stop();
   }
 
+  /** Sends the typed text. While an answer arrives, the same button stops it. */
   _submit(event) {
     event.preventDefault();
     if (this._run) {

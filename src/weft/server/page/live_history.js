@@ -88,6 +88,7 @@ export class History {
     return life;
   }
 
+  /** Adds the events and the requests of a frame to the lives. `older`: the frame before it. */
   _addLives(frame, older) {
     for (const event of frame.events) {
       const life = this._life(event.request_id);
