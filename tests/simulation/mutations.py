@@ -281,14 +281,14 @@ MUTATIONS = (
     Mutation(
         "shortest job first without ageing",
         "weft.scheduling.policy:_shortest_job",
-        "sequence.arrival + PATIENCE",
-        "PATIENCE",
+        "sequence.arrival + OVERTAKING_FACTOR",
+        "OVERTAKING_FACTOR",
     ),
     Mutation(
         "longest job first",
         "weft.scheduling.policy:_shortest_job",
-        "sequence.arrival + PATIENCE",
-        "sequence.arrival - PATIENCE",
+        "sequence.arrival + OVERTAKING_FACTOR",
+        "sequence.arrival - OVERTAKING_FACTOR",
     ),
     Mutation(
         "answer ends at its expected length",

@@ -14,10 +14,10 @@ from zlib import crc32
 LENGTHS = (12, 4)
 """Lengths of the indexed n-grams: a match has one of these lengths. The longest is tried first."""
 RESUMED_LENGTHS = (2, 1, 0)
-"""Lengths of the match with which an answer resumes after a mismatch. 0: the answer resumes after the token that
-differs."""
+"""After a mismatch, the match may resume in the same answer, at a place with this many of the newest tokens. The longest
+is tried first. 0: it resumes after the token that differs."""
 RESUMED_WINDOW = 64
-"""To resume an answer, this many of its tokens are searched, from the mismatch on."""
+"""How many tokens of the answer, from the mismatch on, are searched for a place where the match resumes."""
 PROMPT_TOKENS = 12
 """This many of the last tokens of a prompt are stored before its answer. With them, the end of an equal prompt finds the
 beginning of the answer."""

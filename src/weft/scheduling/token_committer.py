@@ -187,7 +187,7 @@ class TokenCommitter:
         reason = None
         params = sequence.request.params
         is_eos = token in self._info.eos_token_ids and not params.ignore_eos
-        # Before min_tokens, a grammar lets EOS be sampled only if it allows nothing else.
+        # Before min_tokens the sampler forbids EOS, unless the grammar allows nothing else. Such an EOS ends the answer too.
         is_forced = is_eos and params.grammar is not None
         if token in sequence.stop_ids and (length >= sequence.min_length or is_forced):
             reason = FinishReason.END_OF_SEQUENCE if is_eos else FinishReason.STOP

@@ -19,7 +19,7 @@ from weft.request import (
     TokenOutput,
 )
 from weft.scheduling.answer_index import END, LENGTHS, PROMPT_TOKENS, RESUMED_LENGTHS
-from weft.scheduling.policy import PATIENCE
+from weft.scheduling.policy import OVERTAKING_FACTOR
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 from weft.simulation.require import require
@@ -69,7 +69,7 @@ class PlanChecker:
         if plan.preempted:
             self._check_victims(plan)
         self._check_order(plan)
-        self._check_patience(plan)
+        self._check_overtaking(plan)
         self._check_sharing(plan)
         if self._scheduler.info.store_blocks:
             check_tiers(plan, self._scheduler)
@@ -244,9 +244,9 @@ class PlanChecker:
             ]
             require(not waiting, "a request started while a CRITICAL one waits")
 
-    def _check_patience(self, plan: IterationPlan) -> None:
-        """With SHORTEST_JOB_FIRST, no request starts while another one waits whose patience ended earlier. Prefix sharing may
-        let requests start out of order."""
+    def _check_overtaking(self, plan: IterationPlan) -> None:
+        """With SHORTEST_JOB_FIRST, requests start in the order of the times until which they can be overtaken. Prefix
+        sharing may let requests start out of order."""
         scheduler = self._scheduler
         if (
             scheduler.config.policy is not PriorityPolicy.SHORTEST_JOB_FIRST
@@ -254,12 +254,12 @@ class PlanChecker:
         ):
             return
         started = [s for s in self._started(plan) if not s.preemptions and not s.is_idle_work]
-        latest = max((_patience_ends(s) for s in started), default=0.0)
+        latest = max((_overtaken_until(s) for s in started), default=0.0)
         for waiting in scheduler.queue if started else ():
-            is_next = waiting.state is RequestState.PENDING and _patience_ends(waiting) < latest
+            is_next = waiting.state is RequestState.PENDING and _overtaken_until(waiting) < latest
             require(
                 not is_next,
-                f"request {waiting.request_id} waits, and one with a later end of patience starts",
+                f"request {waiting.request_id} waits, and one that can be overtaken until a later time starts",
             )
             self.passed += waiting.order < max(s.order for s in started)
 
@@ -311,8 +311,9 @@ class PlanChecker:
         ]
 
 
-def _patience_ends(sequence: Sequence) -> float:
-    return sequence.arrival + PATIENCE * sequence.cost
+def _overtaken_until(sequence: Sequence) -> float:
+    """The time after which no shorter request that arrives can overtake this one."""
+    return sequence.arrival + OVERTAKING_FACTOR * sequence.cost
 
 
 def _full_table(sequence: Sequence) -> list[int]:
