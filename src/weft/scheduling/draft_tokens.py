@@ -238,7 +238,9 @@ class DraftProposer:
                 length, self._is_predicted, self._first, after_match = predicted_length, True, index, index
         answers = None if self._answers is None else self._answers.of(self._cache_salt)
         if answers is not None:
-            learned_length, text, index = answers.find(bytes(self._bytes[-LENGTHS[0] * _TOKEN_BYTES :]))
+            assert self._answers is not None
+            last = bytes(self._bytes[-LENGTHS[0] * _TOKEN_BYTES :])
+            learned_length, text, index = answers.find(last, self._answers.needed_rate)
             if learned_length > length:
                 self._is_predicted, after_match = False, index
                 self._follow(text, index, learned_length, answers.rates)
@@ -358,6 +360,9 @@ class Speculation:
         """Learns from a step that ended `now`, and indexes some tokens of finished answers. `has_next`: the next step was
         planned before this one ended."""
         self.answers.advance(INDEXED_TOKENS)
+        # Steps with prompts have no draft tokens. While there are such steps, draft tokens pay off late or never.
+        num_running = plan.num_tokens if plan.num_prefills else len(plan.rows)
+        self.answers.needed_rate = num_running / (self.costs.fixed_rows + max(1, num_running))
         if self._max_draft_tokens and seconds is not None and not plan.num_prefills and plan.num_tokens:
             self.costs.learn(plan.num_tokens, seconds)
             if self._idle_since is not None:
