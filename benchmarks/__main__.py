@@ -440,6 +440,29 @@ def learned(
         raise typer.Exit(1)
 
 
+@app.command("schema-drafts")
+def schema_drafts(
+    model: Annotated[str, typer.Argument(help="Name or path.")] = "default",
+    answers: Annotated[int, typer.Option(min=1, metavar="N", help="Answers in all.")] = 288,
+    learned: Annotated[
+        bool, typer.Option(help="Whether finished answers give draft tokens too, as usual.")
+    ] = True,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Append the figures there; a later run continues.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Check and time answers under schemas, with and without drafts.
+
+    For one stream, 8 and 32. Exit code 1: an answer does not follow its schema, or differs with drafts, or a criterion was
+    missed.
+    """
+    from benchmarks.schema_drafts import main as run
+
+    if not run(model, answers=answers, learned=learned, keep=keep, as_json=json):
+        raise typer.Exit(1)
+
+
 @app.command("lengths")
 def lengths(
     device: Annotated[str, typer.Option(metavar="NAME", help="The cost model: CPU or H200.")] = "CPU",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Listing
 
-from weft.backends.noop_model import generate_alone, score_alone
+from weft.backends.noop_model import ToyGrammar, generate_alone, score_alone
 from weft.config import PriorityPolicy
 from weft.plan import IterationPlan
 from weft.request import (
@@ -48,6 +48,8 @@ class PlanChecker:
         self._newest_answers: dict[str, list[Sequence]] = {}
         """Of `_answers`, those that ended last and are long enough for the index."""
         self.preemptions = 0
+        self.num_forced = 0
+        """Forced draft tokens."""
         self.passed = 0
         """How often a waiting request was overtaken by a shorter one that arrived later."""
 
@@ -112,7 +114,14 @@ class PlanChecker:
                 end < sequence.limit,
                 f"{name} has draft tokens up to position {end}, and ends at {sequence.limit}",
             )
-            require(sequence.request.params.grammar is None, f"{name} has draft tokens and a grammar")
+            forced = _forced(sequence, scheduler)[: len(task.drafts)]
+            require(
+                task.drafts[: len(forced)] == forced,
+                f"{name} has the draft tokens {task.drafts}, and its grammar forces {forced}",
+            )
+            self.num_forced += len(forced)
+            if len(forced) == len(task.drafts):
+                continue
             require(
                 _continues_a_match(sequence, task.drafts) or self._continues_an_answer(sequence, task.drafts),
                 f"{name} has draft tokens that follow neither its own text, nor its prediction, nor an answer with its salt",
@@ -309,6 +318,12 @@ class PlanChecker:
             for s in self._scheduler.running
             if s.last_step == plan.step and s.request_id not in self._resident
         ]
+
+
+def _forced(sequence: Sequence, scheduler: ContinuousBatchScheduler) -> tuple[int, ...]:
+    """The tokens that the grammar of a sequence forces next."""
+    grammar = ToyGrammar.of(sequence.request.params, scheduler.info, sequence.generated)
+    return () if grammar is None else grammar.forced()
 
 
 def _overtaken_until(sequence: Sequence) -> float:
