@@ -460,6 +460,28 @@ def lengths(
         raise typer.Exit(1)
 
 
+@app.command("plan-accuracy")
+def plan_accuracy(
+    profile: Annotated[str, typer.Option(metavar="NAME", help="Of this machine.")] = "zen4-2-cores",
+    requests: Annotated[int, typer.Option(min=16, metavar="N", help="Requests of a run.")] = 150,
+    runs: Annotated[int, typer.Option(min=1, metavar="N", help="Real runs of each cell.")] = 5,
+    workload: Annotated[
+        str | None, typer.Option(metavar="W,W,...", help="mixed, shared-prefix, bursty; default: all.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Compare the predictions of `weft plan` with the real server.
+
+    Three workloads at 40, 70 and 95% of capacity. Takes half an hour and needs an idle machine; with --runs 1
+    --requests 48, two minutes. Exit code 1: a figure is outside its bar.
+    """
+    from benchmarks.plan_accuracy import main as run
+
+    names = workload.split(",") if workload else []
+    if not run(profile=profile, requests=requests, runs=runs, workloads=names, json=json):
+        raise typer.Exit(1)
+
+
 @app.command("drafts")
 def drafts(
     model: Annotated[str, typer.Option("--model", "-m", help="The model.")] = "default",

@@ -76,10 +76,17 @@ class MeasuredCosts:
             raise InvalidRequestError("the table of step costs does not begin at 0 tokens, or does not rise")
         numbers = (self.base, self.per_sample, self.per_context, self.per_pair, self.swap_per_block)
         if sorted(seconds) != seconds or not all(0 <= one < 1e6 for one in (*numbers, *seconds)):
-            raise InvalidRequestError("the step costs hold a number below 0, or seconds that fall with more tokens")
+            raise InvalidRequestError(
+                "the step costs hold a number below 0, or seconds that fall with more tokens"
+            )
         ratios = [one for _, quantiles in self.noise for one in quantiles]
         begins = [begin for begin, _ in self.noise]
-        if begins[:1] != [0] or sorted(begins) != begins or not all(quantiles for _, quantiles in self.noise) or not all(0 < one < 1e3 for one in ratios):
+        if (
+            begins[:1] != [0]
+            or sorted(begins) != begins
+            or not all(quantiles for _, quantiles in self.noise)
+            or not all(0 < one < 1e3 for one in ratios)
+        ):
             raise InvalidRequestError("the noise of the step costs holds a ratio that is not above 0")
         if self.of(StepShape(1, 1, 1, 0)) <= 0:
             raise InvalidRequestError("a step with one token takes no time by these step costs")

@@ -72,7 +72,9 @@ class Description:
     def __post_init__(self) -> None:
         for name, low in (("requests", 1), ("burst", 1), ("prefixes", 1), ("prefix", 0)):
             if getattr(self, name) < low:
-                raise InvalidRequestError(f"{name} is {getattr(self, name)}; allowed: at least {low}", field=name)
+                raise InvalidRequestError(
+                    f"{name} is {getattr(self, name)}; allowed: at least {low}", field=name
+                )
         for name in ("rate", "pause"):
             if not 0 < getattr(self, name) < 1e9:
                 raise InvalidRequestError(f"{name} is {getattr(self, name)}; allowed: above 0", field=name)
@@ -109,7 +111,9 @@ def described(load: Description, *, context: int, speed: float = 1.0) -> Iterato
         prompt, answer = load.prompt.draw(source), load.answer.draw(source)
         answer = max(1, min(answer, room - 1))
         prompt = max(1, min(prompt, room - answer))
-        request = PlannedRequest(number, at / speed, (*history, unique_segment(number, prompt)), answer, session)
+        request = PlannedRequest(
+            number, at / speed, (*history, unique_segment(number, prompt)), answer, session
+        )
         needs = load.prompt.low + load.answer.low
         if turns > 1 and room - prompt - answer > needs:
             heapq.heappush(later, (at + source.expovariate(1 / load.pause), number, turns - 1, request))

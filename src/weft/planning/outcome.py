@@ -75,6 +75,10 @@ class Outcome:
     """Requests that the scheduler refused: too long, or its queue was full."""
     good: int = 0
     """Requests within all targets."""
+    late: int = 0
+    """Requests whose first token missed its target."""
+    slow: int = 0
+    """Requests whose gaps missed their target."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0

@@ -48,6 +48,8 @@ class MachineProfile:
     """How the costs were found."""
     room: KvRoom
     costs: MeasuredCosts
+    is_gpu: bool = False
+    """Whether the budgets of a step are those of a GPU, where none are configured."""
     request_seconds: float = 0.0
     """Seconds that the server adds to a first token beyond the engine: HTTP, tokens, the way to the client."""
     steps: int = 0

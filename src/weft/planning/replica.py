@@ -71,6 +71,9 @@ class Targets:
     """For 99% of the gaps of a request."""
 
 
+NO_TARGETS = Targets()
+
+
 @dataclass(frozen=True)
 class ReplicaSettings:
     """What all replicas have in common."""
@@ -79,7 +82,7 @@ class ReplicaSettings:
     config: ServingEngineConfig
     context: int | None = None
     """Longest context. None: that of the profile."""
-    targets: Targets = Targets()
+    targets: Targets = NO_TARGETS
     seed: int = 0
     reports_keys: bool = True
 
@@ -132,6 +135,12 @@ class ProfiledBackend(CostModelBackend):
         self._profile = profile = settings.profile
         room, cache = profile.room, settings.config.cache
         ratio = cache.block_size / room.block_size
+        if cache.memory is not None and not room.bytes_per_block:
+            raise InvalidRequestError(
+                "memory is set, and the profile does not say how many bytes a KV block takes; set num_blocks instead, or "
+                "measure the machine with `weft profile`",
+                field="memory",
+            )
         self._bytes_per_block = max(1, round(room.bytes_per_block * ratio))
         blocks = cache.blocks_in_memory(self._bytes_per_block) or max(1, int(room.num_blocks / ratio))
         self._swap_blocks = max(0, int(room.swap_blocks / ratio))
@@ -330,9 +339,11 @@ class Replica:
         outcome.ended = max(outcome.ended, now)
         outcome.end_to_end.record(now - flight.planned.at + self._request_seconds)
         first = (result.time_to_first_token or 0.0) + self._request_seconds
-        is_early = targets.first_token is None or first <= targets.first_token
-        # One slow gap in 100 is allowed.
-        outcome.good += is_early and flight.slow_gaps <= (num_tokens - 1) // 100
+        is_late = targets.first_token is not None and first > targets.first_token
+        is_slow = flight.slow_gaps > (num_tokens - 1) // 100  # one slow gap in 100 is allowed
+        outcome.late += is_late
+        outcome.slow += is_slow
+        outcome.good += not is_late and not is_slow
 
     # ------------------------------------------------------------------ state for reports
 

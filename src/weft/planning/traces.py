@@ -171,7 +171,7 @@ def _weft(path: Path) -> Iterator[tuple[int, Raw]]:
     """The requests of an event log that completed, and were not cancelled. Their answers have the recorded lengths, so the log
     is read twice: the end of a request comes after its beginning."""
     lengths = _answer_lengths(path)
-    for line, event in _events(path):
+    for line, event in read_events(path):
         if event.get("event") != "add":
             continue
         for one in event["requests"]:
@@ -187,7 +187,7 @@ def _answer_lengths(path: Path) -> dict[str, int]:
     """How many tokens each request of a log got. A step that failed gives none."""
     lengths: dict[str, int] = {}
     plans: list[dict[str, Any]] = []
-    for _, event in _events(path):
+    for _, event in read_events(path):
         kind = event.get("event")
         if kind == "plan" and event["plan"] is not None:
             plans.append(event["plan"])
@@ -201,7 +201,10 @@ def _answer_lengths(path: Path) -> dict[str, int]:
             for index, request_id in enumerate(plan["request_ids"]):
                 if not plan["samples"][index]:
                     continue
-                count, draft = 1, drafts[index - num_decodes] if 0 <= index - num_decodes < len(drafts) else []
+                count, draft = (
+                    1,
+                    drafts[index - num_decodes] if 0 <= index - num_decodes < len(drafts) else [],
+                )
                 sampled = [next(tokens, None) for _ in range(1 + len(draft))]
                 for expected, token in zip(draft, sampled, strict=False):
                     if expected != token:
@@ -233,7 +236,7 @@ _READERS: dict[str, Callable[[Path], Iterator[tuple[int, Raw]]]] = {
 # ---------------------------------------------------------------------- parsing
 
 
-def _events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The events of a log. A cut last line is left out."""
     from weft.engine.replay import LOG_VERSION
 
