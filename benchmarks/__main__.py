@@ -482,6 +482,39 @@ def plan_accuracy(
         raise typer.Exit(1)
 
 
+@app.command("plan-scale")
+def plan_scale(
+    profile: Annotated[str, typer.Option(metavar="NAME", help="Of the replicas.")] = "h200-8b-derived",
+    requests: Annotated[str, typer.Option(metavar="N,N", help="Sizes of the load.")] = "10000,50000",
+    replicas: Annotated[int, typer.Option(min=1, metavar="N", help="Replicas.")] = 32,
+    rate: Annotated[float, typer.Option(metavar="R", help="Requests per second, for all replicas.")] = 640.0,
+    prompt: Annotated[str, typer.Option(metavar="N", help="Prompt tokens after the prefix.")] = "300~3000",
+    answer: Annotated[str, typer.Option(metavar="N", help="Answer tokens.")] = "100~800",
+    prefix: Annotated[int, typer.Option(min=0, metavar="N", help="Tokens of a shared prefix.")] = 256,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Processes; default: all cores.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Time simulations of `weft plan`.
+
+    Shows that the time for a token does not depend on the size of the load, and extrapolates to a million requests.
+    """
+    from benchmarks.plan_scale import main as run
+
+    run(
+        profile=profile,
+        requests=[int(part) for part in requests.split(",")],
+        replicas=replicas,
+        rate=rate,
+        prompt=prompt,
+        answer=answer,
+        prefix=prefix,
+        jobs=jobs,
+        json=json,
+    )
+
+
 @app.command("drafts")
 def drafts(
     model: Annotated[str, typer.Option("--model", "-m", help="The model.")] = "default",

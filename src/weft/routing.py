@@ -156,8 +156,8 @@ class Router:
     def choose(self, keys: Sequence[int], prompt_tokens: int, session: str | None = None) -> int:
         """The replica for a request, which counts as assigned from now on. `keys`: of the complete blocks of its prompt.
 
-        A replica with a longer prefix hit computes fewer tokens, so its first token is earlier, unless its queue is longer
-        by more than that. A session stays with its replica. Raises LookupError if no replica accepts requests.
+        The replica with the longest prefix hit gets it, unless the predicted first token of another one is earlier by more
+        than the recomputation costs. A session stays with its replica. Raises LookupError if no replica accepts requests.
         """
         hits = self.sketch.hits(keys, self._accepting) if self._by_prefix else {}
         chosen = self._sessions.get(session) if session is not None else None
@@ -183,7 +183,9 @@ class Router:
 
     def _rank(self, replica: int, hit_blocks: int, prompt_tokens: int) -> tuple[float, int, int]:
         state = self._replicas[replica]
-        seconds = self.first_token_seconds(replica, self._uncached(hit_blocks, prompt_tokens))
+        # Uncached tokens count twice: they delay this request, and they take time from others.
+        uncached = self._uncached(hit_blocks, prompt_tokens)
+        seconds = self.first_token_seconds(replica, 2 * uncached)
         return seconds, state.load.running + state.assigned, replica
 
     def _uncached(self, hit_blocks: int, prompt_tokens: int) -> int:

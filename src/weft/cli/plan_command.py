@@ -198,7 +198,8 @@ def profile_command(
         f"  a step       {1000 * (costs.base + costs.linear_seconds(1) + costs.per_sample):.2f} ms with one token, "
         f"{1000 * (costs.base + costs.linear_seconds(32) + 32 * costs.per_sample):.2f} ms with 32 decodes"
     )
-    print(f"  prompts      {1 / costs.per_token:,.0f} tokens/s, without the cost of their attention")
+    if costs.per_token:
+        print(f"  prompts      {1 / costs.per_token:,.0f} tokens/s, without the cost of their attention")
     if found.steps:
         print(
             f"  measured     {found.steps:,} steps; a step differs from its prediction by {found.mean_error:.1%} on average"

@@ -39,9 +39,12 @@ class StepShape(NamedTuple):
     """Positions whose K and V are read, over all entries."""
     pairs: int
     """Pairs of a prompt token and a position up to it, over all chunks."""
+    shared: int = 0
+    """Of the context, positions that another entry of the step reads too: they are in the caches of the processor."""
 
 
-def shape_of(plan: Plan) -> StepShape:
+def shape_of(plan: Plan, num_blocks: int | None = None, block_size: int = 1) -> StepShape:
+    """`num_blocks`: the different KV blocks that the step reads. None: no block is shared."""
     first = plan.num_decodes
     tokens = samples = first
     context = first + sum(plan.starts[:first])
@@ -52,12 +55,17 @@ def shape_of(plan: Plan) -> StepShape:
         samples += plan.samples[index]
         context += start + count
         pairs += count * start + count * (count + 1) // 2
-    return StepShape(tokens, samples + sum(map(len, plan.drafts)), context, pairs)
+    shared = 0
+    if num_blocks is not None:
+        # The last block of an entry is half full on average.
+        shared = max(0, context - num_blocks * block_size + len(plan.starts) * block_size // 2)
+    return StepShape(tokens, samples + sum(map(len, plan.drafts)), context, pairs, shared)
 
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """Seconds of a step: base + table(tokens) + per_sample * samples + per_context * context + per_pair * pairs."""
+    """Seconds of a step: base + table(tokens) + per_sample * samples + per_context * (context - shared) + per_shared *
+    shared + per_pair * pairs."""
 
     base: float
     table: tuple[tuple[int, float], ...]
@@ -65,6 +73,7 @@ class MeasuredCosts:
     per_sample: float
     per_context: float
     per_pair: float
+    per_shared: float
     noise: tuple[tuple[float, tuple[float, ...]], ...] = ((0.0, (1.0,)),)
     """(seconds, quantiles), for predicted seconds from there on: equally distant quantiles of measured by predicted
     seconds. A simulation draws one for each step. Short steps vary more than long ones."""
@@ -74,7 +83,14 @@ class MeasuredCosts:
         knots, seconds = [knot for knot, _ in self.table], [value for _, value in self.table]
         if len(knots) < 2 or self.table[0] != (0, 0.0) or sorted(set(knots)) != knots:
             raise InvalidRequestError("the table of step costs does not begin at 0 tokens, or does not rise")
-        numbers = (self.base, self.per_sample, self.per_context, self.per_pair, self.swap_per_block)
+        numbers = (
+            self.base,
+            self.per_sample,
+            self.per_context,
+            self.per_pair,
+            self.per_shared,
+            self.swap_per_block,
+        )
         if sorted(seconds) != seconds or not all(0 <= one < 1e6 for one in (*numbers, *seconds)):
             raise InvalidRequestError(
                 "the step costs hold a number below 0, or seconds that fall with more tokens"
@@ -92,18 +108,15 @@ class MeasuredCosts:
             raise InvalidRequestError("a step with one token takes no time by these step costs")
 
     def of(self, shape: StepShape) -> float:
-        tokens, samples, context, pairs = shape
+        tokens, samples, context, pairs, shared = shape
         return (
             self.base
             + self.linear_seconds(tokens)
             + self.per_sample * samples
-            + self.per_context * context
+            + self.per_context * (context - shared)
+            + self.per_shared * shared
             + self.per_pair * pairs
         )
-
-    def seconds(self, plan: Plan) -> float:
-        """How long the step keeps the machine busy, without noise. A plan without rows takes no time."""
-        return self.of(shape_of(plan)) if plan.starts else 0.0
 
     def noisy(self, seconds: float, chance: float) -> float:
         """The seconds of a step with the ratio that `chance`, from 0 to 1, selects."""

@@ -42,6 +42,7 @@ def fit(steps: Sequence[tuple[StepShape, float]], swap_per_block: float = 1e-4) 
     largest = max(shape.tokens for shape, _ in steps)
     ends = [knot for knot in KNOTS if knot < largest]
     knots = [*ends, max(largest, 2)]
+    has_shared = any(shape.shared > shape.context // 2 for shape, _ in steps)
     features = _features([shape for shape, _ in steps], knots)
     seconds = np.array([seconds for _, seconds in steps])
     # The error is relative to the predicted seconds. Relative to the measured ones, the few steps that seem short would
@@ -52,7 +53,7 @@ def fit(steps: Sequence[tuple[StepShape, float]], swap_per_block: float = 1e-4) 
         solution = _solve(features[is_usual], seconds[is_usual], predicted[is_usual])
         predicted = np.maximum(features @ solution, 1e-9)
     ratios = seconds / predicted
-    base, per_sample, per_context, per_pair, *slopes = map(float, solution)
+    base, per_sample, per_context, per_pair, per_shared, *slopes = map(float, solution)
     table, height = [(0, 0.0)], 0.0
     for (low, high), slope in zip(pairwise(knots), slopes, strict=True):
         height += slope * (high - low)
@@ -63,6 +64,7 @@ def fit(steps: Sequence[tuple[StepShape, float]], swap_per_block: float = 1e-4) 
         per_sample,
         per_context,
         per_pair,
+        per_shared if has_shared else per_context,
         _noise(predicted, ratios),
         swap_per_block,
     )
@@ -84,9 +86,9 @@ def _noise(predicted: np.ndarray, ratios: np.ndarray) -> tuple[tuple[float, tupl
 
 
 def _features(shapes: Sequence[StepShape], knots: Sequence[int]) -> np.ndarray:
-    tokens, samples, context, pairs = np.array(shapes, float).T
+    tokens, samples, context, pairs, shared = np.array(shapes, float).T
     ramps = [np.clip(tokens - low, 0, high - low) for low, high in pairwise(knots)]
-    return np.stack([np.ones(len(tokens)), samples, context, pairs, *ramps], axis=1)
+    return np.stack([np.ones(len(tokens)), samples, context - shared, pairs, shared, *ramps], axis=1)
 
 
 def _solve(features: np.ndarray, seconds: np.ndarray, unit: np.ndarray) -> np.ndarray:

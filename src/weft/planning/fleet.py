@@ -157,7 +157,7 @@ class Fleet:
             window += 1
             if all(member.is_idle for member in self._members.values()):
                 if upcoming is None:
-                    return self._end(horizon)
+                    return self._end()
                 if self._autoscaler is None:  # nothing happens until the next arrival
                     window = max(window, math.ceil(upcoming.at / REPORT_SECONDS) - 1)
 
@@ -224,13 +224,15 @@ class Fleet:
             self._router.drain(leaving)
 
     def _remove(self, number: int, now: float) -> None:
+        """Removes a replica that has been drained."""
         member = self._members.pop(number)
-        if member.is_ready:
-            self._router.remove(number)
-            outcome = self._workers.finish(number)
-            outcome.ready_seconds = now - member.ready_at
-            outcome.paid_seconds = now - member.paid_from
-            self._total.add(outcome)
+        self._router.remove(number)
+        self._total.add(self._workers.finish(number))
+        self._pay(member, now)
+
+    def _pay(self, member: _Member, until: float) -> None:
+        self._total.paid_seconds += until - member.paid_from
+        self._total.ready_seconds += max(0.0, until - member.ready_at)
 
     # ------------------------------------------------------------------ the course over time
 
@@ -249,9 +251,12 @@ class Fleet:
             self._points = [one.joined(other) for one, other in pairs] + points[len(points) // 2 * 2 :]
             self._windows_per_point *= 2
 
-    def _end(self, now: float) -> FleetOutcome:
-        for number in list(self._members):
-            self._remove(number, now)
+    def _end(self) -> FleetOutcome:
         total = self._total
+        for number, member in self._members.items():
+            if member.is_ready:
+                total.add(self._workers.finish(number))
+        for member in self._members.values():
+            self._pay(member, max(member.paid_from, total.ended))
         by_replica = dict(sorted(self._by_replica.items()))
         return FleetOutcome(total, self._points, self._most, total.ended, by_replica)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import statistics
@@ -36,8 +37,10 @@ _CLOSED_LOOPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96)
 """Concurrent requests of the phases of a round."""
 _LENGTHS = ((16, 150), (30, 300), (100, 1200))
 """Prompt tokens of these phases, in turn."""
-_ANSWER = 40
-_LONG_PROMPTS = 2
+_ANSWER = 32
+_SHORT_ANSWER = 8
+_SHARED, _TAIL = 512, (16, 128)
+"""Tokens of a shared prefix, and of what follows it."""
 _FEW = 4
 """Up to this many clients, a first token shows what the server adds to it. More clients also wait for each other."""
 
@@ -53,12 +56,35 @@ class _LoggedPlan:
     drafts: Sequence[Sequence[int]]
 
 
+class _Tables:
+    """The block tables of the rows, from the changes in the plans."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, list[int]] = {}
+
+    def num_blocks(self, plan: dict[str, Any], block_size: int) -> int:
+        """Applies the changes of a plan. Returns how many different blocks the step reads."""
+        for row, _, _, _, blocks in plan["row_starts"]:
+            self._rows[row] = list(blocks)
+        for row, index, block in zip(
+            plan["table_rows"], plan["table_indices"], plan["table_blocks"], strict=True
+        ):
+            table = self._rows[row]
+            table.extend([block] * (index + 1 - len(table)))
+            table[index] = block
+        read: set[int] = set()
+        for row, start, count in zip(plan["rows"], plan["starts"], plan["counts"], strict=True):
+            read.update(self._rows[row][: -(-(start + count) // block_size)])
+        return len(read)
+
+
 @dataclass
 class LoggedSteps:
     """What a log says about steps and first tokens."""
 
     info: dict[str, Any] = field(default_factory=dict)
     steps: list[tuple[StepShape, float]] = field(default_factory=list)
+    tables: _Tables = field(default_factory=_Tables)
     first_tokens: dict[tuple[int, ...], float] = field(default_factory=dict)
     """The tokens of a prompt -> seconds from its arrival in the engine to its first token."""
 
@@ -121,7 +147,12 @@ def profile_of_server(learned: Mapping[str, Any], live: Mapping[str, Any]) -> Ma
     base, per_token, per_context, per_pair = model.coefficients
     # A decode of the learned costs counts its context as pairs too; `MeasuredCosts` counts pairs of prompts only.
     costs = MeasuredCosts(
-        base, ((0, 0.0), (8192, 8192 * per_token)), 0.0, per_context + per_pair, per_pair, swap_per_block=1e-4
+        base,
+        ((0, 0.0), (8192, 8192 * per_token)),
+        0.0,
+        per_context + per_pair,
+        per_pair,
+        per_context + per_pair,
     )
     name, _, machine = entry["name"].partition(" on ")
     source = "learned costs of a running server"
@@ -165,7 +196,9 @@ def _read_event(
     elif kind == "apply":
         plan = plans.pop(0)
         fields = ("num_decodes", "starts", "counts", "samples", "drafts")
-        shape = shape_of(_LoggedPlan(*(plan[name] for name in fields)))
+        known = _LoggedPlan(*(plan[name] for name in fields))
+        block_size = logged.info["block_size"]
+        shape = shape_of(known, logged.tables.num_blocks(plan, block_size), block_size)
         if event["seconds"] is not None:
             logged.steps.append((shape, float(event["seconds"])))
         for request_id, samples in zip(plan["request_ids"], plan["samples"], strict=True):
@@ -216,7 +249,7 @@ async def _load(
     source, began = random.Random(0), time.perf_counter()
     found: dict[tuple[int, ...], float] = {}
     for number, phase in enumerate(_phases(text, source, context)):
-        if number >= len(_CLOSED_LOOPS) // 2 and time.perf_counter() - began > MEASURED_SECONDS:
+        if number >= len(_CLOSED_LOOPS) and time.perf_counter() - began > MEASURED_SECONDS:
             break
         say(f"{time.perf_counter() - began:4.0f} s  {phase.name}")
         report = await measure(
@@ -227,6 +260,9 @@ async def _load(
             seconds=_REQUEST_SECONDS,
             print_status=lambda line: None,
         )
+        use = report.phases[0].machine
+        if use.is_disturbed:
+            say(f"        other processes used the machine: {', '.join(use.loudest) or 'short ones'}")
         for item, record in zip(phase.items, report.phases[0].records, strict=True):
             if not record.is_answered:
                 raise WeftError(
@@ -239,29 +275,34 @@ async def _load(
 
 
 def _phases(text: Text, source: random.Random, context: int) -> Iterator[Phase]:
-    """Phases without end: requests at once, long prompts, and arrivals at random times."""
+    """Phases without end. Each round has requests at once, short prompts one after another, shared prefixes, long prompts,
+    and arrivals at random times."""
 
-    def item(low: int, high: int, at: float = 0.0) -> Item:
-        most = max(1, context - _ANSWER - 1)
-        return Item(text.take(min(most, source.randint(low, high))), min(_ANSWER, context // 2), at)
+    def item(
+        low: int, high: int, at: float = 0.0, answer: int = _ANSWER, prefix: tuple[int, ...] = ()
+    ) -> Item:
+        room = max(1, context - len(prefix) - answer - 1)
+        tokens = text.take(min(room, source.randint(low, high)))
+        return Item(prefix + tokens, min(answer, context // 2), at)
 
+    longest = min(context, 4096)
     round_number = 0
     while True:
         for index, count in enumerate(_CLOSED_LOOPS):
             low, high = _LENGTHS[(index + round_number) % len(_LENGTHS)]
             # Of many requests with long prompts, nearly all of the time is prompts.
             high = min(high, 12_000 // count + low)
-            items = tuple(item(low, high) for _ in range(max(2, count)))
+            items = tuple(item(low, high) for _ in range(max(4, count)))
             yield Phase(f"{count} at once, prompts of {low} to {high} tokens", items, clients=count)
-        longest = min(context, 4096)
-        yield Phase(
-            f"{_LONG_PROMPTS} prompts of {longest // 2} to {longest} tokens",
-            tuple(item(longest // 2, longest) for _ in range(_LONG_PROMPTS)),
-            clients=1,
-        )
-        at, items = 0.0, ()
-        for _ in range(24):
-            items += (item(16, 512, at),)
-            at += source.expovariate(4.0)
-        yield Phase("24 at random times", items, rate=4.0)
+            if count <= _FEW:
+                items = tuple(item(4, 512, answer=_SHORT_ANSWER) for _ in range(8 * count))
+                yield Phase(f"{count} at once, prompts of 4 to 512 tokens", items, clients=count)
+            elif context > 2 * _SHARED and count <= 32:
+                prefix = text.take(_SHARED)
+                items = tuple(item(*_TAIL, prefix=prefix) for _ in range(count + count // 2))
+                yield Phase(f"{count} at once with a shared prefix", items, clients=count)
+        items = (item(longest // 2, longest), item(longest // 2, longest))
+        yield Phase(f"2 prompts of {longest // 2} to {longest} tokens", items, clients=1)
+        times = itertools.accumulate((source.expovariate(4.0) for _ in range(24)), initial=0.0)
+        yield Phase("25 at random times", tuple(item(16, 512, at) for at in times), rate=4.0)
         round_number += 1

@@ -51,7 +51,8 @@ class MachineProfile:
     is_gpu: bool = False
     """Whether the budgets of a step are those of a GPU, where none are configured."""
     request_seconds: float = 0.0
-    """Seconds that the server adds to a first token beyond the engine: HTTP, tokens, the way to the client."""
+    """Seconds from the start of a request to its arrival in the engine, if it has no company. The server reads requests one
+    after another."""
     steps: int = 0
     """Measured steps."""
     mean_error: float = 0.0
@@ -63,8 +64,9 @@ class MachineProfile:
 def write_profile(profile: MachineProfile, path: Path) -> None:
     document = {"weft_profile": profile.version, **dataclasses.asdict(profile)}
     del document["version"]
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in document.items())
     try:
-        path.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+        path.write_text(f"{{\n{lines}\n}}\n", "utf-8")
     except OSError as error:
         raise InvalidRequestError(f"cannot write {path}: {error.strerror or error}") from error
 

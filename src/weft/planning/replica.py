@@ -17,12 +17,14 @@ from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig, ServingEngineConfig
 from weft.engine.loop import EngineCore
 from weft.errors import InvalidRequestError, QueueFullError, WeftError
-from weft.lengths import LengthDistribution, LengthFeatures, LengthPredictor
+from weft.lengths import LengthFeatures, LengthPredictor
 from weft.plan import BackendInfo, IterationPlan, StepResult
+from weft.planning.costs import shape_of
 from weft.planning.outcome import Outcome
 from weft.planning.profile import MachineProfile
 from weft.request import GenerationResult, InferenceRequest, RequestId, SamplingParams, TokenOutput
 from weft.routing import ReplicaLoad, key_of
+from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 
@@ -108,9 +110,9 @@ class _ArrivalClock(VirtualClock):
 
     def advance_to(self, moment: float) -> None:
         arrivals = self.arrivals
-        while arrivals and arrivals[0].at <= moment:
-            request = arrivals.popleft()
-            self.now = max(self.now, request.at)
+        while arrivals and arrivals[0][0] <= moment:
+            at, request = arrivals.popleft()
+            self.now = max(self.now, at)
             self.deliver(request)
         self.now = max(self.now, moment)
 
@@ -118,14 +120,20 @@ class _ArrivalClock(VirtualClock):
 class _NoisyCosts:
     """The costs of the profile, with a ratio that is drawn for each step."""
 
-    def __init__(self, profile: MachineProfile, source: random.Random) -> None:
+    def __init__(self, profile: MachineProfile, block_size: int, source: random.Random) -> None:
         self._costs, self._draw = profile.costs, source.random
         self.per_token = profile.costs.per_token
         self.swap_per_block = profile.costs.swap_per_block
 
+        self._block_size = block_size
+        self.kv_cache: KvCacheManager | None = None
+        """Says how many different blocks are in use. None: no block is shared."""
+
     def seconds(self, plan: IterationPlan) -> float:
-        seconds = self._costs.seconds(plan)
-        return self._costs.noisy(seconds, self._draw()) if seconds else 0.0
+        if not plan.starts:
+            return 0.0
+        num_blocks = None if self.kv_cache is None else self.kv_cache.pool.num_referenced
+        return self._costs.noisy(self._costs.of(shape_of(plan, num_blocks, self._block_size)), self._draw())
 
 
 class ProfiledBackend(CostModelBackend):
@@ -144,9 +152,10 @@ class ProfiledBackend(CostModelBackend):
         self._bytes_per_block = max(1, round(room.bytes_per_block * ratio))
         blocks = cache.blocks_in_memory(self._bytes_per_block) or max(1, int(room.num_blocks / ratio))
         self._swap_blocks = max(0, int(room.swap_blocks / ratio))
+        self.step_costs = _NoisyCosts(profile, cache.block_size, source)
         super().__init__(
             clock,
-            _NoisyCosts(profile, source),
+            self.step_costs,
             vocabulary_size=VOCABULARY,
             max_context=min(room.max_context, settings.context or room.max_context),
             default_blocks=blocks,
@@ -190,13 +199,13 @@ class ProfiledBackend(CostModelBackend):
 class _Flight:
     """A request that has not ended."""
 
-    __slots__ = ("last", "length", "planned", "slow_gaps")
+    __slots__ = ("arrived", "features", "last", "planned", "slow_gaps")
 
-    def __init__(
-        self, planned: PlannedRequest, length: tuple[LengthFeatures, LengthDistribution] | None
-    ) -> None:
+    def __init__(self, planned: PlannedRequest, arrived: float, features: LengthFeatures) -> None:
         self.planned = planned
-        self.length = length
+        self.arrived = arrived
+        """When it reached the engine."""
+        self.features = features
         self.last = -1.0
         self.slow_gaps = 0
 
@@ -209,13 +218,18 @@ class Replica:
         self._targets = settings.targets
         self._request_seconds = settings.profile.request_seconds
         self._clock = clock = _ArrivalClock(now)
-        self._arrivals: deque[PlannedRequest] = deque()
+        self._arrivals: deque[tuple[float, PlannedRequest]] = deque()
+        """The time at which each request reaches the engine, in order."""
+        self._server_free_at = 0.0
+        """When the server has read the last request that was assigned. It reads one after another."""
         clock.arrivals, clock.deliver = self._arrivals, self._deliver
         config = settings.config
         self._backend = backend = ProfiledBackend(clock, settings, random.Random(f"{settings.seed} {number}"))
         limits = config.scheduler
         info = backend.allocate(config.cache, limits.max_running, limits.max_tokens_per_step)
         self.scheduler = scheduler = ContinuousBatchScheduler(limits, info, clock)
+        if not info.store_blocks:
+            backend.step_costs.kv_cache = scheduler.kv_cache
         self._core = EngineCore(scheduler, backend, clock, threading.RLock())
         self._iterate = self._core.run_overlapped if config.overlap else self._core.run_plain
         self._lengths = LengthPredictor()
@@ -228,7 +242,9 @@ class Replica:
 
     def assign(self, requests: SequenceOf[PlannedRequest]) -> None:
         """Adds requests that arrive later, in order of arrival."""
-        self._arrivals.extend(requests)
+        for request in requests:
+            self._server_free_at = max(self._server_free_at, request.at) + self._request_seconds
+            self._arrivals.append((self._server_free_at, request))
 
     def run_until(self, horizon: float) -> None:
         """Runs all iterations that end by `horizon`."""
@@ -246,9 +262,9 @@ class Replica:
                     continue
                 if not arrivals:
                     raise WeftError(f"replica {self.number} has requests that can never run")
-            if not arrivals or arrivals[0].at > horizon:
+            if not arrivals or arrivals[0][0] > horizon:
                 return
-            clock.advance_to(arrivals[0].at)
+            clock.advance_to(arrivals[0][0])
 
     def report(self) -> ReplicaReport:
         scheduler = self.scheduler
@@ -283,20 +299,19 @@ class Replica:
         """Adds a request to the scheduler, as the server does: with the expected length of its answer."""
         self.outcome.requests += 1
         features = LengthFeatures("", 0, 0, planned.prompt_tokens, planned.answer_tokens)
-        distribution = self._lengths.predict(features)
         request = InferenceRequest(
             planned.prompt(),
             SamplingParams(max_tokens=planned.answer_tokens, temperature=0.0, ignore_eos=True),
             session_id=planned.session,
             request_id=request_id(planned.number),
-            expected=distribution.expected(),
+            expected=self._lengths.predict(features).expected(),
         )
         try:
             self.scheduler.add(Sequence(request, 0))
         except (InvalidRequestError, QueueFullError):
             self.outcome.refused += 1
             return
-        self._flights[request.request_id] = _Flight(planned, (features, distribution))
+        self._flights[request.request_id] = _Flight(planned, self._clock.now, features)
 
     def _collect(self) -> None:
         """Folds the outputs and results of a step into the outcome."""
@@ -310,12 +325,9 @@ class Replica:
         if self._targets.gap is not None:
             self._count_slow_gaps(outputs, now, self._targets.gap)
         gaps.clear()
-        for seconds in tokens.first_token_times:
-            seconds += self._request_seconds
-            outcome.first_token.record(seconds)
-            if seconds > self._first_token:
-                self._first_token = seconds
-        tokens.first_token_times.clear()
+        if tokens.first_token_times:
+            self._first_token = max(self._first_token, *tokens.first_token_times)
+            tokens.first_token_times.clear()
         for result in results:
             self._end(result, now)
 
@@ -330,15 +342,16 @@ class Replica:
     def _end(self, result: GenerationResult, now: float) -> None:
         flight, outcome, targets = self._flights.pop(result.request_id), self.outcome, self._targets
         num_tokens = len(result.tokens)
-        if flight.length is not None:
-            self._lengths.learn(flight.length[0], num_tokens, was_cut=False)
+        # Its limit is the length of its answer, so it ended where the real one did.
+        self._lengths.learn(flight.features, num_tokens, was_cut=False)
         outcome.completed += 1
         outcome.prompt_tokens += result.prompt_token_count
         outcome.cached_tokens += result.cached_token_count
         outcome.output_tokens += num_tokens
         outcome.ended = max(outcome.ended, now)
-        outcome.end_to_end.record(now - flight.planned.at + self._request_seconds)
-        first = (result.time_to_first_token or 0.0) + self._request_seconds
+        outcome.end_to_end.record(now - flight.planned.at)
+        first = flight.arrived - flight.planned.at + (result.time_to_first_token or 0.0)
+        outcome.first_token.record(first)
         is_late = targets.first_token is not None and first > targets.first_token
         is_slow = flight.slow_gaps > (num_tokens - 1) // 100  # one slow gap in 100 is allowed
         outcome.late += is_late

@@ -51,7 +51,9 @@ def answer_lines(report: Report) -> list[str]:
         count = f"{scaling.least} to {scaling.most} replicas, {outcome.mean_replicas:.2f} on average"
     share = f"{total.good_share:.2%} of the requests are within the targets (wanted: {plan.good_share:.2%})"
     lines = [
-        f"{count}: {share}." if chosen.is_enough else f"{count} are not enough: {share}; {chosen.cause}."
+        f"{count}: {share}."
+        if chosen.is_enough
+        else f"{count} {'is' if chosen.replicas == 1 and scaling is None else 'are'} not enough: {share}; {chosen.cause}."
     ]
     if not chosen.is_enough and plan.least != plan.most and scaling is None:
         lines.append(f"More than {plan.most} replicas are needed; allow more with --replicas.")

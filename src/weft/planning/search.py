@@ -18,6 +18,8 @@ from weft.server.settings import KEYS, ServerSettings
 
 SPEEDS = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 """Factors of the load that are tried until the targets are missed."""
+BREAK_REQUESTS = 20_000
+"""These factors are tried with the first requests of the load only, at most this many."""
 MAX_COMBINATIONS = 256
 _SWEPT = ("context", "memory")
 Say = Callable[[str], None]
@@ -113,7 +115,10 @@ def try_out(
     )
     fleet = FleetSettings(replica, replicas, plan.autoscaling, plan.by_prefix)
     most = plan.autoscaling.most if plan.autoscaling is not None else replicas
-    outcome = simulate(fleet, plan.load.requests(speed), 1 if most == 1 else plan.num_processes)
+    requests = plan.load.requests(speed)
+    if speed != 1.0:
+        requests = itertools.islice(requests, BREAK_REQUESTS)
+    outcome = simulate(fleet, requests, 1 if most == 1 else plan.num_processes)
     total = outcome.total
     is_enough = not total.refused and total.good_share >= plan.good_share
     cause = "" if is_enough else cause_of(outcome, plan.targets)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -304,7 +305,7 @@ def _moment(text: str, where: str) -> float:
         if isinstance(error, TraceError):
             raise
     head, dot, fraction = text.partition(".")
-    digits = "".join(character for character in fraction if character.isdecimal())
+    digits = "".join(itertools.takewhile(str.isdecimal, fraction))
     rest = fraction[len(digits) :]
     try:
         return datetime.fromisoformat(head + rest).timestamp() + (float(f"0.{digits}") if dot else 0.0)
