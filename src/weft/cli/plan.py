@@ -10,11 +10,11 @@ from weft.cli.batch import Key
 
 def plan(
     profile: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--profile", "-p", metavar="NAME", help="A file of `weft profile`, or a profile of weft."
         ),
-    ] = "",
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(

@@ -31,7 +31,7 @@ MAX_REPLICAS = 1024
 class PlanOptions:
     """The options of `weft plan`, as they were given."""
 
-    profile: str
+    profile: str | None
     trace: Path | None
     format: str
     limit: int | None

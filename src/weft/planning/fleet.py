@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
 from collections import Counter
@@ -117,11 +118,11 @@ class Fleet:
         self._workers = workers
         self._block_size = settings.replica.config.cache.block_size
         self._router = Router(self._block_size, by_prefix=settings.by_prefix)
-        self._needs_keys = settings.by_prefix and settings.replica.reports_keys
         scaling = settings.autoscaling
+        has_choice = settings.replicas > 1 or scaling is not None
+        self._needs_keys = settings.by_prefix and settings.replica.reports_keys and has_choice
         self._autoscaler = Autoscaler(scaling) if scaling is not None else None
         self._members: dict[int, _Member] = {}
-        self._next_number = 0
         self._root = root_hash("", "")
         self._total = Outcome()
         self._points: list[Point] = []
@@ -165,7 +166,7 @@ class Fleet:
 
     def _route(self, request: PlannedRequest) -> int:
         keys: list[int] = []
-        if self._needs_keys and len(self._members) > 1:
+        if self._needs_keys:
             hashes: list[bytes] = []
             extend_block_hashes(hashes, self._root, request.prompt(), self._block_size)
             keys = [key_of(one) for one in hashes]
@@ -184,7 +185,7 @@ class Fleet:
             member.is_idle, member.waiting = report.is_idle, report.waiting
             first_token = max(first_token, report.first_token)
             added, removed = array("Q", report.added), array("Q", report.removed)
-            if self._needs_keys and len(self._members) > 1:
+            if self._needs_keys:
                 self._router.report(number, report.load, added, removed)
             else:
                 self._router.report(number, report.load)
@@ -194,7 +195,7 @@ class Fleet:
     # ------------------------------------------------------------------ replicas come and go
 
     def _start(self, now: float, seconds: float) -> None:
-        number, self._next_number = self._next_number, self._next_number + 1
+        number = next(number for number in itertools.count() if number not in self._members)
         self._members[number] = _Member(ready_at=now + seconds, paid_from=now)
 
     def _make_ready(self, now: float) -> None:

@@ -155,9 +155,13 @@ def profile_of_server(learned: Mapping[str, Any], live: Mapping[str, Any]) -> Ma
         per_context + per_pair,
     )
     name, _, machine = entry["name"].partition(" on ")
-    source = "learned costs of a running server"
     return MachineProfile(
-        machine.rpartition(",")[0] or machine, name, source, room, costs, 0.0, int(sums.steps)
+        machine=machine.rpartition(",")[0] or machine,
+        model=name,
+        source="learned costs of a running server",
+        room=room,
+        costs=costs,
+        steps=int(sums.steps),
     )
 
 
