@@ -15,8 +15,11 @@ import pytest
 from server_process import NOOP, Server, api_key, running_server, wait_for
 
 from weft.cli.learned import clear, show
+from weft.cli.plan import profile
 from weft.engine.replay import replay
 from weft.errors import WeftError
+from weft.planning.costs import StepShape
+from weft.planning.profile import read_profile
 
 PROMPT = "word " * 60
 
@@ -72,6 +75,22 @@ def test_a_server_that_was_killed_plans_its_first_request_with_the_learned_costs
         restored = events(path)[kinds.index("restore_costs")]["costs"]
         assert restored["steps"] >= 3 and restored["mean_seconds"] > 0
         assert replay(str(path)).requests == 1
+
+
+def test_the_learned_costs_make_a_machine_profile(default_model_path: Path, tmp_path: Path) -> None:
+    output = tmp_path / "profile.json"
+    with learning_server(default_model_path, tmp_path / "state") as server:
+        url = f"http://127.0.0.1:{server.port}"
+        with pytest.raises(WeftError, match="has not learned the costs of its steps yet"):
+            profile(output=output, url=url)
+        learn(server)
+        profile(output=output, url=url)
+        info = server.client.get("/live/info").json()
+    found = read_profile(str(output))
+    assert (found.room.num_blocks, found.room.block_size) == (info["num_blocks"], info["block_size"])
+    assert found.source == "learned costs of a running server"
+    # A step of this server takes 2 ms, whatever it computes.
+    assert found.costs.of(StepShape(1, 1, 100, 0)) == pytest.approx(0.002, rel=0.5, abs=0.002)
 
 
 def test_a_damaged_row_is_set_aside_with_a_warning_and_the_server_starts(

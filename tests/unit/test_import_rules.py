@@ -170,6 +170,13 @@ RULES = (
         ),
     ),
     Rule(
+        ("weft.routing",),
+        "the router is pure, so that a simulation and an ingress can use it",
+        weft=(),
+        third_party=(),
+        never=NONDETERMINISM,
+    ),
+    Rule(
         ("weft.vectors",),
         "arrays of vectors need numpy alone",
         weft=VOCABULARY,
@@ -189,6 +196,7 @@ OTHER_ROOMS = (
     "weft.llm",
     "weft.llm_config",
     "weft.ops",
+    "weft.planning",
     "weft.progress",
     "weft.simulation",
     "weft.terminal",

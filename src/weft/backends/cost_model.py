@@ -7,6 +7,7 @@ fraction of the time, and with the same result on every machine.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 from zlib import crc32
 
 from weft.clock import VirtualClock
@@ -77,6 +78,20 @@ the cost model, and 12.0 ms measured in a CUDA graph without fused kernels. Swap
 """
 
 
+class Costs(Protocol):
+    """How long steps and swaps take."""
+
+    @property
+    def per_token(self) -> float:
+        """Seconds of one more token: the cost of a recompute."""
+        ...
+
+    @property
+    def swap_per_block(self) -> float: ...
+
+    def seconds(self, plan: IterationPlan) -> float: ...
+
+
 class _Step:
     """A submitted plan and the time at which it ends. It is also the plan's `StepHandle`."""
 
@@ -98,15 +113,18 @@ class CostModelBackend:
     def __init__(
         self,
         clock: VirtualClock,
-        costs: StepCosts = ZEN3_SMOLLM2_135M,
+        costs: Costs = ZEN3_SMOLLM2_135M,
         *,
         vocabulary_size: int = 49_152,
         max_context: int = 8192,
+        default_blocks: int = 4096,
     ) -> None:
+        """`default_blocks`: the full blocks that fit into its memory, where no other size is configured."""
         self._clock = clock
         self._costs = costs
         self._vocabulary_size = vocabulary_size
         self._max_context = max_context
+        self._default_blocks = default_blocks
         self.busy_seconds = 0.0
         """The sum of the seconds of all steps."""
         self._device_free_at = 0.0
@@ -116,7 +134,7 @@ class CostModelBackend:
         self._swap_ends: dict[int, float] = {}
 
     def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
-        max_context, sizes = self._max_context, PoolSizes(pool.num_blocks or 4096, 0)
+        max_context, sizes = self._max_context, PoolSizes(pool.num_blocks or self._default_blocks, 0)
         block_bytes = store_block_bytes = 0
         if pool.is_two_tier:
             block_bytes, store_block_bytes = 2 * _HEAD_SIZE, store_vector_bytes(_HEAD_SIZE, pool.store_bits)
@@ -124,7 +142,7 @@ class CostModelBackend:
                 pool,
                 block_bytes=block_bytes,
                 store_block_bytes=store_block_bytes,
-                free_memory=4096 * block_bytes,
+                free_memory=self._default_blocks * block_bytes,
                 model_context=max_context,
                 step_tokens=max_tokens,
             )

@@ -110,13 +110,13 @@ def page(report: Report) -> str:
         f"<ul class='notes'>{''.join(f'<li>{escape(note)}</li>' for note in warnings)}</ul>"
         if warnings
         else "",
-        "<h2>Throughput</h2>" + _table(throughput_columns(has_targets), throughput),
+        "<h2>Throughput</h2>" + table(throughput_columns(has_targets), throughput),
         "<h2>Latency, ms</h2><div class='latency'>"
-        + _table(("work", "", "p50", "p90", "p99", "max", "mean", "count"), latency)
+        + table(("work", "", "p50", "p90", "p99", "max", "mean", "count"), latency)
         + "</div>",
-        _plots("Against the rate", _sweep_plots(report)),
-        _plots("Distributions", _distribution_plots(report.phases, report.targets)),
-        _plots("Over time", [_time_plot(phase) for phase in report.phases]),
+        plots("Against the rate", _sweep_plots(report)),
+        plots("Distributions", _distribution_plots(report.phases, report.targets)),
+        plots("Over time", [_time_plot(phase) for phase in report.phases]),
     ]
     return (
         "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'/>"
@@ -238,12 +238,12 @@ def _time_plot(phase: PhaseResult) -> str:
     return plot(f"{phase.name}: latency by time of sending", "seconds after the start", "seconds", series)
 
 
-def _plots(title: str, figures: Sequence[str]) -> str:
+def plots(title: str, figures: Sequence[str]) -> str:
     shown = "\n".join(figure for figure in figures if figure)
     return f"<h2>{escape(title)}</h2>\n<div class='plots'>{shown}</div>" if shown else ""
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

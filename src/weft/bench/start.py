@@ -83,13 +83,13 @@ def main(model: str, starts: int, streams: Sequence[int], json: bool) -> bool:
 
 
 def _measure(model: str, starts: int) -> list[Start]:
-    with _server(model) as (port, process):
-        _wait_for_phases(port, process, time.perf_counter())
+    with started_server(model) as (port, process):
+        wait_for_phases(port, process, time.perf_counter())
     measured = []
     for _ in range(starts):
         before, began = take_snapshot(), time.perf_counter()
-        with _server(model) as (port, process):
-            seconds = _wait_for_phases(port, process, began)
+        with started_server(model) as (port, process):
+            seconds = wait_for_phases(port, process, began)
             use = use_between(before, take_snapshot(), _HOST, port)
             measured.append(Start(seconds, tuple(_uses(port)), use.is_disturbed))
     return measured
@@ -107,14 +107,17 @@ def parse_streams(text: str) -> list[int]:
 
 
 @contextmanager
-def _server(model: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """Runs `weft serve` on a free port. The server ends with the `with` block."""
+def started_server(
+    model: str, *arguments: str, variables: Mapping[str, str] | None = None
+) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """Runs `weft serve` on a free port. The server ends with the `with` block. `variables`: added to its environment."""
     with socket.create_server((_HOST, 0)) as free:
         port = free.getsockname()[1]
     # Python may write bytecode, as an installer does: compiling the sources is not part of a start.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment |= variables or {}
     process = subprocess.Popen(
-        (sys.executable, "-c", _PROGRAM, "serve", model, "--host", _HOST, "--port", str(port)),
+        (sys.executable, "-c", _PROGRAM, "serve", model, "--host", _HOST, "--port", str(port), *arguments),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -127,7 +130,7 @@ def _server(model: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
         process.communicate()
 
 
-def _wait_for_phases(port: int, process: subprocess.Popen[bytes], began: float) -> dict[str, float]:
+def wait_for_phases(port: int, process: subprocess.Popen[bytes], began: float) -> dict[str, float]:
     """Polls until each phase is reached. Returns the time of each, in seconds after `began`."""
     deadline = began + _TIMEOUT_SECONDS
     reached = {}
@@ -195,8 +198,8 @@ def _peak(model: str, streams: int) -> Peak:
     """
     rss = pss = 0.0
     prompts = [f"{number}. " + "Tell me of weaving. " * (_TOKENS // 5) for number in range(streams)]
-    with _server(model) as (port, process), ThreadPoolExecutor(streams) as threads:
-        _wait_for_phases(port, process, time.perf_counter())
+    with started_server(model) as (port, process), ThreadPoolExecutor(streams) as threads:
+        wait_for_phases(port, process, time.perf_counter())
         pending = {threads.submit(_request_stream, port, text, _TOKENS) for text in prompts}
         while pending:
             done, pending = wait(pending, _SAMPLE_SECONDS)

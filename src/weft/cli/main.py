@@ -14,6 +14,7 @@ from weft.cli.entry import run
 from weft.cli.feedback import feedback_app
 from weft.cli.learned import learned_app
 from weft.cli.memory import memory_app
+from weft.cli.plan import plan, profile
 from weft.server.settings import FLAGS, flag_type
 
 app = typer.Typer(
@@ -416,6 +417,10 @@ def doctor(
 
     if not doctor_command(model, port, json):
         raise typer.Exit(1)
+
+
+app.command()(plan)
+app.command()(profile)
 
 
 @app.command()

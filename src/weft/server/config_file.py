@@ -209,6 +209,11 @@ def _read(key: str, value: Any, source: str, is_text: bool = False) -> Any:
     raise InvalidRequestError(f"{source}: {key} is {shown}; allowed: {allowed_words(key)}", field=key)
 
 
+def read_value(key: str, text: str, source: str) -> Any:
+    """The value of a setting that is given as text, checked. `source` is for errors."""
+    return _read(key, text, source, is_text=True)
+
+
 def allowed_words(key: str) -> str:
     """Describes the values that a setting accepts."""
     if is_size(key):

@@ -96,6 +96,8 @@ class BlockPool:
         self._free = list(range(end - 1, first_block - 1, -1))
         self._newly_free: list[int] = []
         self.evictions = Evictions()
+        self.changed: set[BlockHash] | None = None
+        """Hashes that came into the cache or left it, for a reader that takes them out. None: they are not collected."""
 
     @property
     def available(self) -> int:
@@ -258,6 +260,8 @@ class BlockPool:
             raise ValueError(f"block {block} cannot be cached: it is free, or cached under another hash")
         self._cached[block_hash] = block
         self._hashes[block] = block_hash
+        if self.changed is not None:
+            self.changed.add(block_hash)
         return True
 
     def unregister(self, block: int, block_hash: BlockHash) -> None:
@@ -345,6 +349,8 @@ class BlockPool:
         block_hash = self._hashes[block]
         assert block_hash is not None
         del self._cached[block_hash]
+        if self.changed is not None:
+            self.changed.add(block_hash)
         self._hashes[block] = None
         self._idle_content.discard(block)
         self._reused.discard(block)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,6 +30,12 @@ class LearnedEntry(Shape):
     bytes: int
     step_seconds: Annotated[
         float | None, Meta(description="costs: the mean seconds of a step that decodes, as it was learned.")
+    ]
+    costs: Annotated[
+        dict[str, Any] | None,
+        Meta(
+            description="costs: the sums that were learned. `weft profile --url` makes a machine profile of them."
+        ),
     ]
     tokens: Annotated[int | None, Meta(description="drafts: tokens of finished answers.")]
     tokens_saved: Annotated[
@@ -106,6 +113,7 @@ async def _show_learned(services: Services, request: Request) -> Response:
             "updated_at": int(row.updated_at),
             "bytes": len(row.content),
             "step_seconds": costs.mean_seconds or None,
+            "costs": msgspec.to_builtins(costs),
         }
         for row, costs in await services.learned.rows()
     ]
