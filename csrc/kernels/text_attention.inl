@@ -9,12 +9,11 @@ namespace texts {
 inline void pack_keys(const TextTask& task, float* out) {
   for (int64_t strip = 0; strip < task.tokens; strip += strip_outputs, out += task.head_size * strip_outputs) {
     const int64_t count = task.tokens - strip < strip_outputs ? task.tokens - strip : strip_outputs;
+    if (count < strip_outputs) std::memset(out, 0, static_cast<size_t>(task.head_size * strip_outputs) * sizeof(float));
     for (int64_t key = 0; key < count; key++) {
       const float* from = task.keys + (strip + key) * task.stride;
       for (int64_t feature = 0; feature < task.head_size; feature++) out[feature * strip_outputs + key] = from[feature];
     }
-    for (int64_t feature = 0; feature < task.head_size && count < strip_outputs; feature++)
-      std::memset(out + feature * strip_outputs + count, 0, static_cast<size_t>(strip_outputs - count) * sizeof(float));
   }
 }
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import threading
+import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def test_an_engine_makes_a_new_uuid_for_each_request_without_an_id() -> None:
     engine, unnamed = make(), request(request_id=RequestId(""))
     ids = {engine.submit(unnamed) for _ in range(8)}
     assert len(ids) == 8 and all(re.fullmatch("[0-9a-f]{32}", request_id) for request_id in ids)
+    assert all(uuid.UUID(request_id).version == 4 for request_id in ids)
 
 
 def test_ids_come_from_the_generator_that_was_passed_in() -> None:

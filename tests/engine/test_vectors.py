@@ -48,6 +48,16 @@ def test_every_prompt_of_a_batch_gets_the_vector_that_it_gets_alone(overlap: boo
     assert steps < 2 * tokens / SPEC.engine_config().scheduler.max_prefill_tokens, "steps hold many prompts"
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_prompt_alone_gets_its_vector_in_one_iteration(overlap: bool) -> None:
+    config = dataclasses.replace(SPEC.engine_config(), overlap=overlap)
+    engine, [prompt] = ServingEngine(NoopBackend(**OPTIONS), config), prompts(1)
+    request_id = engine.submit(InferenceRequest(prompt, ONE_TOKEN))
+    [output] = engine.run_iteration()
+    result = engine.get_result(request_id)
+    assert output.is_final and result is not None and result.vector == alone(prompt)
+
+
 def test_a_prompt_longer_than_the_model_allows_is_refused_with_both_numbers() -> None:
     engine = ServingEngine(NoopBackend(**OPTIONS), SPEC.engine_config())
     with pytest.raises(InvalidRequestError, match=r"65.*65"):

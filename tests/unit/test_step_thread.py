@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import threading
 from collections.abc import Callable
+from tempfile import TemporaryFile
 
 import pytest
 
+from weft.backends.cpu.core_lease import CoreLease
 from weft.backends.cpu.step_thread import StepThread
 from weft.plan import StepResult
 
@@ -134,3 +137,80 @@ def test_submitting_does_not_wait_behind_another_step_or_for_a_step_that_does_no
     may_start.set()
     assert [one.result().tokens, two.result().tokens] == [[1], [2]]
     thread.close()
+
+
+def test_a_short_step_that_is_alone_is_computed_by_the_thread_that_asks_for_its_result() -> None:
+    thread = StepThread("steps")
+    computed_by: list[threading.Thread] = []
+
+    def computing() -> StepResult:
+        computed_by.append(threading.current_thread())
+        return StepResult(tokens=[1])
+
+    for _ in range(3):
+        step = thread.submit_short(computing)
+        assert step.result().tokens == step.result().tokens == [1]
+    assert computed_by == [threading.current_thread()] * 3
+    thread.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        thread.submit_short(computing)
+
+
+def test_a_short_step_is_computed_in_the_thread_if_another_step_is_submitted_before_its_result() -> None:
+    thread = StepThread("steps")
+    computed: list[tuple[int, str]] = []
+
+    def computing(number: int) -> Callable[[], StepResult]:
+        def run() -> StepResult:
+            computed.append((number, threading.current_thread().name))
+            return StepResult(tokens=[number])
+
+        return run
+
+    steps = [thread.submit_short(computing(number)) for number in range(3)]
+    steps.append(thread.submit(computing(3)))
+    assert [step.result().tokens for step in steps] == [[0], [1], [2], [3]]
+    assert computed[:2] == [(0, "steps"), (1, "steps")]
+    assert [number for number, _ in computed] == [0, 1, 2, 3]
+    thread.close()
+
+
+def test_a_short_step_waits_for_no_other_thread_and_is_computed_again_after_an_interrupt() -> None:
+    thread = StepThread("steps")
+    may_end, attempts = threading.Event(), [0]
+
+    def interrupted_once() -> StepResult:
+        attempts[0] += 1
+        if attempts[0] == 1:
+            raise KeyboardInterrupt
+        return StepResult(tokens=[2])
+
+    def slow() -> StepResult:
+        assert may_end.wait(WAIT)
+        return StepResult(tokens=[1])
+
+    alone = thread.submit_short(interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
+        alone.result()
+    assert alone.result().tokens == [2] and attempts == [2]
+    running = thread.submit(slow)
+    behind = thread.submit_short(numbered(3))
+    may_end.set()
+    assert [running.result().tokens, behind.result().tokens] == [[1], [3]]
+    thread.close()
+
+
+def test_with_a_lease_short_steps_run_in_the_thread_that_holds_it() -> None:
+    with TemporaryFile() as file:
+        file.truncate(mmap.PAGESIZE)
+        thread = StepThread("steps", CoreLease(file.fileno(), place=0))
+        names: list[str] = []
+
+        def computing() -> StepResult:
+            thread.report()
+            names.append(threading.current_thread().name)
+            return StepResult(tokens=[1])
+
+        assert thread.submit_short(computing).result().tokens == [1]
+        thread.close()
+    assert names == ["steps"]

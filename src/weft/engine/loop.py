@@ -90,6 +90,8 @@ class EngineCore:
             return has_waited
         if plan is None or len(self._in_flight) > 1:
             self._finish_oldest()
+        elif not (has_waited or self.scheduler.has_more_to_plan):
+            self._finish_oldest()  # the next call would only find that there is nothing to plan
         return True
 
     def drain(self) -> None:

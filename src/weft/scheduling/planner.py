@@ -123,7 +123,8 @@ class Planner:
             # the step has one place only, it is kept for them in every second step.
             places = places - 1 if places > 1 else builder.step % 2
         decodes, prefills, others = self._split(sequences, places)
-        self._take_decodes(builder, decodes)
+        if decodes:
+            self._take_decodes(builder, decodes)
         if prefills or others or may_admit:
             self._prompts.plan(builder, prefills, may_admit)
         # Gives the unused places to the remaining sequences, in rotation order.

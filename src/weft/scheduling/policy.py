@@ -150,19 +150,22 @@ class StepCostModel:
         """Adds a measured step to the sums. Outliers are limited, and steps without prompts count little."""
         # Steps without prompts decay nothing, so the many of them must count little.
         weight = 1.0 if prefill_tokens else 0.05
-        values = (1, tokens, context, pairs)
-        features = [value / scale for value, scale in zip(values, self.SCALES, strict=True)]
+        one, per_token, per_context, per_pair = self.SCALES
+        f0, f1, f2, f3 = features = (1 / one, tokens / per_token, context / per_context, pairs / per_pair)
         if seconds > self.TRUSTED_SECONDS and self.is_ready:
             predicted = self.predict(tokens, context, pairs)
             seconds = min(seconds, max(self.TRUSTED_SECONDS, self.MAX_PREDICTED_RATIO * predicted))
+        kept = 1.0
         if prefill_tokens:
             self._steps += 1
-            self._moments = [[cell * self.DECAY for cell in line] for line in self._moments]
-            self._products = [cell * self.DECAY for cell in self._products]
-        for i, feature in enumerate(features):
-            self._products[i] += weight * feature * seconds
-            for j, other in enumerate(features):
-                self._moments[i][j] += weight * feature * other
+            kept = self.DECAY
+        weighted = [weight * feature for feature in features]
+        self._products = [cell * kept + w * seconds for cell, w in zip(self._products, weighted, strict=True)]
+        # Written out, because this code runs for every step.
+        self._moments = [
+            [a * kept + w * f0, b * kept + w * f1, c * kept + w * f2, d * kept + w * f3]
+            for (a, b, c, d), w in zip(self._moments, weighted, strict=True)
+        ]
         self._coefficients = None
 
     def restore(self, costs: LearnedCosts) -> None:

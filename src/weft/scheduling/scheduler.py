@@ -125,6 +125,14 @@ class ContinuousBatchScheduler:
         return not self._in_flight or not (self._in_flight[-1].plan.drafts or self._in_flight[-1].is_short)
 
     @property
+    def has_more_to_plan(self) -> bool:
+        """Whether a sequence has work that is in no step in flight."""
+        table = self._sequence_table
+        if table.queue or table.idle_queue or table.paused or table.resuming:
+            return True
+        return not all(s.is_finishing for s in table.running)
+
+    @property
     def is_retrying(self) -> bool:
         """Whether a failed step is retried in halves. Each half must succeed before the next step is planned."""
         return bool(self._retries) or (bool(self._in_flight) and self._in_flight[-1].is_retry)

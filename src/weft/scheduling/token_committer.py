@@ -45,8 +45,10 @@ class TokenCommitter:
         self._take_prompt_logprobs(pending, result)
         for sequence in pending.sequences if result.vectors else ():
             sequence.vector = result.vectors.get(sequence.request_id)
-        self._commit_decodes(pending, result, now)
-        self._commit_drafts(pending, result, now)
+        if pending.plan.num_decodes:
+            self._commit_decodes(pending, result, now)
+        if pending.plan.drafts:
+            self._commit_drafts(pending, result, now)
         self._commit_prefills(pending, result, now)
         for sequence in pending.sequences if result.forced else ():
             forced = result.forced.get(sequence.request_id)

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from weft.backends.cpu.core_lease import CoreLease
 from weft.backends.cpu.kernels import has_kernels, instruction_set
 from weft.backends.cpu.packed_weights import check_quantize, keep_packed
-from weft.backends.cpu.step_thread import QueuedStep, StepThread
+from weft.backends.cpu.step_thread import AloneStep, QueuedStep, StepThread
 from weft.backends.cpu.threads import thread_count
 from weft.config import KvCachePoolConfig
 from weft.embedding import EmbeddingSpec
@@ -36,7 +37,17 @@ from weft.request import Failure, FailureKind, Grammar, RequestId
 if TYPE_CHECKING:
     from weft.ops.cpu.weights import Quantize
 
+_SHORT_STEP_TOKENS = 256
+"""A step with at most this many tokens is alone until other requests arrive: all that waited are in it."""
 _NOT_A_NUMBER = Failure(FailureKind.STEP, "the vector has a value that is not a number")
+
+
+class _Input(NamedTuple):
+    """The prompt of a row."""
+
+    tokens: np.ndarray
+    second: int
+    """The index of the first token with type 1. The number of tokens if there is none."""
 
 
 class Forward(Protocol):
@@ -67,7 +78,8 @@ class EmbedderBackend:
         self._room_tokens = room_tokens
         self._separator = separator if model.types > 1 else None
         self._thread = StepThread("weft-embedder", lease)
-        self._rows: dict[int, np.ndarray] = {}  # the tokens of the prompt of each row
+        self._rows: dict[int, _Input] = {}
+        self._counting = np.arange(self.spec.max_tokens)
 
     def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
         max_context = self.spec.max_tokens + 1  # one more: a sampled token stands for the vector
@@ -94,15 +106,18 @@ class EmbedderBackend:
             "an embedding model generates no text, so it takes no grammar", field="grammar"
         )
 
-    def submit(self, plan: IterationPlan) -> QueuedStep:
+    def submit(self, plan: IterationPlan) -> QueuedStep | AloneStep:
         for start in plan.row_starts:
-            self._rows[start.row] = np.array(start.tokens[: start.prompt_length], np.int64)
-        texts = []
+            tokens = start.tokens[: start.prompt_length]
+            second = tokens.index(self._separator) + 1 if self._separator in tokens else len(tokens)
+            self._rows[start.row] = _Input(np.array(tokens, np.int64), second)
+        inputs = []
         for row, first, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
             text = self._rows[row]
-            assert first == 0 and count == len(text), "a step holds whole prompts"
-            texts.append(text)
-        return self._thread.submit(partial(self._run, plan.request_ids, texts))
+            assert first == 0 and count == len(text.tokens), "a step holds whole prompts"
+            inputs.append(text)
+        submit = self._thread.submit_short if plan.num_tokens <= _SHORT_STEP_TOKENS else self._thread.submit
+        return submit(partial(self._run, plan.request_ids, inputs))
 
     def close(self) -> None:
         self._thread.close()
@@ -110,50 +125,59 @@ class EmbedderBackend:
             del self._forward
         self._release()
 
-    def _run(self, request_ids: tuple[RequestId, ...], texts: list[np.ndarray]) -> StepResult:
-        """Computes one step, in the thread."""
-        if not texts:
+    def _run(self, request_ids: tuple[RequestId, ...], inputs: list[_Input]) -> StepResult:
+        """Computes one step."""
+        if not inputs:
             return StepResult()
         try:
-            # Inputs of similar length lie together, so that threads get equal parts.
-            order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
-            step = self._indices([texts[index] for index in order])
+            if len(inputs) > 1:
+                # Inputs of similar length lie together, so that threads get equal parts.
+                order = sorted(range(len(inputs)), key=lambda index: len(inputs[index].tokens))
+                inputs, request_ids = [inputs[i] for i in order], tuple(request_ids[i] for i in order)
+            step = self._indices(inputs)
             self._thread.report()
             vectors = self._finished(self._forward.forward(step))
         except Exception as error:
             return StepResult(error=f"{type(error).__name__}: {error}")
-        is_finite = np.isfinite(vectors).all(axis=1)
-        named = {request_ids[index]: place for place, index in enumerate(order)}
-        return StepResult(
-            tokens=[0] * len(texts),
-            vectors={request_id: vectors[place].tobytes() for request_id, place in named.items()},
-            errors={request_id: _NOT_A_NUMBER for request_id, place in named.items() if not is_finite[place]},
-        )
+        is_finite = np.isfinite(vectors)
+        errors = {} if is_finite.all() else _errors_of(request_ids, is_finite)
+        named = {
+            request_id: vector.tobytes() for request_id, vector in zip(request_ids, vectors, strict=True)
+        }
+        return StepResult(tokens=[0] * len(inputs), vectors=named, errors=errors)
 
-    def _indices(self, texts: list[np.ndarray]) -> TextIndices:
-        lengths = np.array([len(text) for text in texts], np.int64)
-        starts = np.zeros(len(texts) + 1, np.int64)
-        np.cumsum(lengths, out=starts[1:])
+    def _indices(self, inputs: list[_Input]) -> TextIndices:
+        starts = [0, *accumulate([len(text.tokens) for text in inputs])]
         types = np.zeros(starts[-1], np.int64)
-        if self._separator is not None:
-            for text, start, end in zip(texts, starts[:-1], starts[1:], strict=True):
-                types[start + 1 : end] = np.cumsum(text[:-1] == self._separator) > 0
-        positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
-        return TextIndices(np.concatenate(texts), positions, types, starts)
+        for text, start in zip(inputs, starts, strict=False):
+            if text.second < len(text.tokens):
+                types[start + text.second : start + len(text.tokens)] = 1
+        return TextIndices(
+            np.concatenate([text.tokens for text in inputs]),
+            np.concatenate([self._counting[: len(text.tokens)] for text in inputs]),
+            types,
+            np.array(starts, np.int64),
+        )
 
     def _finished(self, rows: np.ndarray) -> np.ndarray:
         """Makes vectors or scores of the rows, as `spec` says. Each row is computed by itself, in float64, so a result
         never depends on the other rows."""
-        spec, wide = self.spec, rows.astype(np.float64)
+        spec, wide = self.spec, rows
         with np.errstate(over="ignore", invalid="ignore"):
             if spec.yes_no is not None:
-                wide = wide[:, :1] - wide[:, 1:2]
+                wide = np.subtract(wide[:, :1], wide[:, 1:2], dtype=np.float64)
             if spec.yes_no is not None or spec.activation == "sigmoid":
-                wide = 1.0 / (1.0 + np.exp(-wide))
+                wide = 1.0 / (1.0 + np.exp(-wide.astype(np.float64)))
             if spec.normalise:
-                lengths = np.sqrt(np.square(wide).sum(axis=1, keepdims=True))
+                squares = np.square(wide, dtype=np.float64)
+                lengths = np.sqrt(np.add.reduce(squares, axis=1, keepdims=True))
                 wide = wide / np.maximum(lengths, 1e-12)  # as in torch: a vector of zeros stays zero
             return np.ascontiguousarray(wide, "<f4")
+
+
+def _errors_of(request_ids: tuple[RequestId, ...], is_finite: np.ndarray) -> dict[RequestId, Failure]:
+    each = zip(request_ids, np.logical_and.reduce(is_finite, axis=1), strict=True)
+    return {request_id: _NOT_A_NUMBER for request_id, is_good in each if not is_good}
 
 
 def open_embedder(

@@ -6,6 +6,9 @@ when step N + 1 begins to compute without the GIL. If no step is queued, the res
 
 For the same reason `submit` waits for its step to start if no other step runs: the engine thread does the rest of its
 work while the step computes.
+
+A short step that is alone is computed by the thread that asks for its result. To hand it to the other thread, and to
+wait for it, would take a quarter of its time (`AloneStep`).
 """
 
 from __future__ import annotations
@@ -79,6 +82,33 @@ class QueuedStep:
             return self._outcome if self._finish is None else self._finish(self._outcome)
 
 
+class AloneStep:
+    """A short step that was submitted while no other one ran. Implements `StepHandle`. `result` computes it, unless
+    another step was submitted before: then the thread computes both."""
+
+    __slots__ = ("_outcome", "_queued", "_run")
+
+    def __init__(self, run: Callable[[], StepResult]) -> None:
+        self._run: Callable[[], StepResult] | None = run
+        self._outcome: StepResult | None = None
+        self._queued: QueuedStep | None = None
+
+    def start(self, submit: Callable[[Callable[[], StepResult]], QueuedStep]) -> None:
+        """Gives the step to the thread, unless it was computed already."""
+        if self._run is not None and self._queued is None:
+            self._queued = submit(self._run)
+
+    def result(self) -> StepResult:
+        if self._queued is not None:
+            return self._queued.result()
+        if self._outcome is None:
+            assert self._run is not None
+            # If an interrupt ends this call, the next call computes the step again.
+            self._outcome = self._run()
+            self._run = None  # a handle that is kept must not keep the inputs of the step alive
+        return self._outcome
+
+
 class StepThread:
     """Runs steps in the order of submission. Prefaults memory while no step is queued."""
 
@@ -89,6 +119,8 @@ class StepThread:
         """Seconds for which the running step has waited for the cores."""
         self._steps: SimpleQueue[QueuedStep | Prefaulter | None] = SimpleQueue()
         self._newest: QueuedStep | None = None
+        self._alone: AloneStep | None = None
+        """The newest step, if it is short and was submitted while no other one ran."""
         self._running: QueuedStep | None = None
         self._unreported: tuple[QueuedStep, StepResult | BaseException] | None = None
         thread = threading.Thread(target=_work, args=(self._steps, lease), name=name, daemon=True)
@@ -99,10 +131,35 @@ class StepThread:
     def submit(
         self, run: Callable[[], StepResult], finish: Callable[[StepResult], StepResult] | None = None
     ) -> QueuedStep:
+        self._start_alone()
+        return self._queue(run, finish)
+
+    def submit_short(self, run: Callable[[], StepResult]) -> QueuedStep | AloneStep:
+        """Submits a step that is so short that a second thread does not pay. Results must be asked for by the thread that
+        submits."""
+        self._start_alone()
+        # With a lease, all steps run in the thread, which holds it.
+        if self._lease is not None or not self._is_idle:
+            return self._queue(run)
+        self._alone = AloneStep(run)
+        return self._alone
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._newest is None or self._newest.is_reported
+
+    def _start_alone(self) -> None:
         if not self._end.alive:
             raise RuntimeError("the backend is closed and runs no more steps")
+        alone, self._alone = self._alone, None
+        if alone is not None:
+            alone.start(self._queue)
+
+    def _queue(
+        self, run: Callable[[], StepResult], finish: Callable[[StepResult], StepResult] | None = None
+    ) -> QueuedStep:
         step = QueuedStep(lambda step: self._run(step, run), finish)
-        is_idle = self._newest is None or self._newest.is_reported
+        is_idle = self._is_idle
         self._newest = step
         self._steps.put(step)
         if is_idle:

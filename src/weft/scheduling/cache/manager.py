@@ -174,6 +174,8 @@ class KvCacheManager:
 
     def share(self, blocks: Sequence[int]) -> None:
         """Adds a reference to each block of a prefix hit. If one of them is free, raises ValueError and adds none."""
+        if not blocks:
+            return
         stored = self.num_stored(blocks)
         self.store.share_all(blocks[:stored])
         try:
@@ -184,6 +186,8 @@ class KvCacheManager:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Undoes `share`."""
+        if not blocks:
+            return
         stored = self.num_stored(blocks)
         self.pool.release(blocks[stored:])
         if stored:
