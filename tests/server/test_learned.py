@@ -187,3 +187,42 @@ def test_keys_with_other_salts_share_no_finished_answers(default_model_path: Pat
         assert learned_drafts("ann") > 0
         assert learned_drafts("bob") == 0
         assert learned_drafts("bob") > 0
+
+
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12},
+    "/v1/responses": {"input": PROMPT, "max_output_tokens": 12, "store": False},
+    "/v1/messages": {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12},
+    "/api/chat": {
+        "messages": [{"role": "user", "content": PROMPT}],
+        "stream": False,
+        "options": {"num_predict": 12},
+    },
+    "/api/generate": {"prompt": PROMPT, "stream": False, "options": {"num_predict": 12}},
+}
+
+
+def test_every_api_can_let_prompts_be_learned_if_the_key_allows_it(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    more = {
+        "api_keys": [api_key("ann", learn_prompts=True), api_key("bob"), api_key("boss", admin=True)],
+        "headers": {"Authorization": "Bearer boss"},
+        "coalesce": False,
+    }
+    with learning_server(default_model_path, tmp_path / "state", **more) as server:
+        ann, bob = ({"Authorization": f"Bearer {key}"} for key in ("ann", "bob"))
+        for path, body in ROUTES.items():
+            refused = server.client.post(path, json={**body, "learn_prompt": True}, headers=bob)
+            assert refused.status_code == 403 and "learn_prompts = true" in refused.text, path
+            assert server.client.post(path, json={**body, "learn_prompt": 1}, headers=ann).status_code == 400
+            learned = []
+            for learn_prompt in (False, True):
+                before = server.metric("learned_tokens")
+                sent = {**body, "learn_prompt": learn_prompt}
+                assert server.client.post(path, json=sent, headers=ann).status_code == 200, path
+                # Tokens are indexed after steps, so another request makes some.
+                assert server.complete("Hello", max_tokens=2).status_code == 200
+                learned.append(server.metric("learned_tokens") - before)
+            assert learned[1] - learned[0] >= 40, (path, learned)

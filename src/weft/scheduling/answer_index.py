@@ -185,8 +185,12 @@ class AnswerIndexes:
         return self._indexes.get(cache_salt)
 
     def add(self, cache_salt: str, tokens: Sequence[int], num_prompt_tokens: int) -> None:
-        """Queues the answer of a sequence with `tokens`, prompt included. Drops the answer if too many tokens wait."""
+        """Queues the answer of a sequence with `tokens`, prompt included. Drops the answer if too many tokens wait.
+        `num_prompt_tokens`: no draft tokens are taken from these. 0: all tokens are indexed, or the last ones if there are
+        too many."""
         first = max(0, num_prompt_tokens - PROMPT_TOKENS)
+        if not num_prompt_tokens:
+            first = max(0, len(tokens) - self.max_text_tokens)
         if len(tokens) - num_prompt_tokens < LENGTHS[-1] or self._max_bytes < BYTES_PER_INDEX:
             return
         text = array("i", tokens[first : first + self.max_text_tokens])

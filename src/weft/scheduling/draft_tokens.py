@@ -348,7 +348,8 @@ class Speculation:
     def keep(self, sequence: Sequence) -> None:
         """Keeps the tokens of a completed answer for later sequences with the same cache salt. `learn` indexes them."""
         request = sequence.request
-        self.answers.add(request.cache_salt, sequence.tokens, len(request.prompt))
+        num_prompt_tokens = 0 if request.learns_prompt else len(request.prompt)
+        self.answers.add(request.cache_salt, sequence.tokens, num_prompt_tokens)
 
     def forget_answers(self) -> None:
         """Drops all finished answers. Sequences with a proposer still use the old answers until they end."""
