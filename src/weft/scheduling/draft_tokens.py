@@ -353,7 +353,10 @@ class Speculation:
 
     def forget_answers(self) -> None:
         """Drops all finished answers. Sequences with a proposer still use the old answers until they end."""
+        is_collected = self.answers.is_collected
         self.answers = AnswerIndexes(self._max_learned_bytes)
+        if is_collected:
+            self.answers.take_new()
 
     def learn(self, plan: IterationPlan, seconds: float | None, now: float, has_next: bool) -> None:
         """Learns from a step that ended `now`, and indexes some tokens of finished answers. `has_next`: the next step was
