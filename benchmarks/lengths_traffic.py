@@ -13,7 +13,7 @@ from weft.clock import Clock
 from weft.engine.serving import ServingEngine
 from weft.lengths import ExpectedLength, LengthDistribution, LengthFeatures, LengthPredictor
 from weft.request import GenerationResult, InferenceRequest, RequestId, SamplingParams, TokenOutput
-from weft.server.admission.waiting import Place, WaitEstimate
+from weft.server.admission.waiting import Place, WaitEstimate, retry_after
 
 SHORT, LONG = (8, 48), (200, 600)
 """Range of the tokens of a short and of a long answer. All numbers in a range are equally likely."""
@@ -111,8 +111,11 @@ class PlaceLimit:
 
     def arrive(self, job: Job) -> None:
         """Queues a job. If there is no room, it is refused, and its client is given a wait."""
-        job.given_wait = None if self._has_room else self._wait_to_give()
-        self._refused.append((job, self._clock() + (job.given_wait or 0.0)))
+        back_at = self._clock()
+        if not self._has_room:
+            job.given_wait = self._wait_to_give()
+            back_at += float(retry_after(job.given_wait))
+        self._refused.append((job, back_at))
 
     def accepted(self) -> list[Job]:
         """Accepts jobs while there is room, and returns them."""
@@ -125,7 +128,7 @@ class PlaceLimit:
             found.append(job)
         for index, (job, back_at) in enumerate(self._refused):
             if back_at <= now:  # the job tries again now, and is refused again
-                self._refused[index] = job, now + self._wait_to_give()
+                self._refused[index] = job, now + float(retry_after(self._wait_to_give()))
         return found
 
     def leave(self, job: Job, result: GenerationResult) -> None:

@@ -1,9 +1,11 @@
-"""What a scheduler has learned about the costs of steps, as plain numbers. The server keeps it between two starts."""
+"""What a scheduler has learned, as plain values: costs of steps, and finished answers. The server keeps it between two
+starts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 NUM_FEATURES = 4
 _MAX = 1e15
@@ -35,3 +37,12 @@ class LearnedCosts:
         cls, moments: Iterable[Iterable[float]], products: Iterable[float], **others: float
     ) -> LearnedCosts:
         return cls(moments=tuple(map(tuple, moments)), products=tuple(products), **others)
+
+
+class LearnedText(NamedTuple):
+    """A finished answer from which draft tokens are taken."""
+
+    cache_salt: str
+    tokens: tuple[int, ...]
+    num_prompt_tokens: int
+    """No draft tokens are taken from these first tokens. 0: the prompt was learned too."""

@@ -299,6 +299,9 @@ class InferenceRequest:
     agrees with them. They never change the answer."""
     expected: ExpectedLength | None = None
     """The expected length of its answer. Policies order requests by it. None: only `max_tokens` is known."""
+    learns_prompt: bool = False
+    """Whether draft tokens for later requests with the same cache salt are also taken from the prompt, once the answer is
+    complete. Else they are taken from the answer only."""
 
     def __post_init__(self) -> None:
         for name in ("prompt", "prediction"):
@@ -315,6 +318,7 @@ class InferenceRequest:
         if self.adapter_id != "":
             refuse("adapter_id", self.adapter_id, 'only "": weft has no adapters yet')
         check_instance("is_idle_work", self.is_idle_work, bool, "true or false")
+        check_instance("learns_prompt", self.learns_prompt, bool, "true or false")
         check_instance("metadata", self.metadata, Mapping, "a mapping")
         if len(self.metadata) > MAX_METADATA:
             refuse("metadata", f"{len(self.metadata)} entries", f"at most {MAX_METADATA} entries")

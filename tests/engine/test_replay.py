@@ -29,7 +29,7 @@ from weft.config import (
 from weft.engine.replay import ReplayDifference, replay
 from weft.engine.serving import ServingEngine
 from weft.errors import InvalidRequestError
-from weft.learned_costs import LearnedCosts
+from weft.learned_costs import LearnedCosts, LearnedText
 from weft.lengths import ExpectedLength
 from weft.request import (
     InferenceRequest,
@@ -81,6 +81,27 @@ def test_forgotten_answers_give_no_drafts_and_are_replayed(tmp_path: Path, is_fo
     stats = engine.stats()[0]
     assert (stats.learned_drafts_accepted > 0) is not is_forgetful
     assert replay(str(path)).requests == 2
+
+
+def test_restored_answers_give_drafts_and_are_replayed(tmp_path: Path) -> None:
+    texts: tuple[LearnedText, ...] = ()
+    accepted = []
+    for number in range(2):
+        path = tmp_path / f"{number}.jsonl"
+        backend = NoopBackend(fixed_cost_rows=100.0)
+        config = ServingEngineConfig(log_path=str(path))
+        engine = ServingEngine(backend, config, clock=VirtualClock(), new_id=numbered_ids())
+        assert engine.new_answers() == ()
+        engine.restore_answers((*texts, LearnedText("", (1 << 30,) * 20, 0)))  # one of another model
+        assert engine.new_answers() == (), "restored answers are not new"
+        engine.submit(InferenceRequest(tuple(range(20)), SamplingParams(max_tokens=60, seed=1)))
+        engine.run_until_idle()
+        texts = engine.new_answers()
+        assert [len(text.tokens) for text in texts] == [12 + 60] and engine.new_answers() == ()
+        accepted.append(engine.stats()[0].learned_drafts_accepted)
+        engine.stop()
+        assert replay(str(path)).requests == 1
+    assert accepted[0] == 0 < accepted[1]
 
 
 def test_a_recorded_run_with_preemption_cancels_and_faults_replays_exactly(

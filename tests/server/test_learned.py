@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sqlite3
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -184,25 +185,133 @@ def test_a_store_that_cannot_be_written_stops_nothing(default_model_path: Path, 
     assert log.read_text().count('"learned_not_kept"') == 1
 
 
+KEYS = {
+    "api_keys": [api_key("ann"), api_key("bob"), api_key("boss", admin=True)],
+    "headers": {"Authorization": "Bearer boss"},
+    "backend_options": {**NOOP, "fixed_cost_rows": 100.0},
+}
+
+
+def learned_drafts(server: Server, key: str) -> float:
+    """The learned draft tokens that were accepted in an answer to this key."""
+    name = "spec_decode_num_learned_accepted_tokens_total"
+    before = server.metric(name)
+    body = {"prompt": "Hello", "max_tokens": 60, "seed": 1, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {key}"}
+    assert server.client.post("/v1/completions", json=body, headers=headers).status_code == 200
+    return server.metric(name) - before
+
+
+@contextmanager
+def server_with_texts(model_path: Path, state: Path, days: float = 1.0, **more: Any) -> Iterator[Server]:
+    with learning_server(model_path, state, learned_text_days=days, **{**KEYS, **more}) as server:
+        yield server
+
+
+def keep_text(model_path: Path, state: Path) -> None:
+    """Runs a server until it has kept an answer of ann, and kills it."""
+    with server_with_texts(model_path, state) as server:
+        assert learned_drafts(server, "ann") == 0
+        wait_for(lambda: entries(server, "texts"))
+        [kept] = entries(server, "texts")
+        assert (kept["name"], kept["answers"]) == ("ann", 1)
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait(60)
+
+
+def test_kept_answers_give_draft_tokens_after_a_kill_and_to_the_same_salt_only(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    keep_text(default_model_path, tmp_path)
+    for file in tmp_path.glob("state.db*"):
+        assert file.stat().st_mode & 0o777 == 0o600
+    with server_with_texts(default_model_path, tmp_path) as server:
+        assert learned_drafts(server, "bob") == 0
+        assert learned_drafts(server, "ann") > 0
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        wait_for(lambda: server.client.get("/health").status_code == 503)
+        wait_for(lambda: server.client.get("/health").status_code == 200)
+        wait_for(lambda: server.metric("learned_tokens") > 0)
+        assert learned_drafts(server, "ann") > 0
+        assert server.client.delete("/admin/learned").json()["entries"] > 0
+        assert entries(server, "texts") == []
+    with server_with_texts(default_model_path, tmp_path) as server:
+        assert learned_drafts(server, "ann") == 0
+
+
+def test_without_the_setting_no_answer_is_written_and_kept_ones_are_not_used(
+    default_model_path: Path, tmp_path: Path
+) -> None:
+    keep_text(default_model_path, tmp_path)
+    with server_with_texts(default_model_path, tmp_path, days=0.0) as server:
+        assert learned_drafts(server, "ann") == 0
+        assert learned_drafts(server, "bob") == 0
+    with sqlite3.connect(tmp_path / "state.db") as database:
+        assert database.execute("SELECT owner FROM learned WHERE kind = 'drafts'").fetchall() == [("ann",)]
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_damaged_answer_is_set_aside(default_model_path: Path, tmp_path: Path, is_whole: bool) -> None:
+    """`is_whole`: the content has a correct checksum, but is no answer."""
+    keep_text(default_model_path, tmp_path)
+    with sqlite3.connect(tmp_path / "state.db") as database:
+        content = b"nonsense"
+        checksum = zlib.crc32(content) if is_whole else 0
+        changed = "UPDATE learned SET content = ?, checksum = ? WHERE kind = 'drafts'"
+        assert database.execute(changed, (content, checksum)).rowcount == 1
+    log = tmp_path / "server.log"
+    with (
+        log.open("w") as stderr,
+        server_with_texts(default_model_path, tmp_path, log_format="json", stderr=stderr) as server,
+    ):
+        assert log.read_text().count('"damaged_learned"') == 1
+        assert learned_drafts(server, "ann") == 0
+        assert learned_drafts(server, "ann") > 0
+
+
 def test_keys_with_other_salts_share_no_finished_answers(default_model_path: Path, tmp_path: Path) -> None:
     """The same text from two keys, measured by counters: draft tokens come from answers to the same key alone."""
+    with learning_server(default_model_path, tmp_path / "state", **KEYS) as server:
+        assert learned_drafts(server, "ann") == 0
+        assert learned_drafts(server, "ann") > 0
+        assert learned_drafts(server, "bob") == 0
+        assert learned_drafts(server, "bob") > 0
+
+
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12},
+    "/v1/responses": {"input": PROMPT, "max_output_tokens": 12, "store": False},
+    "/v1/messages": {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12},
+    "/api/chat": {
+        "messages": [{"role": "user", "content": PROMPT}],
+        "stream": False,
+        "options": {"num_predict": 12},
+    },
+    "/api/generate": {"prompt": PROMPT, "stream": False, "options": {"num_predict": 12}},
+}
+
+
+def test_every_api_can_let_prompts_be_learned_if_the_key_allows_it(
+    default_model_path: Path, tmp_path: Path
+) -> None:
     more = {
-        "api_keys": [api_key("ann"), api_key("bob"), api_key("boss", admin=True)],
+        "api_keys": [api_key("ann", learn_prompts=True), api_key("bob"), api_key("boss", admin=True)],
         "headers": {"Authorization": "Bearer boss"},
-        "backend_options": {**NOOP, "fixed_cost_rows": 100.0},
+        "coalesce": False,
     }
     with learning_server(default_model_path, tmp_path / "state", **more) as server:
-
-        def learned_drafts(key: str) -> float:
-            """Those of an answer to this key."""
-            name = "spec_decode_num_learned_draft_tokens_total"
-            before = server.metric(name)
-            body = {"prompt": "Hello", "max_tokens": 60, "seed": 1, "ignore_eos": True}
-            headers = {"Authorization": f"Bearer {key}"}
-            assert server.client.post("/v1/completions", json=body, headers=headers).status_code == 200
-            return server.metric(name) - before
-
-        assert learned_drafts("ann") == 0
-        assert learned_drafts("ann") > 0
-        assert learned_drafts("bob") == 0
-        assert learned_drafts("bob") > 0
+        ann, bob = ({"Authorization": f"Bearer {key}"} for key in ("ann", "bob"))
+        for path, body in ROUTES.items():
+            refused = server.client.post(path, json={**body, "learn_prompt": True}, headers=bob)
+            assert refused.status_code == 403 and "learn_prompts = true" in refused.text, path
+            assert server.client.post(path, json={**body, "learn_prompt": 1}, headers=ann).status_code == 400
+            learned = []
+            for learn_prompt in (False, True):
+                before = server.metric("learned_tokens")
+                sent = {**body, "learn_prompt": learn_prompt}
+                assert server.client.post(path, json=sent, headers=ann).status_code == 200, path
+                # Tokens are indexed after steps, so another request makes some.
+                assert server.complete("Hello", max_tokens=2).status_code == 200
+                learned.append(server.metric("learned_tokens") - before)
+            assert learned[1] - learned[0] >= 40, (path, learned)

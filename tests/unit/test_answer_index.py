@@ -284,16 +284,25 @@ def test_without_room_nothing_is_kept(room: int) -> None:
 class Salted(Script):
     """Requests with cache salts."""
 
-    def ask(self, salt: str, *, is_cancelled: bool = False) -> int:
-        """Lets a request generate ANSWER, or cancels it in the middle. Returns the number of its steps."""
+    def ask(
+        self,
+        salt: str,
+        *,
+        is_cancelled: bool = False,
+        prompt: list[int] = PROMPT,
+        answer: list[int] = ANSWER,
+        learns_prompt: bool = False,
+    ) -> int:
+        """Lets a request generate an answer, or cancels it in the middle. Returns the number of its steps."""
         request_id, before = RequestId(str(len(self.texts))), len(self.plans)
         request = InferenceRequest(
-            tuple(PROMPT),
-            SamplingParams(max_tokens=len(ANSWER), logprobs=0),
+            tuple(prompt),
+            SamplingParams(max_tokens=len(answer), logprobs=0),
             request_id=request_id,
             cache_salt=salt,
+            learns_prompt=learns_prompt,
         )
-        self.texts[request_id] = (*PROMPT, *ANSWER)
+        self.texts[request_id] = (*prompt, *answer)
         self.scheduler.add(Sequence(request, seed=1))
         if is_cancelled:
             for _ in range(8):
@@ -313,6 +322,29 @@ def test_completed_answers_help_requests_with_the_same_salt_only() -> None:
     assert all(script.reported(number) == ANSWER for number in (1, 2, 3))
     stats = script.scheduler.stats
     assert 0 < stats.learned_drafts_accepted <= stats.learned_drafts <= stats.tokens_drafted
+
+
+@pytest.mark.parametrize("learns_prompt", [False, True])
+def test_a_prompt_helps_later_requests_with_the_same_salt_if_its_request_allows_it(
+    learns_prompt: bool,
+) -> None:
+    script = Salted()
+    text = [*range(200, 260)]
+    script.ask("a", prompt=[*text, *PROMPT], answer=[1, 2, 3, 4, 5], learns_prompt=learns_prompt)
+    other, own = script.ask("b", answer=text), script.ask("a", answer=text)
+    assert (own < other / 2) if learns_prompt else own == other
+    assert script.reported(1) == script.reported(2) == text
+
+
+def test_of_a_prompt_that_is_too_long_the_last_tokens_are_kept() -> None:
+    indexes = AnswerIndexes(BYTES_PER_INDEX + 200 * BYTES_PER_TOKEN)
+    text = [*range(1000)]
+    indexes.add("", [*text, *ANSWER], 0)
+    indexes.advance(1 << 30)
+    indexes.check_integrity()
+    assert proposed(indexes, ANSWER[2:8]) == tuple(ANSWER[8:13])
+    assert proposed(indexes, text[-10:-4])[:4] == tuple(text[-4:])
+    assert not proposed(indexes, text[:10])
 
 
 def test_no_answer_is_kept_with_a_size_of_zero() -> None:

@@ -114,6 +114,7 @@ def test_identical_requests_are_computed_once_and_each_gets_the_whole_answer(
         (request(), request(ttft_target=1.0), False),
         (request(), request(is_idle_work=True), False),
         (request(), request(prediction=(1, 2)), False),
+        (request(), request(learns_prompt=True), False),
     ],
 )  # fmt: skip
 def test_only_requests_that_agree_in_all_that_the_answer_and_its_schedule_depend_on_share(

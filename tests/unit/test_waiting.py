@@ -97,6 +97,33 @@ def test_clients_no_longer_count_once_they_are_accepted_refused_again_or_late() 
     assert refused() == pytest.approx(2, abs=0.1)
 
 
+def test_a_client_that_was_refused_twice_and_then_accepted_does_not_count_any_more() -> None:
+    clock = VirtualClock()
+    waits = estimate(clock)
+
+    def refused() -> float:
+        return wait(waits, at(4, 2), FIVE)
+
+    assert [refused() for _ in range(3)] == pytest.approx([2, 6, 12], abs=0.1)
+    clock.advance(2.5)
+    assert refused() == pytest.approx(12, abs=0.1), "the first client comes back, and two others wait"
+    waits.accepted("")  # its client tried earlier than named
+    clock.advance(4)
+    assert refused() == pytest.approx(6, abs=0.1), "the second client comes back, and one other waits"
+    assert refused() == pytest.approx(12, abs=0.1), "two clients wait before a new one"
+
+
+def test_a_request_without_a_token_is_in_prefill_if_more_requests_ran_at_once_lately() -> None:
+    found = []
+    for before in (at(4, 4), at(4)):
+        clock = VirtualClock()
+        waits = estimate(clock)
+        wait(waits, before, FIVE, is_promise=False)
+        clock.advance(1)
+        found.append(wait(waits, at(4, 0, 0), FIVE, needed=2))
+    assert found == pytest.approx([10, 12], abs=0.1)
+
+
 def test_short_answers_that_wait_end_before_long_ones_where_the_engine_runs_them_first() -> None:
     places = [Place(FIVE, 4), Place(FIVE, 0), Place(always(1), 0)]
     named = {}
@@ -121,8 +148,8 @@ def test_a_client_that_never_waits_makes_others_wait_for_a_bounded_time() -> Non
     for _ in range(10_000):
         found = wait(waits, at(4, 2), FIVE)
         clock.advance(0.001)
-    # The eighth end: 2, 6, 12, 16, 22, 26, 32, 36.
-    assert found == pytest.approx(36, abs=0.5)
+    # The sixteenth end: 2, 6, 12, 16, ..., 72, 76.
+    assert found == pytest.approx(76, abs=0.5)
     assert len(waits._promises[""]) <= 4096
 
 

@@ -21,7 +21,8 @@ def show(url: Url = DEFAULT_URL, api_key: Key = None, json: AsJson = False) -> N
     """Show what was learned, how large it is, and what it gave.
 
     costs: seconds of steps, kept for each model and machine, so that the first requests after a start are planned well.
-    drafts: finished answers, in memory, from which draft tokens are taken.
+    drafts: finished answers, in memory, from which draft tokens are taken. texts: those that are kept on disk, for each key
+    (learned_text_days).
 
     If the server has API keys, the command needs an admin key.
     """
@@ -39,7 +40,7 @@ def show(url: Url = DEFAULT_URL, api_key: Key = None, json: AsJson = False) -> N
 
 @learned_app.command("clear")
 def clear(url: Url = DEFAULT_URL, api_key: Key = None, json: AsJson = False) -> None:
-    """Forget the costs of steps, in the store and in the running engine, and its finished answers.
+    """Forget the costs of steps and finished answers, in the store and in the running engine.
 
     The engine learns again from the next requests. If the server has API keys, the command needs an admin key.
     """
@@ -61,5 +62,8 @@ def _line(entry: dict[str, Any]) -> str:
         updated = datetime.fromtimestamp(entry["updated_at"]).strftime("%Y-%m-%d %H:%M")
         step = f", {1000 * entry['step_seconds']:.3g} ms a step" if entry["step_seconds"] else ""
         return f"costs   {updated}  {entry['bytes']:,} bytes{step}  {printable(entry['name'])}"
+    if entry["kind"] == "texts":
+        of_key = f"  {printable(entry['name'])}" if entry["name"] else ""
+        return f"texts   {entry['answers']:,} answers, {entry['bytes']:,} bytes on disk{of_key}"
     saved = f"{entry['tokens_saved']:,} tokens and {entry['seconds_saved']:.1f} s saved"
     return f"drafts  {entry['tokens']:,} tokens, {entry['bytes']:,} bytes; {saved}"

@@ -21,7 +21,7 @@ from weft.clock import Clock
 from weft.config import PreemptionMode, PriorityPolicy, SchedulerConfig
 from weft.engine.event_log import EventLog
 from weft.errors import WeftError
-from weft.learned_costs import LearnedCosts
+from weft.learned_costs import LearnedCosts, LearnedText
 from weft.lengths import ExpectedLength
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import (
@@ -144,6 +144,11 @@ class _RecordingScheduler(ContinuousBatchScheduler):
     def restore_costs(self, costs: LearnedCosts) -> None:
         super().restore_costs(costs)
         self._write("restore_costs", costs=_plain(costs))
+
+    def restore_answers(self, texts: Iterable[LearnedText]) -> None:
+        texts = list(texts)
+        super().restore_answers(texts)
+        self._write("restore_answers", texts=texts)
 
     def forget_answers(self) -> None:
         super().forget_answers()
@@ -334,6 +339,8 @@ def _replay_event(
         scheduler.fail_request(RequestId(event["id"]), _failure_from(event["failure"]))
     elif kind == "restore_costs":
         scheduler.restore_costs(LearnedCosts.of(**event["costs"]))
+    elif kind == "restore_answers":
+        scheduler.restore_answers(LearnedText(*text) for text in event["texts"])
     elif kind == "forget_answers":
         scheduler.forget_answers()
     elif kind == "plan":

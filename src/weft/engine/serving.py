@@ -22,7 +22,7 @@ from weft.engine.replay import RunRecorder
 from weft.engine.request_ids import new_request_id
 from weft.engine.streams import TokenBuffer
 from weft.errors import EngineStoppedError, QueueFullError, id_in_use
-from weft.learned_costs import LearnedCosts
+from weft.learned_costs import LearnedCosts, LearnedText
 from weft.live import LiveFrame, LiveInfo
 from weft.metrics import SchedulerStats, ServingMetrics
 from weft.request import (
@@ -451,6 +451,15 @@ class ServingEngine:
     def restore_costs(self, costs: LearnedCosts) -> None:
         with self._lock:
             self.scheduler.restore_costs(costs)
+
+    def new_answers(self) -> tuple[LearnedText, ...]:
+        """The finished answers that were learned since the last call (`AnswerIndexes.take_new`)."""
+        with self._lock:
+            return self.scheduler.speculation.answers.take_new()
+
+    def restore_answers(self, texts: tuple[LearnedText, ...]) -> None:
+        with self._lock:
+            self.scheduler.restore_answers(texts)
 
     def forget_learned(self) -> None:
         """Forgets the costs of steps and all finished answers."""

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from zlib import crc32
+
+from weft.learned_costs import LearnedText
 
 LENGTHS = (12, 4)
 """Lengths of the indexed n-grams: a match has one of these lengths. The longest is tried first."""
@@ -36,6 +38,8 @@ SMALLEST_GENERATION = 64
 an index has few generations, and a search is short."""
 MAX_WAITING_TOKENS = 1 << 16
 """The maximum number of tokens of finished answers that wait until they are indexed."""
+MAX_COLLECTED_TOKENS = 1 << 18
+"""New texts beyond this many tokens are not collected until `take_new` is called."""
 MAX_SALTS = 4096
 """The maximum number of indexes. Beyond it, the index that got no new answer for the longest time is dropped."""
 SAMPLED_SEARCHES = 16
@@ -179,6 +183,10 @@ class AnswerIndexes:
         """Texts that were added since the start."""
         self.needed_rate = 0.0
         """The acceptance rate above which a draft token pays off, in a step like the last one."""
+        self._collected: deque[LearnedText] | None = None
+        """The texts that `take_new` returns. None: it was never called."""
+        self._num_collected = 0
+        """Tokens of these texts."""
 
     @property
     def num_bytes(self) -> int:
@@ -194,8 +202,12 @@ class AnswerIndexes:
         return self._indexes.get(cache_salt)
 
     def add(self, cache_salt: str, tokens: Sequence[int], num_prompt_tokens: int) -> None:
-        """Queues the answer of a sequence with `tokens`, prompt included. Drops the answer if too many tokens wait."""
+        """Queues the answer of a sequence with `tokens`, prompt included. Drops the answer if too many tokens wait.
+        `num_prompt_tokens`: no draft tokens are taken from these. 0: all tokens are indexed, or the last ones if there are
+        too many."""
         first = max(0, num_prompt_tokens - PROMPT_TOKENS)
+        if not num_prompt_tokens:
+            first = max(0, len(tokens) - self.max_text_tokens)
         if len(tokens) - num_prompt_tokens < LENGTHS[-1] or self._max_bytes < BYTES_PER_INDEX:
             return
         text = array("i", tokens[first : first + self.max_text_tokens])
@@ -203,6 +215,36 @@ class AnswerIndexes:
             self._waiting.append(_WaitingText(cache_salt, text, num_prompt_tokens - first))
             self.num_waiting += len(text)
             self.num_texts += 1
+            if self._collected is not None and self._num_collected < MAX_COLLECTED_TOKENS:
+                self._collected.append(
+                    LearnedText(cache_salt, tuple(text), max(0, num_prompt_tokens - first))
+                )
+                self._num_collected += len(text)
+
+    @property
+    def is_collected(self) -> bool:
+        """Whether `take_new` returns later texts."""
+        return self._collected is not None
+
+    def take_new(self) -> tuple[LearnedText, ...]:
+        """The texts that were added since the last call, or the first of them if there are many. The first call returns
+        none."""
+        found: list[LearnedText] = []
+        num_tokens = 0
+        self._collected = deque() if self._collected is None else self._collected
+        while self._collected and num_tokens < MAX_WAITING_TOKENS:
+            found.append(self._collected.popleft())
+            num_tokens += len(found[-1].tokens)
+        self._num_collected -= num_tokens
+        return tuple(found)
+
+    def restore(self, texts: Iterable[LearnedText]) -> None:
+        """Adds and indexes texts of an earlier run."""
+        collected, self._collected = self._collected, None
+        for text in texts:
+            self.add(*text)
+            self.advance(MAX_WAITING_TOKENS)
+        self._collected = collected
 
     def advance(self, num_tokens: int) -> None:
         """Indexes the next `num_tokens` tokens of the answers that wait."""

@@ -376,11 +376,15 @@ class Speculation:
     def keep(self, sequence: Sequence) -> None:
         """Keeps the tokens of a completed answer for later sequences with the same cache salt. `learn` indexes them."""
         request = sequence.request
-        self.answers.add(request.cache_salt, sequence.tokens, len(request.prompt))
+        num_prompt_tokens = 0 if request.learns_prompt else len(request.prompt)
+        self.answers.add(request.cache_salt, sequence.tokens, num_prompt_tokens)
 
     def forget_answers(self) -> None:
         """Drops all finished answers. Sequences with a proposer still use the old answers until they end."""
+        is_collected = self.answers.is_collected
         self.answers = AnswerIndexes(self._max_learned_bytes)
+        if is_collected:
+            self.answers.take_new()
 
     def learn(self, plan: IterationPlan, seconds: float | None, now: float, has_next: bool) -> None:
         """Learns from a step that ended `now`, and indexes some tokens of finished answers. `has_next`: the next step was

@@ -13,7 +13,7 @@ from itertools import pairwise
 from weft.clock import Clock
 from weft.config import PriorityPolicy, SchedulerConfig
 from weft.errors import InvalidRequestError, id_in_use
-from weft.learned_costs import LearnedCosts
+from weft.learned_costs import LearnedCosts, LearnedText
 from weft.metrics import SchedulerStats, StepSeconds
 from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.request import (
@@ -153,6 +153,13 @@ class ContinuousBatchScheduler:
         """Replaces the learned costs by those of an earlier run. The default of `LearnedCosts` has none."""
         self.cost_model.restore(costs)
         self.speculation.costs.restore(costs)
+
+    def restore_answers(self, texts: Iterable[LearnedText]) -> None:
+        """Adds finished answers of an earlier run. Texts with tokens that the model does not have are left out."""
+        size = self.info.vocabulary_size
+        self.speculation.answers.restore(
+            text for text in texts if all(0 <= token < size for token in text.tokens)
+        )
 
     def forget_answers(self) -> None:
         """Drops the finished answers from which draft tokens are taken."""

@@ -224,6 +224,7 @@ class AnswerRequests:
             is_idle_work=active.is_idle_work,
             writer=writer,
         )
+        self._services.learned.note_owner(prepared.requests[0].cache_salt, caller.owner)
         if getattr(api_request, "store", None) is not False:
             active.choices.transcript = self._answers.begin(
                 active.key, caller.owner, active.id, parsed, prepared.requests, self._name, size

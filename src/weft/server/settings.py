@@ -164,6 +164,9 @@ class ServerSettings:
     0: no answer is kept, and feedback is refused."""
     max_feedback_bytes: AtLeastOne = 256 << 20
     """Limit for kept answers and their feedback, of all keys together. The oldest are deleted first."""
+    learned_text_days: Annotated[float, Range(0, 10_000)] = 0.0
+    """Finished answers from which draft tokens are taken are kept on disk for this many days, so that they help after a
+    restart. 0: they are in memory only."""
     max_stored_bytes: AtLeastOne = 4 << 30
     """Limit for the responses, files and vector stores that are stored, of all keys together."""
 

@@ -6,7 +6,7 @@ import asyncio
 import enum
 import itertools
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from weft.engine.ipc.remote_answer import LateAnswer, RemoteAnswer
 from weft.engine.ipc.shared_answers import SharedAnswer, SharedAnswers
 from weft.engine.request_ids import new_request_id
 from weft.errors import EngineStoppedError, WeftError
-from weft.learned_costs import LearnedCosts
+from weft.learned_costs import LearnedCosts, LearnedText
 from weft.live import LiveInfo
 from weft.metrics import ServingMetrics
 from weft.plan import BackendInfo
@@ -191,6 +191,22 @@ class EngineClient:
         except TimeoutError:
             raise EngineStoppedError("the engine does not answer") from None
         return costs
+
+    async def new_answers(self) -> tuple[LearnedText, ...]:
+        """The finished answers that the engine has learned since the last call, or the first of them if there are many. The
+        first call returns none."""
+        try:
+            texts: tuple[LearnedText, ...] = await asyncio.wait_for(
+                self._ask(wire.GetAnswers), _METRICS_SECONDS
+            )
+        except TimeoutError:
+            raise EngineStoppedError("the engine does not answer") from None
+        return texts
+
+    def restore_answers(self, texts: Sequence[LearnedText]) -> None:
+        """Sends finished answers of an earlier engine. Draft tokens for later requests are taken from them."""
+        for text in texts:  # one by one: requests that run meanwhile wait for one text only
+            self._send(wire.RestoreAnswers((text,)))
 
     def restore_costs(self, costs: LearnedCosts) -> None:
         """Sends learned costs to the engine. Requests that are submitted later are planned with them."""
@@ -377,6 +393,8 @@ class EngineClient:
             self._reply(message.number, message.metrics)
         elif isinstance(message, wire.Learned):
             self._reply(message.number, message.costs)
+        elif isinstance(message, wire.Answers):
+            self._reply(message.number, message.texts)
         elif isinstance(message, wire.Live):
             self._reply(message.number, message)
         elif isinstance(message, wire.Ready):

@@ -162,6 +162,10 @@ class EngineProcess:
             self._send_frame(message.number)
         elif isinstance(message, wire.GetLearned):
             self._outbox.send(wire.Learned(message.number, self._engine.learned_costs()))
+        elif isinstance(message, wire.GetAnswers):
+            self._outbox.send(wire.Answers(message.number, self._engine.new_answers()))
+        elif isinstance(message, wire.RestoreAnswers):
+            self._engine.restore_answers(message.texts)
         elif isinstance(message, wire.Restore):
             self._engine.restore_costs(message.costs)
         elif isinstance(message, wire.Forget):

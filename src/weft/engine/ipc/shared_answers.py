@@ -269,6 +269,7 @@ class SharedAnswers:
             request.adapter_id,
             request.is_idle_work,
             request.prediction,
+            request.learns_prompt,
         )
 
     def find(self, key: _Key | None, request_id: RequestId) -> SharedAnswer | None:

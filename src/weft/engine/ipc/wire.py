@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from weft.config import ServingEngineConfig
-from weft.learned_costs import LearnedCosts
+from weft.learned_costs import LearnedCosts, LearnedText
 from weft.live import LiveInfo
 from weft.metrics import ServingMetrics
 from weft.plan import BackendInfo
@@ -128,6 +128,18 @@ class GetLearned(Message):
     number: int
 
 
+class GetAnswers(Message):
+    """Asks for the finished answers that were learned since the last such message."""
+
+    number: int
+
+
+class RestoreAnswers(Message):
+    """Finished answers of an earlier engine."""
+
+    texts: tuple[LearnedText, ...]
+
+
 class Restore(Message):
     """The costs that an earlier engine learned. They replace those of this engine, for the requests that follow."""
 
@@ -151,6 +163,8 @@ ToEngine = (
     | GetMetrics
     | GetLive
     | GetLearned
+    | GetAnswers
+    | RestoreAnswers
     | Restore
     | Forget
     | Stop
@@ -279,8 +293,23 @@ class Learned(Message):
     costs: LearnedCosts
 
 
+class Answers(Message):
+    number: int
+    texts: tuple[LearnedText, ...]
+
+
 FromEngine = (
-    Heartbeat | Ready | Failed | Warned | Refused | StepReport | PromptLogprobs | Metrics | Live | Learned
+    Heartbeat
+    | Ready
+    | Failed
+    | Warned
+    | Refused
+    | StepReport
+    | PromptLogprobs
+    | Metrics
+    | Live
+    | Learned
+    | Answers
 )
 
 encode = msgspec.msgpack.Encoder().encode

@@ -22,7 +22,7 @@ _MAX_RATE = 10**12
 _MAX_WEIGHT = 1e6
 _FIELDS = (
     *("name", "key", "key_sha256", "requests_per_minute", "tokens_per_minute", "concurrent"),
-    *("max_priority", "cache_salt", "weight", "admin", "feedback"),
+    *("max_priority", "cache_salt", "weight", "admin", "feedback", "learn_prompts"),
 )
 
 
@@ -47,6 +47,8 @@ class ApiKey:
     admin: bool = False
     feedback: bool = False
     """Answers for this key are kept, so that clients can send feedback about them, if the server has `feedback_days`."""
+    learn_prompts: bool = False
+    """Requests may have `learn_prompt`: later requests with the salt of the key get draft tokens from their prompts."""
     is_plain: bool = False
     """Whether only the secret was given, without a [[key]] table."""
 
@@ -67,7 +69,7 @@ class ApiKey:
             _refuse("cache_salt", found, f"text of 1 to {MAX_NAME_LENGTH} characters, or leave it out")
         if not (_is_number(self.weight, int | float) and 1 / _MAX_WEIGHT <= self.weight <= _MAX_WEIGHT):
             _refuse("weight", self.weight, f"a number from {1 / _MAX_WEIGHT:g} to {_MAX_WEIGHT:g}")
-        for field in ("admin", "feedback"):
+        for field in ("admin", "feedback", "learn_prompts"):
             if not isinstance(getattr(self, field), bool):
                 _refuse(field, getattr(self, field), "true, false")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
@@ -13,12 +12,14 @@ from weft.clock import Clock
 from weft.lengths import LengthDistribution
 
 _SHORTEST, _LONGEST = 1, 600
-_MAX_PROMISES = 4096
 _LATE_SECONDS = 10.0
-"""A refused client is expected back after the wait that it was given. This long after that, it is not expected any more."""
-_MAX_CLIENTS_PER_PLACE = 4
+"""A client that has not come back this long after the time that it was given is not expected any more."""
+_MAX_CLIENTS_PER_PLACE = 8
+_MAX_CLIENTS = 4096
 """A client that retries too early is refused several times, and each refusal counts as a client. So at most this many
-clients for each place count as waiting."""
+clients count as waiting: for each place, and together."""
+_ROWS_SECONDS = 30.0
+"""The largest number of places that ran at once is halved after this time."""
 _CACHED_SECONDS = 0.25
 _MORE_ENDS = 32
 """This many more ends than needed are computed. The next refusals use them."""
@@ -41,9 +42,9 @@ class Place(NamedTuple):
 
 
 class WaitEstimate:
-    """Owns the pace of recent answers, and the times at which refused clients are expected back. A client that comes back
-    cannot be distinguished from a new one. So an accepted request counts as the expected client with the oldest time. A
-    client that is refused after that time counts as the same client."""
+    """Owns the pace of recent answers, and the times at which refused clients are expected back. Clients that come back
+    cannot be distinguished from new ones. So a request that arrives after such a time counts as the client that has this
+    time. A request that is accepted earlier counts as the client that was refused first."""
 
     def __init__(self, clock: Clock, *, is_shortest_first: bool) -> None:
         """`is_shortest_first`: waiting requests with short answers mostly run before those with long ones."""
@@ -51,8 +52,11 @@ class WaitEstimate:
         self._is_shortest_first = is_shortest_first
         self._decode_seconds, self._decode_steps = 0.05, 1.0
         self._prefill_seconds, self._answers = 0.1, 1.0
-        self._promises: dict[str, deque[float]] = {}
-        """Scope ("" or the name of a key) -> the times at which refused clients are expected back, in order."""
+        self._rows: dict[str, tuple[float, float]] = {}
+        """Scope -> the most places that ran at once lately, and the time of this number."""
+        self._promises: dict[str, list[float]] = {}
+        """Scope ("" or the name of a key) -> the times at which refused clients are expected back, in order of their
+        first refusals."""
         self._ends: dict[str, tuple[float, list[list[float]]]] = {}
         """Scope -> the time of the computation, and for each draw the seconds until places become free, sorted."""
 
@@ -66,7 +70,9 @@ class WaitEstimate:
     def accepted(self, scope: str) -> None:
         """Call when a request has taken a place."""
         if promises := self._promises.get(scope):
-            promises.popleft()
+            index = _returned(promises, self._clock())
+            if promises:
+                del promises[index or 0]
 
     def seconds_until_free(
         self,
@@ -81,24 +87,26 @@ class WaitEstimate:
         `find_places` returns all places that are taken, and the expected lengths of answers to new requests. It is called
         a few times a second at most. `is_promise`: the client will come back."""
         now = self._clock()
-        promises = self._promises.setdefault(scope, deque())
-        while promises and promises[0] <= now - _LATE_SECONDS:
-            promises.popleft()
-        if is_promise and promises and promises[0] <= now:
-            promises.popleft()  # the expected client has come back, and is refused again
-        most = _MAX_CLIENTS_PER_PLACE * max(1, num_places)
-        index = min(needed + len(promises), most) - 1
+        promises = self._promises.setdefault(scope, [])
+        most = min(_MAX_CLIENTS_PER_PLACE * max(1, num_places), _MAX_CLIENTS)
+        index = _returned(promises, now) if is_promise else None
+        nth = min(needed + len(promises) - (index is not None), most) - 1
         at, draws = self._ends.get(scope, (-math.inf, [[]]))
-        if now - at > _CACHED_SECONDS or index >= len(draws[0]):
-            at, draws = now, self._draw_ends(*find_places(), min(index + 1 + _MORE_ENDS, most))
+        if now - at > _CACHED_SECONDS or nth >= len(draws[0]):
+            at, draws = now, self._draw_ends(scope, *find_places(), min(nth + 1 + _MORE_ENDS, most))
             self._ends[scope] = (at, draws)
-        seconds = at + median(draw[index] for draw in draws) - now
+        seconds = at + median(draw[nth] for draw in draws) - now
         seconds = min(max(seconds, 0.0), float(_LONGEST))
-        if is_promise and len(promises) < _MAX_PROMISES:
-            promises.append(max(now + seconds, promises[-1] if promises else 0.0))
+        back_at = now + float(retry_after(seconds))
+        if index is not None:
+            promises[index] = back_at
+        elif is_promise and len(promises) < most:
+            promises.append(back_at)
         return seconds
 
-    def _draw_ends(self, places: list[Place], newcomer: LengthDistribution, count: int) -> list[list[float]]:
+    def _draw_ends(
+        self, scope: str, places: list[Place], newcomer: LengthDistribution, count: int
+    ) -> list[list[float]]:
         """For several draws of the lengths: the seconds until each of the next `count` places becomes free. A free place is
         taken again at once."""
         if not places:
@@ -107,9 +115,12 @@ class WaitEstimate:
         start = self._prefill_seconds / self._answers
         running = [place for place in places if place.num_tokens]
         waiting = [place for place in places if not place.num_tokens]
-        # Some requests without a token are in prefill. Their number is estimated from the ratio of prefill to decode times.
-        num_in_prefill = round(len(running) * self._prefill_seconds / max(self._decode_seconds, 1e-9))
-        num_in_prefill = num_in_prefill if running else len(waiting)
+        # The engine runs about as many requests as it did lately. So some requests without a token are in prefill.
+        now = self._clock()
+        most_before, at = self._rows.get(scope, (0.0, now))
+        rows = max(float(len(running)), most_before * 0.5 ** ((now - at) / _ROWS_SECONDS))
+        self._rows[scope] = rows, now
+        num_in_prefill = round(rows) - len(running) if running else len(waiting)
         running, waiting = running + waiting[:num_in_prefill], waiting[num_in_prefill:]
         num_each = len(running) + count
         num_draws = max(1, min(_MAX_DRAWS, _SAMPLES // num_each))
@@ -140,6 +151,15 @@ class WaitEstimate:
                 heapq.heapreplace(rows, rows[0] + start + pace * length(heapq.heappop(queue)[2]))
             draws.append(freed)
         return draws
+
+
+def _returned(promises: list[float], now: float) -> int | None:
+    """The index of the first client whose time has passed, which comes back now. None: no time has passed. Removes clients
+    that are late."""
+    if not any(at <= now for at in promises):
+        return None
+    promises[:] = [at for at in promises if at > now - _LATE_SECONDS]
+    return next((index for index, at in enumerate(promises) if at <= now), None)
 
 
 def retry_after(seconds: float) -> str:

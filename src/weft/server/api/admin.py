@@ -21,10 +21,16 @@ from weft.server.errors import ApiError, json_response
 
 class LearnedEntry(Shape):
     kind: Annotated[
-        Literal["costs", "drafts"],
-        Meta(description="costs: seconds of steps, kept in the store; drafts: finished answers, in memory."),
+        Literal["costs", "drafts", "texts"],
+        Meta(
+            description="costs: seconds of steps, kept in the store; drafts: finished answers in memory; texts: finished "
+            "answers in the store."
+        ),
     ]
-    name: Annotated[str | None, Meta(description="The model and the machine; null: the running engine.")]
+    name: Annotated[
+        str | None,
+        Meta(description="costs: the model and the machine; texts: the key; null: the running engine."),
+    ]
     created_at: int | None
     updated_at: int | None
     bytes: int
@@ -38,6 +44,7 @@ class LearnedEntry(Shape):
         ),
     ]
     tokens: Annotated[int | None, Meta(description="drafts: tokens of finished answers.")]
+    answers: Annotated[int | None, Meta(description="texts: the number of answers.")]
     tokens_saved: Annotated[
         int | None, Meta(description="drafts: tokens that were accepted since the engine started.")
     ]
@@ -66,7 +73,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("get", "/admin/learned"): Operation(
         "Show what the server has learned",
-        f"Costs of steps, by model and machine; draft tokens from finished answers. {_ACCESS}",
+        f"Costs of steps, by model and machine; finished answers for draft tokens, in memory and kept. {_ACCESS}",
         "Administration",
         LearnedList,
         errors=(403, 503),
@@ -129,6 +136,18 @@ async def _show_learned(services: Services, request: Request) -> Response:
             "seconds_saved": totals.learned_seconds_saved,
         }
     )
+    entries += [
+        {
+            **nothing,
+            "kind": "texts",
+            "name": owner,
+            "created_at": int(created_at),
+            "updated_at": int(updated_at),
+            "bytes": num_bytes,
+            "answers": count,
+        }
+        for owner, count, num_bytes, created_at, updated_at in await services.learned.texts()
+    ]
     return json_response({"object": "list", "data": entries})
 
 

@@ -71,6 +71,8 @@ class ParsedRequest:
     """`AnswerFormat.search` must run before the prompt is complete."""
     prediction: str = ""
     """The text that the answers probably have. It becomes draft tokens."""
+    learn_prompt: bool = False
+    """Later requests may get draft tokens from the prompt too."""
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,10 @@ FIELDS: Mapping[str, Field] = {
     "cache_salt": Field(
         f"Requests with different salts never share cached prefixes; at most {MAX_NAME_LENGTH} characters."
     ),
+    "learn_prompt": Field(
+        "Later requests with the same cache salt get draft tokens from this prompt too, not only from its answer. A key "
+        "needs `learn_prompts`."
+    ),
     "session_id": Field(
         "Id of a conversation. Its cached prefixes are evicted last, so that its next request finds them; "
         f"at most {MAX_NAME_LENGTH} characters."

@@ -72,6 +72,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float | None = None
     session_id: str | None = None
     cache_salt: str = ""
+    learn_prompt: bool = False
     # Refused.
     thread: dict[str, Any] | None = None
     # Accepted without effect.
@@ -187,6 +188,7 @@ class MessagesFormat(AnswerFormat[MessagesRequest]):
             session_id=session_id,
             deadline=api_request.deadline,
             cache_salt=api_request.cache_salt,
+            learn_prompt=api_request.learn_prompt,
         )
 
     def writer(self, api_request: MessagesRequest, context: AnswerContext) -> AnswerWriter:

@@ -126,6 +126,7 @@ class OllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
     truncate: bool | None = None
     shift: bool | None = None
     deadline: float | None = None
+    learn_prompt: bool = False
 
 
 FIELDS: Mapping[str, Field] = {
@@ -230,6 +231,7 @@ def parsed_request(api_request: OllamaRequest, prompt: Any, model: ServedModel, 
         _grammar(api_request.format),
         max_context=num_ctx,
         deadline=api_request.deadline,
+        learn_prompt=api_request.learn_prompt,
         **more,
     )
 

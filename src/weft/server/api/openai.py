@@ -62,6 +62,7 @@ def parsed_request(
         ttft_target=api_request.ttft_target,
         deadline=api_request.deadline,
         cache_salt=api_request.cache_salt,
+        learn_prompt=api_request.learn_prompt,
         **more,
     )
 

@@ -57,7 +57,7 @@ def inference_request(
     *,
     is_idle_work: bool = False,
 ) -> InferenceRequest:
-    """The request for the engine. Raises a 403 if `key` may not use its priority."""
+    """The request for the engine. Raises a 403 if `key` may not use its priority, or may not let prompts be learned."""
     request = InferenceRequest(
         tuple(prompt),
         params,
@@ -70,7 +70,15 @@ def inference_request(
         is_idle_work=is_idle_work,
         request_id=request_id,
         prediction=tuple(prediction),
+        learns_prompt=parsed.learn_prompt,
     )
+    if request.learns_prompt and key is not None and not key.learn_prompts:
+        raise ApiError(
+            403,
+            f"learn_prompt is true; the key {key.name!r} does not allow it; leave it out, or set learn_prompts = true at the key",
+            param="learn_prompt",
+            code="learn_prompt_not_allowed",
+        )
     if key is not None and request.priority > key.max_priority:
         raise ApiError(
             403,

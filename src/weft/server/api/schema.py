@@ -94,6 +94,7 @@ class GenerationRequest(_SamplingFields, frozen=True, kw_only=True):
     deadline: float | None = None
     ttft_target: float | None = None
     cache_salt: str = ""
+    learn_prompt: bool = False
     session_id: str | None = None
     # Structured output: the field of OpenAI, then the fields of vLLM and llama.cpp.
     response_format: dict[str, Any] | None = None

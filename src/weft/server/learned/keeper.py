@@ -19,8 +19,9 @@ import msgspec
 from weft import __version__
 from weft.engine.ipc.client import EngineClient
 from weft.errors import WeftError
-from weft.learned_costs import LearnedCosts
+from weft.learned_costs import LearnedCosts, LearnedText
 from weft.plan import BackendInfo
+from weft.server.learned.texts import AnswerTexts
 from weft.server.settings import ServerSettings
 from weft.server.state import learned as table
 from weft.server.state.learned import LearnedRow
@@ -43,13 +44,25 @@ class LearnedKeeper:
         self.store = store
         self._engine = engine
         self._log = log
+        self._texts: AnswerTexts | None = None
+        if settings.learned_text_days and settings.engine.scheduler.max_learned_bytes:
+            self._texts = AnswerTexts(settings, store, engine, self._set_aside)
         self._costs: dict[str, LearnedCosts] = {}
         """The newest known costs, by model and machine."""
-        self._has_failed = False
+        self._has_begun = self._has_failed = False
+        self._kept: list[tuple[str, LearnedText]] = []
+        """The kept answers with the names of their models, until the engine gets them."""
         self._reading: asyncio.Task[None] | None = None
         engine.costs_for = self._costs_for
 
+    def note_owner(self, cache_salt: str, owner: str) -> None:
+        """Notes whose answers have a cache salt."""
+        if self._texts is not None:
+            self._texts.note_owner(cache_salt, owner)
+
     def _costs_for(self, info: BackendInfo) -> LearnedCosts | None:
+        if self._has_begun and self._texts is not None:  # the engine was restarted
+            self._reading = asyncio.create_task(self._restore_texts(info))
         return self._costs.get(name_of(self._settings, info))
 
     def start_reading(self) -> None:
@@ -59,6 +72,10 @@ class LearnedKeeper:
 
     async def begin(self) -> None:
         """Passes the kept costs to the engine, which must be ready. Called before the first request."""
+        self._has_begun = True
+        if self._texts is not None:
+            with suppress(WeftError):
+                await self._engine.new_answers()  # from now on the engine collects them
         if self._reading is None:
             return
         await asyncio.wait((self._reading,), timeout=_READ_SECONDS)
@@ -66,8 +83,12 @@ class LearnedKeeper:
             self._log(
                 "learned_late", "The store is slow: the engine starts without what it learned.", "warning"
             )
-        elif self._engine.info is not None and (costs := self._costs_for(self._engine.info)) is not None:
-            self._engine.restore_costs(costs)
+        elif (info := self._engine.info) is not None:
+            if (costs := self._costs.get(name_of(self._settings, info))) is not None:
+                self._engine.restore_costs(costs)
+            if self._texts is not None:
+                self._texts.restore(self._kept, info)
+        self._kept = []
 
     async def run(self) -> None:
         """Writes what the engine has learned, until it is cancelled."""
@@ -78,8 +99,14 @@ class LearnedKeeper:
             seconds = min(2 * seconds, _MOST_SECONDS)
 
     async def save(self) -> None:
-        """Writes the costs if they have changed. Without effect while the engine is not ready."""
+        """Writes the costs if they have changed, and new answers. Without effect while the engine is not ready."""
         info = self._engine.info
+        if self._texts is not None and info is not None:
+            try:
+                while texts := await self._engine.new_answers():
+                    await self._in_store(self._texts.writer(texts, info))
+            except WeftError:
+                return
         try:
             costs = await self._engine.learned_costs()
         except WeftError:
@@ -95,6 +122,7 @@ class LearnedKeeper:
         def write(connection: Any) -> None:
             if self.store.is_primary:  # two servers with one folder must not overwrite each other's rows
                 table.put(connection, table.COSTS, name, content, now)
+                table.drop_rows(connection, table.COSTS)
 
         await self._in_store(write)
 
@@ -110,19 +138,27 @@ class LearnedKeeper:
                     damaged.append(row.id)
                 else:
                     good.append((row, costs))
-            for row_id in damaged:
-                table.set_aside(connection, row_id)
-                message = (
-                    f"{row_id} in the database of the server was damaged. It is set aside, and learned anew."
-                )
-                self._log("damaged_learned", message, "warning")
+            self._set_aside(connection, damaged)
             return good
 
         return await self.store.run(read)
 
+    async def texts(self) -> list[tuple[str, int, int, float, float]]:
+        """The sizes of the kept answers of each owner (`table.sizes`)."""
+        now = self.store.wall_clock()
+        return await self.store.run(lambda connection: table.sizes(connection, table.DRAFTS, now))
+
+    def _set_aside(self, connection: Any, damaged: list[str]) -> None:
+        for row_id in damaged:
+            table.set_aside(connection, row_id)
+            message = (
+                f"{row_id} in the database of the server was damaged. It is set aside, and learned anew."
+            )
+            self._log("damaged_learned", message, "warning")
+
     async def clear(self) -> int:
-        """Deletes the kept costs, and everything that the engine learned. Returns the number of deleted rows."""
-        count: int = await self.store.run(lambda connection: table.clear(connection, table.COSTS))
+        """Deletes the kept costs and answers, and everything that the engine learned. Returns the number of deleted rows."""
+        count: int = await self.store.run(table.clear)
         self._costs.clear()
         self._engine.forget_learned()
         return count
@@ -130,8 +166,21 @@ class LearnedKeeper:
     async def _read(self) -> None:
         try:
             self._costs |= {row.name: costs for row, costs in await self.rows()}
+            if self._texts is not None:
+                self._kept = await self._texts.read()
         except StoreError as error:
             self._report(error)
+
+    async def _restore_texts(self, info: BackendInfo) -> None:
+        """Gives a restarted engine the kept answers."""
+        assert self._texts is not None
+        try:
+            await self._engine.new_answers()
+            self._texts.restore(await self._texts.read(), info)
+        except StoreError as error:
+            self._report(error)
+        except WeftError:
+            pass  # the engine has ended again
 
     async def _in_store(self, work: Callable[[Any], None]) -> None:
         try:
