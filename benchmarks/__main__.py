@@ -443,7 +443,7 @@ def learned(
 @app.command("schema-drafts")
 def schema_drafts(
     model: Annotated[str, typer.Argument(help="Name or path.")] = "default",
-    answers: Annotated[int, typer.Option(min=1, metavar="N", help="Answers in all.")] = 288,
+    answers: Annotated[int, typer.Option(min=1, metavar="N", help="Answers in all.")] = 336,
     learned: Annotated[
         bool, typer.Option(help="Whether finished answers give draft tokens too, as usual.")
     ] = True,

@@ -166,7 +166,7 @@ MUTATIONS = (
         f"{PROMPTS}._resume",
         "after_step=builder.step - 1",
         "after_step=-1",
-        first_seed=3840,
+        first_seed=1000,
     ),
     Mutation(
         "step writes to blocks that are being copied",

@@ -170,9 +170,13 @@ def test_with_draft_tokens_off_forced_tokens_are_ignored() -> None:
     assert script.reported() == list(DISTINCT) and not any(plan.drafts for plan in script.plans)
 
 
-def test_tokens_of_a_finished_answer_that_are_forced_are_not_counted_as_learned() -> None:
-    script = ForcingScript(max_draft_tokens=4)
+@pytest.mark.parametrize("most", [4, 11])
+def test_only_draft_tokens_after_the_forced_ones_are_counted_as_learned(most: int) -> None:
+    script = ForcingScript(max_draft_tokens=most)
     for _ in range(2):
         script.add((1, 2, 3), DISTINCT, grammar=GRAMMAR)
         script.run()
-    assert script.scheduler.stats.learned_drafts == 0
+    num_learned = sum(max(0, len(drafts) - 4) for plan in script.plans for drafts in plan.drafts)
+    stats = script.scheduler.stats
+    assert stats.learned_drafts == stats.learned_drafts_accepted == num_learned
+    assert (num_learned > 0) is (most > 4)

@@ -367,8 +367,8 @@ class NoopBackend:
                 if self._vector_size:
                     cells = self._context(row, self._num_layers - 1, start + count)
                     step.vectors[plan.request_ids[entry]] = vector_of(cells, self._vector_size)
-            if plan.samples[entry] and row.grammar is not None:
-                step.forced[plan.request_ids[entry]] = row.grammar.forced()
+            if plan.samples[entry] and row.grammar is not None and (forced := row.grammar.forced()):
+                step.forced[plan.request_ids[entry]] = forced
 
     def _write(self, row: _Row, layer: int, start: int, count: int, broken: bool) -> None:
         block_size = self._block_size

@@ -45,8 +45,8 @@ class PlanChecker:
         self._unfinished: dict[RequestId, Sequence] = {}
         self._answers: dict[str, list[Sequence]] = {}
         """Completed sequences, by cache salt. Only where the scheduler keeps answers for draft tokens."""
-        self._newest_answers: dict[str, list[Sequence]] = {}
-        """Of `_answers`, those that ended last and are long enough for the index."""
+        self._newest_answers: dict[str, list[list[int]]] = {}
+        """The indexed tokens of those of `_answers` that ended last and are long enough for the index."""
         self.preemptions = 0
         self.num_forced = 0
         """Forced draft tokens."""
@@ -129,17 +129,17 @@ class PlanChecker:
 
     def _note_answers(self) -> None:
         """Adds the sequences that completed since the last plan to `_answers` and `_newest_answers`."""
-        newest: dict[str, list[Sequence]] = {}
+        newest: dict[str, list[list[int]]] = {}
+        most = self._scheduler.speculation.answers.max_text_tokens
         for sequence in list(self._unfinished.values()):
             if sequence.finish_reason is not None:
                 del self._unfinished[sequence.request_id]
                 if sequence.state is RequestState.COMPLETED:
                     salt = sequence.request.cache_salt
                     self._answers.setdefault(salt, []).append(sequence)
-                    num_tokens = len(sequence.tokens) - max(0, sequence.prompt_length - PROMPT_TOKENS)
-                    is_cut = num_tokens > self._scheduler.speculation.answers.max_text_tokens
-                    if len(sequence.tokens) - sequence.prompt_length >= LENGTHS[-1] and not is_cut:
-                        newest.setdefault(salt, []).append(sequence)
+                    first = max(0, sequence.prompt_length - PROMPT_TOKENS)
+                    if len(sequence.tokens) - sequence.prompt_length >= LENGTHS[-1]:
+                        newest.setdefault(salt, []).append(sequence.tokens[first : first + most])
         self._newest_answers |= newest
         self._unfinished |= self._scheduler.sequences
 
@@ -151,7 +151,7 @@ class PlanChecker:
         for salt, newest in self._newest_answers.items():
             index = answers.of(salt)
             require(
-                index is None or any(index.find(_last_ngram(sequence))[0] for sequence in newest),
+                index is None or any(index.find(_last_ngram(tokens))[0] for tokens in newest),
                 f"the newest answer with the salt {salt!r} was dropped, and older ones were kept",
             )
 
@@ -338,9 +338,9 @@ def _full_table(sequence: Sequence) -> list[int]:
     return [allocation.leaving.get(index, block) for index, block in enumerate(allocation.blocks)]
 
 
-def _last_ngram(sequence: Sequence) -> bytes:
+def _last_ngram(tokens: list[int]) -> bytes:
     """The bytes of the `LENGTHS[-1]` tokens before the last one: the shortest n-gram that the answer index finds."""
-    return array("i", sequence.tokens[-LENGTHS[-1] - 1 : -1]).tobytes()
+    return array("i", tokens[-LENGTHS[-1] - 1 : -1]).tobytes()
 
 
 def _continues_a_match(sequence: Sequence, drafts: Listing[int]) -> bool:
