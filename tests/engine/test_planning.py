@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from weft.backends.cost_model import CostModelBackend, StepCosts
+from weft.bench.report import quantile
 from weft.clock import VirtualClock
 from weft.config import KvCacheKind, KvCachePoolConfig, PriorityPolicy, SchedulerConfig, ServingEngineConfig
 from weft.engine.serving import ServingEngine
@@ -29,6 +32,7 @@ from weft.planning.search import PlanSettings, make_plan
 from weft.planning.traces import read_trace, unique_segment
 from weft.planning.workers import Workers
 from weft.request import InferenceRequest, RequestId, SamplingParams
+from weft.routing import key_of
 from weft.server.settings import ServerSettings
 
 ADAPTIVE = ServingEngineConfig(scheduler=SchedulerConfig(policy=PriorityPolicy.ADAPTIVE))
@@ -211,6 +215,38 @@ def test_targets_are_counted_by_request() -> None:
     assert outcome.slow > 0
     assert 60 - outcome.late - outcome.slow <= outcome.good <= 60 - max(outcome.late, outcome.slow)
     assert run_alone(requests, targets=Targets(100.0, 100.0)).good == 60
+
+
+def test_the_reported_keys_are_those_of_the_cached_blocks() -> None:
+    replica = Replica(0, settings(profile=profile(COSTS, blocks=150)))
+    requests, known = load(60, prefix=64, prefixes=3), set[int]()
+    replica.assign(requests)
+    for window in range(1, 40):
+        replica.run_until(0.25 * window)
+        report = replica.report()
+        known.update(array("Q", report.added))
+        known.difference_update(array("Q", report.removed))
+        cached = {one for one in replica.scheduler.kv_cache.pool._hashes if one is not None}
+        assert known == {key_of(one) for one in cached}
+    assert replica.scheduler.kv_cache.pool.evictions.cached > 0, "no block was evicted: the test says little"
+
+
+def test_quantiles_are_within_half_a_percent() -> None:
+    source, values, histogram = random.Random(1), [], FineHistogram()
+    for _ in range(5000):
+        values.append(source.lognormvariate(-3.0, 1.5))
+        histogram.record(values[-1])
+    for share in (0.01, 0.5, 0.9, 0.99, 1.0):
+        assert histogram.quantile(share) == pytest.approx(quantile(values, share), rel=0.0051)
+    other = FineHistogram()
+    other.record(1e9, 5000)
+    other.add(histogram)
+    assert other.quantile(0.25) == histogram.quantile(0.5) and other.quantile(0.75) == pytest.approx(
+        1e9, rel=0.01
+    )
+    assert histogram.share_within(values[7]) == pytest.approx(
+        sum(v <= values[7] for v in values) / 5000, abs=0.01
+    )
 
 
 # ---------------------------------------------------------------------- fleets
