@@ -22,7 +22,7 @@ from weft.errors import InvalidRequestError, WeftError
 from weft.planning.autoscaler import Autoscaler, Autoscaling, FleetLoad
 from weft.planning.costs import MeasuredCosts
 from weft.planning.description import Description, LengthRange, described
-from weft.planning.fleet import REPORT_SECONDS, FleetOutcome, FleetSettings, simulate
+from weft.planning.fleet import MAX_POINTS, REPORT_SECONDS, FleetOutcome, FleetSettings, simulate
 from weft.planning.load import Load
 from weft.planning.measure import profile_of_log, read_steps
 from weft.planning.outcome import FineHistogram, Outcome
@@ -297,7 +297,7 @@ def test_a_conversation_stays_on_its_replica() -> None:
 
 def test_the_course_over_time_is_short_and_counts_all_arrivals() -> None:
     outcome = fleet(1, requests=load(400, rate=0.8))
-    assert len(outcome.points) <= 800
+    assert len(outcome.points) <= 2 * MAX_POINTS
     assert sum(one.arrivals for one in outcome.points) == 400
     assert outcome.points[-1].until >= outcome.seconds > 0
 

@@ -19,7 +19,7 @@ from weft.scheduling.cache.block_pool import extend_block_hashes, root_hash
 
 REPORT_SECONDS = 0.25
 """The length of a window: replicas report their state this often."""
-MAX_POINTS = 400
+MAX_POINTS = 150
 """Points of the course over time. When there are twice as many, each two become one."""
 
 
