@@ -22,7 +22,7 @@ from weft.errors import InvalidRequestError, WeftError
 from weft.planning.autoscaler import Autoscaler, Autoscaling, FleetLoad
 from weft.planning.costs import MeasuredCosts
 from weft.planning.description import Description, LengthRange, described
-from weft.planning.fleet import MAX_POINTS, REPORT_SECONDS, FleetOutcome, FleetSettings, simulate
+from weft.planning.fleet import MAX_POINTS, FleetOutcome, FleetSettings, simulate
 from weft.planning.load import Load
 from weft.planning.measure import profile_of_log, read_steps
 from weft.planning.outcome import FineHistogram, Outcome
@@ -199,6 +199,11 @@ def test_memory_without_the_size_of_a_block_is_refused() -> None:
     cache = dataclasses.replace(ADAPTIVE, cache=KvCachePoolConfig(memory=1 << 20))
     with pytest.raises(InvalidRequestError, match="does not say how many bytes"):
         Replica(0, settings(profile=dataclasses.replace(profile(), room=room), config=cache))
+
+
+def test_an_engine_that_does_not_plan_ahead_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"engine\.overlap is false"):
+        Replica(0, settings(config=dataclasses.replace(ADAPTIVE, overlap=False)))
 
 
 def test_requests_beyond_the_limits_are_refused_and_counted() -> None:
@@ -431,4 +436,3 @@ def test_the_shipped_profiles_run() -> None:
     for name in ("zen4-2-cores", "h200-8b-derived"):
         outcome = run_alone(load(30), profile=read_profile(name))
         assert outcome.completed == 30
-    assert REPORT_SECONDS > 0

@@ -234,6 +234,11 @@ class Replica:
         self._server_free_at = 0.0
         """When the server has read the last request that was assigned. It reads one after another."""
         config = settings.config
+        if not config.overlap:
+            raise InvalidRequestError(
+                "engine.overlap is false; only engines that plan ahead can be simulated: leave it out",
+                field="overlap",
+            )
         self._backend = backend = ProfiledBackend(clock, settings, random.Random(f"{settings.seed} {number}"))
         limits = config.scheduler
         info = backend.allocate(config.cache, limits.max_running, limits.max_tokens_per_step)
@@ -241,7 +246,6 @@ class Replica:
         if not info.store_blocks:
             backend.step_costs.kv_cache = scheduler.kv_cache
         self._core = EngineCore(scheduler, backend, clock, threading.RLock())
-        self._iterate = self._core.run_overlapped if config.overlap else self._core.run_plain
         self._lengths = LengthPredictor()
         self._flights: dict[RequestId, _Flight] = {}
         self._first_token = 0.0
@@ -264,7 +268,7 @@ class Replica:
                 end = backend.next_end
                 if end is not None and end > horizon:
                     return
-                if self._iterate():
+                if self._core.run_overlapped():
                     self._collect()
                     continue
                 self._collect()
