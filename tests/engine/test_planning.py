@@ -23,12 +23,12 @@ from weft.planning.autoscaler import Autoscaler, Autoscaling, FleetLoad
 from weft.planning.costs import MeasuredCosts
 from weft.planning.description import Description, LengthRange, described
 from weft.planning.fleet import MAX_POINTS, FleetOutcome, FleetSettings, simulate
-from weft.planning.load import Load
+from weft.planning.load import Load, LoadSummary
 from weft.planning.measure import profile_of_log, read_steps
 from weft.planning.outcome import FineHistogram, Outcome
 from weft.planning.profile import KvRoom, MachineProfile, read_profile
 from weft.planning.replica import PlannedRequest, Replica, ReplicaSettings, Targets
-from weft.planning.search import PlanSettings, make_plan
+from weft.planning.search import PlanSettings, first_guess, make_plan
 from weft.planning.traces import read_trace, unique_segment
 from weft.planning.workers import Workers
 from weft.request import InferenceRequest, RequestId, SamplingParams
@@ -364,6 +364,22 @@ def test_a_plan_finds_the_fewest_replicas_and_what_breaks_first() -> None:
     assert chosen.is_enough and chosen.replicas > 1
     assert not by_count[chosen.replicas - 1].is_enough
     assert found.breaks is not None and found.breaks.speed > 1 and "late" in found.breaks.cause
+
+
+@pytest.mark.parametrize("start", [1, 2, 7, 500])
+def test_the_number_that_is_tried_first_does_not_change_the_answer(start: int) -> None:
+    found = make_plan(planned(most=8), start=start)
+    assert found.chosen.replicas == make_plan(planned(most=8)).chosen.replicas
+    assert found.tried[0].replicas == min(start, 8)
+
+
+def test_the_first_guess_grows_with_the_load() -> None:
+    name = "load"
+    guesses = [
+        first_guess(profile(), LoadSummary(name, count, 10.0, 200, 100, 0)) for count in (1, 1000, 10_000)
+    ]
+    assert guesses[0] == 1 < guesses[1] < guesses[2] == pytest.approx(10 * guesses[1], rel=0.2)
+    assert first_guess(profile(), LoadSummary(name, 100, 0.0, 200, 100, 0)) == 1
 
 
 def test_a_plan_without_enough_replicas_says_so() -> None:
