@@ -144,6 +144,20 @@ def test_the_server_reads_requests_one_after_another() -> None:
     assert slow.first_token.quantile(0.5) == pytest.approx(4.0 + step, rel=0.01)
 
 
+def test_requests_reach_the_scheduler_at_their_own_times_while_a_step_runs() -> None:
+    replica, requests, seen = Replica(0, settings()), load(80, 20.0), dict[str, float]()
+    replica.assign(requests)
+    for window in range(1, 1000):
+        replica.run_until(0.01 * window)
+        seen.update((name, one.arrival) for name, one in replica.scheduler.sequences.items())
+    expected, free_at = {}, 0.0
+    for one in requests:
+        free_at = max(free_at, one.at) + 0.003
+        expected[f"plan-{one.number}"] = free_at
+    assert len(seen) > 60, "too few requests were seen in the scheduler"
+    assert seen == {name: pytest.approx(expected[name], abs=1e-9) for name in seen}
+
+
 def test_a_shared_prefix_is_computed_once() -> None:
     shared = load(40, prefix=320, prefixes=1, prompt=LengthRange(16, 32))
     hits = run_alone(shared)

@@ -189,8 +189,10 @@ class Fleet:
 
     def _route(self, request: PlannedRequest, keys: list[int]) -> int:
         number = self._router.choose(keys, request.prompt_tokens, request.session)
+        member = self._members[number]
+        assert member.is_ready and not member.is_draining, "a replica got a request that accepts none"
         self._by_replica[number] += 1
-        self._members[number].is_idle = False
+        member.is_idle = False
         return number
 
     def _take(self, reports: dict[int, ReplicaReport]) -> tuple[float, float]:
