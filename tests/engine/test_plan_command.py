@@ -12,6 +12,8 @@ from xml.etree import ElementTree
 import pytest
 
 from weft.cli.main import main
+from weft.planning import measure
+from weft.planning.profile import read_profile
 from weft.server.config_file import gather
 from weft.server.settings import ServerSettings
 
@@ -61,6 +63,27 @@ def test_a_plan_prints_the_answer_and_writes_json_html_and_toml(weft: Any, tmp_p
     served = gather(files["toml"], {}, {}).applied_to(ServerSettings())
     assert served.engine.scheduler.max_chunk_tokens == best["engine"]["scheduler"]["max_chunk_tokens"]
     assert files["toml"].read_text("utf-8").strip() in out
+
+
+def test_a_profile_is_measured_on_the_real_server_and_plans(
+    weft: Any, tmp_path: Path, default_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The shortest load that has enough steps for a profile.
+    monkeypatch.setattr(measure, "MEASURED_SECONDS", 0.0)
+    monkeypatch.setattr(measure, "_CLOSED_LOOPS", (1, 2, 3))
+    path, config = tmp_path / "machine.json", tmp_path / "weft.toml"
+    config.write_text("[engine.cache]\nnum_blocks = 300\n")
+    code, out, err = weft(
+        "profile", str(default_model_path), "-o", str(path), "--config", str(config), "--machine", "a machine"
+    )
+    assert code == 0, err
+    assert "4,800 tokens in 300 blocks of 16" in out and "3 at once" not in err
+    found = read_profile(str(path))
+    assert (found.machine, found.source) == ("a machine", "measured by weft profile")
+    assert found.steps >= 200 and found.request_seconds > 0 and not found.is_gpu
+    assert not list(tmp_path.glob("*.log")), "the event log of the measurement is left"
+    code, out, _ = weft("plan", "-p", str(path), *LOAD, "--replicas", "1")
+    assert code == 0 and "a machine" in out and "KV cache of 4,800 tokens" in out
 
 
 def test_too_few_replicas_are_exit_code_1(weft: Any) -> None:

@@ -135,6 +135,7 @@ def test_help_imports_nothing_that_does_the_work() -> None:
         "weft.cli.learned",
         "weft.cli.main",
         "weft.cli.memory",
+        "weft.cli.plan",
         "weft.config",
         "weft.errors",
         "weft.server",

@@ -78,6 +78,14 @@ def test_requests_between_two_reports_are_spread_by_what_was_assigned() -> None:
     assert chosen[0] not in [found.choose([], 1) for _ in range(2)]
 
 
+def test_a_report_replaces_what_was_assigned_before_it() -> None:
+    found = router(load(), load(waiting=500))
+    assert {found.choose([], 100) for _ in range(4)} == {0}
+    found.report(0, load())
+    assert found.first_token_seconds(0, 100) == pytest.approx(0.1)
+    assert found.choose([], 400) == 0
+
+
 def test_replicas_that_know_no_costs_yet_share_the_requests() -> None:
     found = router(NO_LOAD, NO_LOAD)
     assert sorted(found.choose([], 50) for _ in range(4)) == [0, 0, 1, 1]

@@ -92,7 +92,7 @@ class Costs(Protocol):
     def seconds(self, plan: IterationPlan) -> float: ...
 
 
-class _Step:
+class SimulatedStep:
     """A submitted plan and the time at which it ends. It is also the plan's `StepHandle`."""
 
     __slots__ = ("backend", "end", "plan")
@@ -166,7 +166,7 @@ class CostModelBackend:
     def check_grammar(self, grammar: Grammar) -> None:
         pass  # the tokens are arbitrary numbers, so no grammar is checked
 
-    def submit(self, plan: IterationPlan) -> _Step:
+    def submit(self, plan: IterationPlan) -> SimulatedStep:
         # Computes the end times of the swaps first, in the order of their ids. A swap depends only on earlier swaps.
         # This step may depend on any of these swaps.
         for task in sorted((*plan.swap_out, *plan.swap_in)):
@@ -176,7 +176,7 @@ class CostModelBackend:
         start = max(self._clock.now, self._device_free_at, *earliest)
         self._device_free_at = self._step_ends[plan.step] = end = start + seconds
         self.busy_seconds += seconds
-        return _Step(self, plan, end)
+        return SimulatedStep(self, plan, end)
 
     def close(self) -> None:
         self._step_ends.clear()
@@ -189,7 +189,7 @@ class CostModelBackend:
         end = start + self._costs.swap_per_block * len(task.blocks)
         self._swaps_free_at = self._swap_ends[task.swap_id] = end
 
-    def _finish(self, step: _Step) -> StepResult:
+    def _finish(self, step: SimulatedStep) -> StepResult:
         clock, plan = self._clock, step.plan
         clock.advance_to(step.end)
         if not plan.rows and self._swap_ends:

@@ -40,13 +40,6 @@ async def running_server(
         # Few KV blocks: sequences are preempted, and the cache is full after a minute or two. Later growth is a leak.
         settings["engine"] = {"scheduler": {"policy": "adaptive"}, "cache": {"num_blocks": _CPU_BLOCKS}}
     settings["backend_options"] |= backend_options
-    async with server_with(settings) as port:
-        yield port
-
-
-@asynccontextmanager
-async def server_with(settings: dict[str, Any]) -> AsyncIterator[int]:
-    """Runs a server with these `ServerSettings` during the `with` block. Yields its port."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "weft.bench.soak_server", json.dumps(settings)),
         stdin=asyncio.subprocess.PIPE,

@@ -20,7 +20,7 @@ from weft.planning.load import Load, read_description, summarise_load
 from weft.planning.profile import MachineProfile, read_profile, shipped_profiles, write_profile
 from weft.planning.replica import Targets
 from weft.planning.report import Report, best_toml, print_report, write_json, write_text
-from weft.planning.search import PlanSettings, make_plan, parse_sweep
+from weft.planning.search import PlanSettings, first_guess, make_plan, parse_sweep
 from weft.server.config_file import gather
 from weft.server.settings import ServerSettings
 
@@ -60,7 +60,8 @@ def plan_command(options: PlanOptions, json: Path | None, html: Path | None, tom
         )
     settings = plan_settings(options)
     load = summarise_load(settings.load)
-    result = make_plan(settings, lambda line: print(line, file=sys.stderr, flush=True))
+    start = first_guess(settings.profile, load)
+    result = make_plan(settings, lambda line: print(line, file=sys.stderr, flush=True), start)
     report = Report(settings, load, result, options.price)
     print_report(report)
     if json is not None:

@@ -19,7 +19,7 @@ from weft.scheduling.cache.block_pool import extend_block_hashes, root_hash
 
 REPORT_SECONDS = 0.25
 """The length of a window: replicas report their state this often."""
-MAX_POINTS = 400
+MAX_POINTS = 150
 """Points of the course over time. When there are twice as many, each two become one."""
 
 
@@ -50,15 +50,17 @@ class Point:
         count = self.windows + other.windows
 
         def mean(name: str) -> float:
-            sums = (one.windows * getattr(one, name) for one in (self, other))
-            return float(sum(sums) / count)
+            return float(sum(one.windows * getattr(one, name) for one in (self, other)) / count)
 
         return Point(
-            other.until,
-            count,
-            self.arrivals + other.arrivals,
-            *(mean(name) for name in ("replicas", "waiting", "running", "busy")),
-            max(self.first_token, other.first_token),
+            until=other.until,
+            windows=count,
+            arrivals=self.arrivals + other.arrivals,
+            replicas=mean("replicas"),
+            waiting=mean("waiting"),
+            running=mean("running"),
+            busy=mean("busy"),
+            first_token=max(self.first_token, other.first_token),
         )
 
 
@@ -124,6 +126,11 @@ class Fleet:
         self._autoscaler = Autoscaler(scaling) if scaling is not None else None
         self._members: dict[int, _Member] = {}
         self._root = root_hash("", "")
+        self._requests: Iterator[PlannedRequest] = iter(())
+        self._upcoming: PlannedRequest | None = None
+        """The next request, which was read but has not arrived."""
+        self._arrived: list[tuple[PlannedRequest, list[int]]] = []
+        """Requests that arrive next, with the keys of their blocks."""
         self._total = Outcome()
         self._points: list[Point] = []
         self._windows_per_point = 1
@@ -136,20 +143,23 @@ class Fleet:
     def run(
         self, requests: Iterator[PlannedRequest], progress: Callable[[int], None] | None = None
     ) -> FleetOutcome:
-        upcoming = next(requests, None)
-        if upcoming is None:
+        self._requests = requests
+        self._upcoming = next(requests, None)
+        if self._upcoming is None:
             raise WeftError("the load has no requests")
         window = 0
         while True:
             horizon = (window + 1) * REPORT_SECONDS
             self._make_ready(window * REPORT_SECONDS)
             assigned: dict[int, list[PlannedRequest]] = {}
-            arrivals = 0
-            while upcoming is not None and upcoming.at <= horizon:
-                assigned.setdefault(self._route(upcoming), []).append(upcoming)
-                arrivals += 1
-                upcoming = next(requests, None)
-            reports = self._workers.advance(horizon, assigned)
+            self._read_until(horizon)
+            arrivals = len(self._arrived)
+            for request, keys in self._arrived:
+                assigned.setdefault(self._route(request, keys), []).append(request)
+            self._arrived.clear()
+            self._workers.begin(horizon, assigned)
+            self._read_until(horizon + REPORT_SECONDS)  # while the replicas run
+            reports = self._workers.reports()
             busy, first_token = self._take(reports)
             self._record(horizon, arrivals, busy, first_token)
             self._scale(horizon, busy, first_token)
@@ -157,22 +167,32 @@ class Fleet:
                 progress(arrivals)
             window += 1
             if all(member.is_idle for member in self._members.values()):
-                if upcoming is None:
+                if self._upcoming is None and not self._arrived:
                     return self._end()
-                if self._autoscaler is None:  # nothing happens until the next arrival
-                    window = max(window, math.ceil(upcoming.at / REPORT_SECONDS) - 1)
+                if self._autoscaler is None and not self._arrived:  # nothing happens until the next arrival
+                    assert self._upcoming is not None
+                    window = max(window, math.ceil(self._upcoming.at / REPORT_SECONDS) - 1)
 
     # ------------------------------------------------------------------ requests and reports
 
-    def _route(self, request: PlannedRequest) -> int:
-        keys: list[int] = []
-        if self._needs_keys:
-            hashes: list[bytes] = []
-            extend_block_hashes(hashes, self._root, request.prompt(), self._block_size)
-            keys = [key_of(one) for one in hashes]
+    def _read_until(self, moment: float) -> None:
+        """Reads the requests that arrive by then, and computes their keys."""
+        while self._upcoming is not None and self._upcoming.at <= moment:
+            request = self._upcoming
+            keys: list[int] = []
+            if self._needs_keys:
+                hashes: list[bytes] = []
+                extend_block_hashes(hashes, self._root, request.prompt(), self._block_size)
+                keys = [key_of(one) for one in hashes]
+            self._arrived.append((request, keys))
+            self._upcoming = next(self._requests, None)
+
+    def _route(self, request: PlannedRequest, keys: list[int]) -> int:
         number = self._router.choose(keys, request.prompt_tokens, request.session)
+        member = self._members[number]
+        assert member.is_ready and not member.is_draining, "a replica got a request that accepts none"
         self._by_replica[number] += 1
-        self._members[number].is_idle = False
+        member.is_idle = False
         return number
 
     def _take(self, reports: dict[int, ReplicaReport]) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from weft.planning.report import (
     latency_rows,
     load_line,
     profile_line,
+    shown,
     tried_row,
 )
 
@@ -27,13 +28,13 @@ from weft.planning.report import (
 def page(report: Report) -> str:
     """The whole document. Names from files are escaped."""
     result = report.result
-    shown = [*result.tried, *([result.breaks] if result.breaks is not None else [])]
     parts = [
         "<h1>weft plan</h1>",
         f"<p class='about'>weft {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC. {escape(load_line(report.load))}. "
         f"{escape(profile_line(report.plan))}.</p>",
         f"<ul class='notes'>{''.join(f'<li>{escape(line)}</li>' for line in answer_lines(report))}</ul>",
-        "<h2>Replicas tried; times in ms</h2>" + table(TRIED_COLUMNS, [tried_row(one) for one in shown]),
+        "<h2>Replicas tried; times in ms</h2>"
+        + table(TRIED_COLUMNS, [tried_row(one) for one in shown(result)]),
         "<h2>Latency with the chosen replicas</h2>" + table(LATENCY_COLUMNS, latency_rows(result.chosen)),
         *_sweep(report),
         plots("Replicas", _replica_plots(report)),

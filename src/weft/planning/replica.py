@@ -7,12 +7,13 @@ import random
 import threading
 from array import array
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
 from zlib import crc32
 
-from weft.backends.cost_model import CostModelBackend
+from weft.backends.cost_model import CostModelBackend, SimulatedStep
 from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig, ServingEngineConfig
 from weft.engine.loop import EngineCore
@@ -108,6 +109,17 @@ class _ArrivalClock(VirtualClock):
 
     __slots__ = ("arrivals", "deliver")
 
+    def __init__(
+        self,
+        now: float,
+        arrivals: deque[tuple[float, PlannedRequest]],
+        deliver: Callable[[PlannedRequest], None],
+    ) -> None:
+        super().__init__(now)
+        self.arrivals = arrivals
+        """The time at which each request reaches the engine, in order."""
+        self.deliver = deliver
+
     def advance_to(self, moment: float) -> None:
         arrivals = self.arrivals
         while arrivals and arrivals[0][0] <= moment:
@@ -185,12 +197,12 @@ class ProfiledBackend(CostModelBackend):
         plan, end = self._pending[0]
         return max(end, min(self._swap_ends.values())) if not plan.rows and self._swap_ends else end
 
-    def submit(self, plan: IterationPlan):  # type: ignore[no-untyped-def]
+    def submit(self, plan: IterationPlan) -> SimulatedStep:
         step = super().submit(plan)
         self._pending.append((plan, step.end))
         return step
 
-    def _finish(self, step) -> StepResult:  # type: ignore[no-untyped-def]
+    def _finish(self, step: SimulatedStep) -> StepResult:
         result = super()._finish(step)
         self._pending.popleft()
         return result
@@ -217,13 +229,16 @@ class Replica:
         self.number = number
         self._targets = settings.targets
         self._request_seconds = settings.profile.request_seconds
-        self._clock = clock = _ArrivalClock(now)
         self._arrivals: deque[tuple[float, PlannedRequest]] = deque()
-        """The time at which each request reaches the engine, in order."""
+        self._clock = clock = _ArrivalClock(now, self._arrivals, self._deliver)
         self._server_free_at = 0.0
         """When the server has read the last request that was assigned. It reads one after another."""
-        clock.arrivals, clock.deliver = self._arrivals, self._deliver
         config = settings.config
+        if not config.overlap:
+            raise InvalidRequestError(
+                "engine.overlap is false; only engines that plan ahead can be simulated: leave it out",
+                field="overlap",
+            )
         self._backend = backend = ProfiledBackend(clock, settings, random.Random(f"{settings.seed} {number}"))
         limits = config.scheduler
         info = backend.allocate(config.cache, limits.max_running, limits.max_tokens_per_step)
@@ -231,7 +246,6 @@ class Replica:
         if not info.store_blocks:
             backend.step_costs.kv_cache = scheduler.kv_cache
         self._core = EngineCore(scheduler, backend, clock, threading.RLock())
-        self._iterate = self._core.run_overlapped if config.overlap else self._core.run_plain
         self._lengths = LengthPredictor()
         self._flights: dict[RequestId, _Flight] = {}
         self._first_token = 0.0
@@ -254,7 +268,7 @@ class Replica:
                 end = backend.next_end
                 if end is not None and end > horizon:
                     return
-                if self._iterate():
+                if self._core.run_overlapped():
                     self._collect()
                     continue
                 self._collect()

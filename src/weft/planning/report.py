@@ -129,12 +129,17 @@ def tried_row(tried: Tried) -> tuple[str, ...]:
     )
 
 
+def shown(result: PlanResult) -> list[Tried]:
+    """The numbers of replicas that were tried, the fewest first, and the load that was too high."""
+    tried = sorted(result.tried, key=lambda one: one.replicas)
+    return tried if result.breaks is None else [*tried, result.breaks]
+
+
 def print_report(report: Report) -> None:
     result = report.result
     print_line(load_line(report.load))
     print_line(profile_line(report.plan))
-    shown = [*result.tried, *([result.breaks] if result.breaks is not None else [])]
-    print_table("Replicas tried; times in ms", TRIED_COLUMNS, [tried_row(one) for one in shown])
+    print_table("Replicas tried; times in ms", TRIED_COLUMNS, [tried_row(one) for one in shown(result)])
     print_table("Latency with the chosen replicas", LATENCY_COLUMNS, latency_rows(result.chosen))
     if result.sweep:
         names = [name.rpartition(".")[2] for name in report.plan.sweep]

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from weft.errors import InvalidRequestError
 from weft.planning.autoscaler import Autoscaling
+from weft.planning.costs import StepShape
 from weft.planning.fleet import FleetOutcome, FleetSettings, simulate
-from weft.planning.load import Load
+from weft.planning.load import Load, LoadSummary
 from weft.planning.profile import MachineProfile
 from weft.planning.replica import NO_TARGETS, ReplicaSettings, Targets
 from weft.server.config_file import Gathered, Given, read_value
@@ -18,6 +19,7 @@ from weft.server.settings import KEYS, ServerSettings
 
 SPEEDS = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 """Factors of the load that are tried until the targets are missed."""
+_GUESSED_ROWS = 64
 BREAK_REQUESTS = 20_000
 """These factors are tried with the first requests of the load only, at most this many."""
 MAX_COMBINATIONS = 256
@@ -70,7 +72,18 @@ class PlanResult:
     best: Tried | None
 
 
-def make_plan(plan: PlanSettings, say: Say = lambda line: None) -> PlanResult:
+def first_guess(profile: MachineProfile, load: LoadSummary) -> int:
+    """How many replicas the answers of a load keep busy, in steps of many rows. A search begins there: with far too few
+    replicas, simulations take long."""
+    if not load.seconds:
+        return 1
+    context = _GUESSED_ROWS * int(load.prompt_tokens + load.answer_tokens / 2)
+    step = profile.costs.of(StepShape(_GUESSED_ROWS, _GUESSED_ROWS, context, 0))
+    return max(1, int(load.requests * load.answer_tokens * step / _GUESSED_ROWS / load.seconds))
+
+
+def make_plan(plan: PlanSettings, say: Say = lambda line: None, start: int = 1) -> PlanResult:
+    """`start`: the number of replicas that is tried first, within the range of the plan."""
     tried: list[Tried] = []
 
     def run(replicas: int, speed: float = 1.0, changed: Mapping[str, str] | None = None) -> Tried:
@@ -88,7 +101,7 @@ def make_plan(plan: PlanSettings, say: Say = lambda line: None) -> PlanResult:
         chosen = run(plan.least)
         tried.append(chosen)
     else:
-        chosen = _fewest(plan.least, plan.most, run, tried)
+        chosen = _fewest(plan.least, plan.most, max(plan.least, min(start, plan.most)), run, tried)
     breaks = None
     if chosen.is_enough:
         for speed in SPEEDS:
@@ -145,9 +158,9 @@ def cause_of(outcome: FleetOutcome, targets: Targets) -> str:
     return missed + (f"; requests wait because {reasons[limit[0][0]]}" if limit else "")
 
 
-def _fewest(least: int, most: int, run: Callable[[int], Tried], tried: list[Tried]) -> Tried:
+def _fewest(least: int, most: int, start: int, run: Callable[[int], Tried], tried: list[Tried]) -> Tried:
     """The fewest replicas that are enough: doubles their number, then halves the range."""
-    below, count = least - 1, least
+    below, count = least - 1, start
     while True:
         found = run(count)
         tried.append(found)

@@ -169,8 +169,8 @@ def _openai(path: Path) -> Iterator[tuple[int, Raw]]:
 
 
 def _weft(path: Path) -> Iterator[tuple[int, Raw]]:
-    """The requests of an event log that completed, and were not cancelled. Their answers have the recorded lengths, so the log
-    is read twice: the end of a request comes after its beginning."""
+    """The requests of an event log that got tokens. Their answers have the recorded lengths, so the log is read twice: the end
+    of a request comes after its beginning."""
     lengths = _answer_lengths(path)
     for line, event in read_events(path):
         if event.get("event") != "add":

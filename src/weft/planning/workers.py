@@ -55,6 +55,7 @@ class Workers:
         """`num_processes`: as many as this process may use, by default."""
         count = num_processes or len(os.sched_getaffinity(0))
         self._group = ReplicaGroup(settings) if count == 1 else None
+        self._window: tuple[float, Assigned] = (0.0, {})
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
         context = multiprocessing.get_context("spawn")
@@ -73,14 +74,18 @@ class Workers:
         outcome: Outcome = self._call(number, "finish", number)
         return outcome
 
-    def advance(self, horizon: float, assigned: Assigned) -> dict[int, ReplicaReport]:
-        """Runs all replicas to the end of a window. Returns the reports of those that changed, in order."""
-        if self._group is not None:
-            return self._group.advance(horizon, assigned)
+    def begin(self, horizon: float, assigned: Assigned) -> None:
+        """Starts to run all replicas to the end of a window. `reports` waits for it."""
+        self._window = horizon, assigned
         count = len(self._connections)
         for index, connection in enumerate(self._connections):
             own = {number: requests for number, requests in assigned.items() if number % count == index}
             connection.send(("advance", horizon, own))
+
+    def reports(self) -> dict[int, ReplicaReport]:
+        """The reports of the replicas that changed in the window, in order."""
+        if self._group is not None:
+            return self._group.advance(*self._window)
         reports: dict[int, ReplicaReport] = {}
         for connection in self._connections:
             reports |= _received(connection)
