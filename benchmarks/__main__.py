@@ -74,7 +74,7 @@ def coalescing(
     rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Rounds; the order changes.")] = 10,
     json: AsJson = False,
 ) -> None:
-    """Compare identical requests that are computed once with the same requests computed each.
+    """Compare identical requests that share one computation with the same requests computed separately.
 
     Measures time and computed tokens, and how much slower coalescing makes different requests. Exit code 1: a check is not met.
     """
@@ -429,7 +429,7 @@ def learned(
     plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw a chart as PNG.")] = None,
     json: AsJson = False,
 ) -> None:
-    """Time requests with and without drafts from finished answers.
+    """Time requests with and without draft tokens from finished answers.
 
     Three traces of similar requests, for one stream and for 8, and one trace of unrelated requests. Exit code 1: an answer
     differs, or a criterion was missed.
@@ -437,6 +437,29 @@ def learned(
     from benchmarks.learned import main as run
 
     if not run(model, requests=requests, trace=trace, streams=streams, keep=keep, plot=plot, as_json=json):
+        raise typer.Exit(1)
+
+
+@app.command("schema-drafts")
+def schema_drafts(
+    model: Annotated[str, typer.Argument(help="Name or path.")] = "default",
+    answers: Annotated[int, typer.Option(min=1, metavar="N", help="Answers in all.")] = 288,
+    learned: Annotated[
+        bool, typer.Option(help="Whether finished answers give draft tokens too, as usual.")
+    ] = True,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Append the figures there; a later run continues.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Check and time answers under schemas, with and without drafts.
+
+    For one stream, 8 and 32. Exit code 1: an answer does not follow its schema, or differs with drafts, or a criterion was
+    missed.
+    """
+    from benchmarks.schema_drafts import main as run
+
+    if not run(model, answers=answers, learned=learned, keep=keep, as_json=json):
         raise typer.Exit(1)
 
 
@@ -451,7 +474,7 @@ def lengths(
 ) -> None:
     """Compare orders of requests by known, learned and unknown lengths of answers.
 
-    Short and long answers with the same max_tokens; and the waits that refused clients are named. Exit code 1: a bar was
+    Short and long answers with the same max_tokens; and the waits that refused clients are given. Exit code 1: a bar was
     missed.
     """
     from benchmarks.lengths import main as run
@@ -524,9 +547,9 @@ def drafts(
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Time one stream with and without drafts.
+    """Time one stream with and without draft tokens.
 
-    For several kinds of prompts. Exit code 1: an answer differs with drafts.
+    For several kinds of prompts. Exit code 1: an answer differs with draft tokens.
     """
     from benchmarks.drafts import main, main_predictions
 

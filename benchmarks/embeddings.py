@@ -80,12 +80,12 @@ Embed = Callable[[Sequence[str], bool], tuple[list[float], np.ndarray]]
 
 @dataclass
 class Times:
-    """The seconds of one engine for every round."""
+    """The times of one engine."""
 
     batch: list[float] = field(default_factory=list)
-    """The seconds of one call with all passages."""
+    """For each round: the seconds of one call with all passages."""
     query: list[float] = field(default_factory=list)
-    """The seconds of a call with one query: the median of the round."""
+    """For each round: the median seconds of a call with one query."""
     least_cosine: float = 0.0
 
 

@@ -7,7 +7,6 @@ contexts, and decode speed.
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,16 +14,9 @@ from typing import Any
 
 from benchmarks.kv_cache_admission import Admission, admit
 from benchmarks.kv_cache_kinds import FULL, Kind, Setup, kinds
-from benchmarks.kv_cache_quality import Reading, Retrieval, answer_facts, evaluate, make_facts, read_text
+from benchmarks.kv_cache_quality import Reading, Retrieval, answer_facts, evaluate, make_facts, score_text
 from benchmarks.kv_cache_speed import Speed, decode_speed
-from benchmarks.peers_environment import (
-    PLOT,
-    PeerError,
-    clean_environment,
-    peers_directory,
-    python_of,
-    script,
-)
+from benchmarks.peers_environment import draw_chart
 from benchmarks.perplexity import make_windows
 from weft import __version__
 from weft.backends import registry
@@ -120,7 +112,7 @@ def main(
             json_path.write_text(json.dumps(document(report), indent=2) + "\n")
     print_report(report)
     if plot_path is not None:
-        draw(report, plot_path)
+        draw_chart("plot_kv_cache", document(report), plot_path)
     return all(check.is_met for check in report.checks)
 
 
@@ -146,7 +138,7 @@ def measure(part: str, setup: Setup, caches: Sequence[Kind], report: Report, tex
             )
     elif part == "perplexity":
         pieces = make_windows(open_tokenizer(setup.checkpoint), text, WINDOW, options.windows)
-        report.readings += read_text(setup, caches, pieces)
+        report.readings += score_text(setup, caches, pieces)
         for reading in report.readings:
             print_line(f"perplexity, {reading.kind}: {reading.perplexity:.4f}")
     elif part == "retrieval":
@@ -252,15 +244,3 @@ def document(report: Report) -> dict[str, Any]:
     required = {kind: contexts * share for kind, contexts in MORE_CONTEXTS.items()}
     checks = [asdict(check) for check in report.checks]
     return {"weft": __version__, **asdict(report), "required_admissions": required, "checks": checks}
-
-
-def draw(report: Report, path: Path) -> None:
-    """A chart of every part, drawn by matplotlib in the environment that `python -m benchmarks peers` also uses."""
-    home = peers_directory()
-    home.mkdir(parents=True, exist_ok=True)
-    command = (str(python_of(PLOT, home, print_line)), str(script("plot_kv_cache")), str(path))
-    chart = json.dumps(document(report)).encode()
-    done = subprocess.run(command, input=chart, capture_output=True, env=clean_environment())
-    if done.returncode:
-        stderr = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        raise PeerError(f"the chart could not be drawn: {stderr[-1] if stderr else 'no error output'}")

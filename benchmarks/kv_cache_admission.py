@@ -95,7 +95,7 @@ def largest(info: BackendInfo, config: ServingEngineConfig, context: int) -> tup
     result of that run."""
     count = _estimate(info, context)
     lengths, joint = align_ends(info, config, context, count)
-    # Ends at one context at the latest: it fits, or the engine rejects it.
+    # The loop ends: one context alone fits, or the engine rejects it.
     while not joint.fits:
         count -= 1
         lengths, joint = align_ends(info, config, context, count)

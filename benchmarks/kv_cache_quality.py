@@ -36,7 +36,7 @@ class Reading:
     difference: Difference
 
 
-def read_text(setup: Setup, kinds: Sequence[Kind], windows: Sequence[tuple[int, ...]]) -> list[Reading]:
+def score_text(setup: Setup, kinds: Sequence[Kind], windows: Sequence[tuple[int, ...]]) -> list[Reading]:
     """Scores the second half of every window with each kind of cache. The first kind is the reference."""
     context = len(windows[0]) + 1
     scores: list[Scores] = []

@@ -11,20 +11,11 @@ geometric mean over the requests or waves, with its 95% interval: a stall of the
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks.peers_environment import (
-    PLOT,
-    PeerError,
-    clean_environment,
-    peers_directory,
-    python_of,
-    script,
-)
+from benchmarks.peers_environment import draw_chart
 from benchmarks.traces import TRACES, Trace
 from weft.bench.ratios import Ratios
 from weft.bench.report import Check, machine, print_checks, print_json, print_line, print_table
@@ -104,7 +95,7 @@ def main(
             if keep
             else []
         )
-        _draw(kept or [asdict(part) for part in parts], plot)
+        draw_chart("plot_learned", kept or [asdict(part) for part in parts], plot)
     return all(check.is_met for check in found)
 
 
@@ -216,16 +207,3 @@ def _row(part: Part) -> tuple[str, ...]:
         f"{part.learned_drafts:,}",
         f"{part.learned_drafts_accepted / max(1, part.learned_drafts):.0%}",
     )
-
-
-def _draw(parts: list[dict[str, Any]], path: Path) -> None:
-    """Draws a chart of the parts. matplotlib is in an environment of its own, as for `peers`."""
-    home = peers_directory()
-    home.mkdir(parents=True, exist_ok=True)
-    command = (str(python_of(PLOT, home, print_line)), str(script("plot_learned")), str(path))
-    done = subprocess.run(
-        command, input=json.dumps(parts).encode(), capture_output=True, env=clean_environment()
-    )
-    if done.returncode:
-        stderr = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        raise PeerError(f"the chart could not be drawn: {stderr[-1] if stderr else 'no error output'}")

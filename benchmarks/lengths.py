@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,22 +18,15 @@ from unittest.mock import patch
 from benchmarks.batching import DEVICES, TARGETS, work_seconds
 from benchmarks.lengths_traffic import (
     PROMPT,
-    Door,
     Expect,
     Job,
     Learner,
+    PlaceLimit,
     mean_output,
     run,
     traffic,
 )
-from benchmarks.peers_environment import (
-    PLOT,
-    PeerError,
-    clean_environment,
-    peers_directory,
-    python_of,
-    script,
-)
+from benchmarks.peers_environment import draw_chart
 from weft.backends.cost_model import CostModelBackend
 from weft.bench.ratios import Ratios
 from weft.bench.report import Check, machine, print_checks, print_line, print_table, quantile
@@ -107,7 +99,7 @@ class Report:
     @property
     def share_right(self) -> float:
         """The fraction of given waits that are within 30% of the real ones."""
-        return fmean(abs(named - real) <= WAIT_ERROR * real for named, real in self.waits)
+        return fmean(abs(given - real) <= WAIT_ERROR * real for given, real in self.waits)
 
     def checks(self, load: float) -> list[Check]:
         learned = self.at("shortest first, learned", load)
@@ -162,7 +154,7 @@ def main(
     if as_json is not None:
         as_json.write_text(json.dumps({**dataclasses.asdict(report), "checks": list(map(vars, checks))}))
     if plot is not None:
-        _draw(report, plot)
+        draw_chart("plot_lengths", dataclasses.asdict(report), plot)
     return all(check.is_met for check in checks)
 
 
@@ -225,17 +217,17 @@ def _run(
     expect: Expect = learner.expect if lengths == "learned" else _known if lengths else lambda job: None
     engine, clock, wait_until = open_engine(_config(kind))
     # With a huge factor, arrival has no effect on the sort key: only the cost has.
-    patience = policy.PATIENCE if lengths != "known, without ageing" else 1e9
-    with patch.object(policy, "PATIENCE", patience):
+    factor = policy.OVERTAKING_FACTOR if lengths != "known, without ageing" else 1e9
+    with patch.object(policy, "OVERTAKING_FACTOR", factor):
         run(engine, clock, wait_until, jobs, expect, learner.learn)
 
 
 def _waits(open_engine: OpenEngine, jobs: list[Job], learner: Learner) -> list[tuple[float, float]]:
-    """Runs the jobs through a `Door`, and returns the given and the real wait of each refused client."""
+    """Runs the jobs with a limit of `PLACES`, and returns the given and the real wait of each refused client."""
     engine, clock, wait_until = open_engine(_config(PriorityPolicy.ADAPTIVE))
-    door = Door(PLACES, clock, learner.predictor)
-    run(engine, clock, wait_until, jobs, learner.expect, learner.learn, door)
-    return [(job.named, job.accepted - job.arrival) for job in jobs if job.named is not None]
+    limit = PlaceLimit(PLACES, clock, learner.predictor)
+    run(engine, clock, wait_until, jobs, learner.expect, learner.learn, limit)
+    return [(job.given_wait, job.accepted - job.arrival) for job in jobs if job.given_wait is not None]
 
 
 def _cell(order: str, load: float, runs: list[list[Job]], fcfs: list[list[Job]], learner: Learner) -> Cell:
@@ -282,24 +274,12 @@ def _print(report: Report, seeds: int, requests: int) -> None:
         part = [wait for wait in report.waits if low <= wait[1] < high]
         if part:
             right = Report([], part).share_right
-            ratios = [named / real for named, real in part if real > 0]
+            ratios = [given / real for given, real in part if real > 0]
             middle, tenth, last = (quantile(ratios, share) for share in (0.5, 0.1, 0.9))
             name = f"{low:g} to {high:g} s" if high < 1e9 else f"{low:g} s and more"
             rows.append((name, f"{len(part)}", f"{right:.0%}", f"{middle:.2f}", f"{tenth:.2f} to {last:.2f}"))
     print_table(
-        f"Named wait of refused clients, {PLACES} places, load {max(cell.load for cell in report.cells):g}",
-        ("real wait", "refusals", "within 30%", "named / real, p50", "p10 to p90"),
+        f"Given wait of refused clients, {PLACES} places, load {max(cell.load for cell in report.cells):g}",
+        ("real wait", "refusals", "within 30%", "given / real, p50", "p10 to p90"),
         rows,
     )
-
-
-def _draw(report: Report, path: Path) -> None:
-    """Draws the chart. matplotlib is in an environment of its own, as for `peers`."""
-    home = peers_directory()
-    home.mkdir(parents=True, exist_ok=True)
-    command = (str(python_of(PLOT, home, print_line)), str(script("plot_lengths")), str(path))
-    content = json.dumps(dataclasses.asdict(report)).encode()
-    done = subprocess.run(command, input=content, capture_output=True, env=clean_environment())
-    if done.returncode:
-        stderr = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        raise PeerError(f"the chart could not be drawn: {stderr[-1] if stderr else 'no error output'}")

@@ -36,7 +36,7 @@ class Job:
     num_tokens: int = 0
     ended: float = 0.0
     first: float = 0.0
-    named: float | None = None
+    given_wait: float | None = None
     """The wait in seconds that the client was given when the job was refused. None: the job was accepted at once."""
     accepted: float = 0.0
 
@@ -97,7 +97,7 @@ class Learner:
             self.below_p90 += job.output <= expected.p90
 
 
-class Door:
+class PlaceLimit:
     """Accepts at most `num_places` jobs at once. Refuses others, and accepts them in order of arrival once there is room."""
 
     def __init__(self, num_places: int, clock: Clock, predictor: LengthPredictor) -> None:
@@ -111,8 +111,8 @@ class Door:
 
     def arrive(self, job: Job) -> None:
         """Queues a job. If there is no room, it is refused, and its client is given a wait."""
-        job.named = None if self._has_room else self._wait_to_name()
-        self._refused.append((job, self._clock() + (job.named or 0.0)))
+        job.given_wait = None if self._has_room else self._wait_to_give()
+        self._refused.append((job, self._clock() + (job.given_wait or 0.0)))
 
     def accepted(self) -> list[Job]:
         """Accepts jobs while there is room, and returns them."""
@@ -125,7 +125,7 @@ class Door:
             found.append(job)
         for index, (job, back_at) in enumerate(self._refused):
             if back_at <= now:  # the job tries again now, and is refused again
-                self._refused[index] = job, now + self._wait_to_name()
+                self._refused[index] = job, now + self._wait_to_give()
         return found
 
     def leave(self, job: Job, result: GenerationResult) -> None:
@@ -140,7 +140,7 @@ class Door:
     def _has_room(self) -> bool:
         return not self._refused and len(self.active) < self._num_places
 
-    def _wait_to_name(self) -> float:
+    def _wait_to_give(self) -> float:
         """The seconds that a client is given if it is refused now: the server's estimate until a place is free."""
         places = [Place(length, job.num_tokens) for job, length in self.active.values()]
         anyone = self._predictor.predict(LengthFeatures("", -1, 0, 1, MAX_TOKENS))
@@ -154,7 +154,7 @@ def run(
     jobs: list[Job],
     expect: Expect,
     learn: Callable[[Job], object] = lambda job: None,
-    door: Door | None = None,
+    limit: PlaceLimit | None = None,
 ) -> None:
     """Submits each job when it arrives, and ends its answer at its length. The clock starts at 0."""
     source, vocabulary = random.Random(0), range(min(40_000, engine.scheduler.info.vocabulary_size))
@@ -174,7 +174,7 @@ def run(
             del active[output.request_id]
             engine.finish(output.request_id, job.output)
             learn(job)
-            if door is not None:
+            if limit is not None:
                 ended.append((output.request_id, job))
 
     def submit(job: Job) -> None:
@@ -185,16 +185,16 @@ def run(
         )
 
     pending = deque(jobs)
-    while pending or engine.has_work or active or (door is not None and door.has_waiting):
-        while ended and door is not None and (result := engine.get_result(ended[0][0])) is not None:
-            door.leave(ended.popleft()[1], result)
+    while pending or engine.has_work or active or (limit is not None and limit.has_waiting):
+        while ended and limit is not None and (result := engine.get_result(ended[0][0])) is not None:
+            limit.leave(ended.popleft()[1], result)
         while pending and pending[0].arrival <= clock():
             job = pending.popleft()
-            if door is None:
+            if limit is None:
                 submit(job)
             else:
-                door.arrive(job)
-        for job in door.accepted() if door is not None else ():
+                limit.arrive(job)
+        for job in limit.accepted() if limit is not None else ():
             submit(job)
         if engine.has_work:
             engine.run_iteration()

@@ -9,24 +9,15 @@ from __future__ import annotations
 
 import json
 import resource
-import subprocess
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.peers_environment import (
-    PLOT,
-    PeerError,
-    clean_environment,
-    peers_directory,
-    python_of,
-    script,
-)
+from benchmarks.peers_environment import draw_chart
 from weft.bench.report import machine, print_json, print_line, print_table, quantile
 from weft.errors import InvalidRequestError
 from weft.memory.index_file import open_graph, write_graph
@@ -96,7 +87,7 @@ def main(
         _print(measured, queries)
     if plot is not None:
         kept = [json.loads(path.read_text()) for path in sorted(keep.glob("*.json"))] if keep else [result]
-        _draw(kept, plot)
+        draw_chart("plot_memory_index", kept, plot)
 
 
 def _print(measured: Measured, queries: int) -> None:
@@ -130,19 +121,6 @@ def _print(measured: Measured, queries: int) -> None:
             )
         ],
     )
-
-
-def _draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Draws the times of all searches. matplotlib is in an environment of its own, as for `peers`."""
-    home = peers_directory()
-    home.mkdir(parents=True, exist_ok=True)
-    command = (str(python_of(PLOT, home, print_line)), str(script("plot_memory_index")), str(path))
-    done = subprocess.run(
-        command, input=json.dumps(results).encode(), capture_output=True, env=clean_environment()
-    )
-    if done.returncode:
-        stderr = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        raise PeerError(f"the chart could not be drawn: {stderr[-1] if stderr else 'no error output'}")
 
 
 def generated(count: int, dimensions: int, seed: int = 26) -> Vectors:

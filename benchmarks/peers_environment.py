@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
+from weft.bench.report import print_line
 from weft.errors import WeftError
 from weft.loading.cache import models_directory
 
@@ -98,6 +99,19 @@ def python_of(environment: Environment, home: Path, print_status: PrintStatus) -
     (folder / _DONE).write_text(json.dumps(environment.requirements) + "\n")
     print_status(f"installed {environment.title} in {perf_counter() - began:.0f} s")
     return python
+
+
+def draw_chart(name: str, content: object, path: Path) -> None:
+    """Draws a chart of `content` to `path`: runs the script `name` in the environment of matplotlib."""
+    home = peers_directory()
+    home.mkdir(parents=True, exist_ok=True)
+    command = (str(python_of(PLOT, home, print_line)), str(script(name)), str(path))
+    done = subprocess.run(
+        command, input=json.dumps(content).encode(), capture_output=True, env=clean_environment()
+    )
+    if done.returncode:
+        stderr = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        raise PeerError(f"the chart could not be drawn: {stderr[-1] if stderr else 'no error output'}")
 
 
 def _installed(folder: Path) -> tuple[str, ...] | None:

@@ -1,7 +1,7 @@
 """Driver of another embedding engine. Arguments: KIND MODEL THREADS WORK. KIND: sentence-transformers, onnxruntime, llama.cpp.
 
-MODEL is the folder of all-MiniLM-L6-v2, for llama.cpp a GGUF file. Each line of standard input has texts; the answer has the
-seconds of each call and the vectors. Texts go in as strings: every engine also tokenises.
+MODEL is the folder of all-MiniLM-L6-v2, for llama.cpp a GGUF file. Each line of standard input has texts. The response
+has the seconds of each call and the vectors. Texts go in as strings: every engine also tokenises.
 """
 
 import base64

@@ -35,7 +35,7 @@ def main(target):
     most = max(wait[1] for wait in waits)
     for factor in (0.7, 1.0, 1.3):
         panels[2].plot((0, most), (0, factor * most), color="black", linewidth=0.8, linestyle="dashed")
-    panels[2].set_title("seconds that a refused client was named, by its real wait", fontsize=9)
+    panels[2].set_title("wait that a refused client was given, by its real wait (s)", fontsize=9)
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

@@ -29,7 +29,7 @@ double least_seconds(double seconds, Work&& work) {
 }
 
 // Returns the seconds of one layer. `data` holds the weights of as many equal layers as fit. Every run computes all of
-// them, so no weight is still in the L2 cache. With `outlier_every` above 0, every so many groups have an outlier.
+// them, so no weight is still in the L2 cache. With `outlier_every` above 0, one group in `outlier_every` has an outlier.
 double measure_linear(int layout_number, int64_t outputs, int64_t inputs, Array<const uint8_t, 1> data, int64_t rows, Pool& pool,
                       double seconds, int64_t outlier_every) {
   const Layout layout = layout_from(layout_number);

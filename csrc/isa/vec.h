@@ -330,6 +330,7 @@ inline Vec joined(const Vec (&parts)[sum_parts]) {
   return sum;
 }
 
+// Adds the lanes of one sum, in the order that the top of this file defines.
 inline float sum(const Vec (&parts)[sum_parts]) {
   const Vec one = joined(parts);
 #if defined(WEFT_AVX512) || defined(WEFT_AVX2)

@@ -315,6 +315,7 @@ inline SumsOfCodes round_codes(const float* values, float factor, int8_t* codes)
 
 #endif
 
+// Does what the comment of `write_codes` above says, one group after another.
 inline uint32_t write_codes(const float* values, const float* factors, int groups, RowGroup* into) {
   uint32_t too_large = 0;
   for (int group = 0; group < groups; group++, into += panel_rows) {

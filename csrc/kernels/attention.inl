@@ -331,6 +331,7 @@ int64_t attend_scratch(const AttendTask& task) {
   return QueryBlock::scratch_floats(most_queries_in_block(task) * task.group, QueryBlock::width_of(task));
 }
 
+// Runs the linked tasks. The results of a row's segments are merged in order.
 void attend(const AttendTask& first, float* scratch) {
   Prefetcher prefetcher(first);
   for (const AttendTask* task = &first; task; task = task->next) {
@@ -352,6 +353,7 @@ void attend(const AttendTask& first, float* scratch) {
   }
 }
 
+// Writes the partial result of one segment: for each head the largest score, the sum of weights, the sums of values.
 void attend_segment(const AttendTask& task, int64_t segment, float* partial, float* scratch) {
   const int64_t size = task.cache.head_size;
   Prefetcher prefetcher(task, segment);
@@ -365,6 +367,7 @@ void attend_segment(const AttendTask& task, int64_t segment, float* partial, flo
   });
 }
 
+// Merges the partial results that attend_segment wrote, in segment order.
 void attend_merge(const AttendTask& task, const float* partials) {
   const int64_t size = task.cache.head_size, segments = task.end_segment() - task.first_segment();
   for (int64_t head = 0; head < task.group; head++) {

@@ -172,6 +172,7 @@ class Prefetcher {
 
   bool has_one_tile_per_block() const { return task_->cache.block_size == key_tile; }
 
+  // Continues with the tile that begins at `position`.
   void set_tile(int64_t position, const CachePosition& place) {
     position_ = position;
     place_ = place;

@@ -93,6 +93,7 @@ inline void write_key(const float* key, const Coding& coding, int64_t size, uint
   }
 }
 
+// Writes the codes of one value. One unit has four features that are a quarter of a head apart.
 inline void write_value(const float* value, const Coding& coding, int64_t size, uint16_t* out) {
   constexpr int64_t step = 16;   // units
   const int64_t units = value_units(size);
@@ -120,6 +121,7 @@ inline void write_value(const float* value, const Coding& coding, int64_t size, 
   }
 }
 
+// Writes the key and the value of one token and KV head. The length of a key is limited, see kernels.h.
 void write_cache(const float* key, const float* value, const CachedHead& head, int64_t position) {
   constexpr float part = 1.0f / largest_cache_code;
   const int64_t size = head.head_size, tile = position / key_tile * key_tile;

@@ -121,6 +121,7 @@ void Candidates::weigh() {
   kernels().weigh_each(below_.data(), count_, factor_, weights_.data());
 }
 
+// The first filter in use collects the candidates: all tokens that it can keep. Later filters only remove some.
 void Candidates::filter(const ScannedRow& row, const Parameters& parameters, uint64_t key) {
   bool is_collected = false;
   const auto collect_once = [&](float limit) {
@@ -144,7 +145,7 @@ void Candidates::filter(const ScannedRow& row, const Parameters& parameters, uin
   }
   collect_once(FLT_MAX);
   if (parameters.typical_p < 1.0) keep_typical(parameters.typical_p);
-  // Token -1 does not exist: its noise decides whether xtc applies.
+  // Whether xtc applies is random. The random number is the noise of token -1, which no token has.
   if ((noise_bits(key, -1) + 0.5) * 0x1p-32 < parameters.xtc_probability) exclude_top_choices(parameters.log_xtc_threshold);
 }
 
@@ -207,6 +208,7 @@ void Candidates::exclude_top_choices(double log_threshold) {
   keep([&](int64_t i) { return below_[i] >= furthest; });
 }
 
+// Computes exact noise only for candidates that may win: gumbel_bound is cheap.
 int64_t Candidates::draw(const ScannedRow& row, double temperature, const Parameters& parameters, uint64_t key) {
   temperature_ = temperature;
   factor_ = std::min(1.0 / temperature, 1e308);

@@ -38,6 +38,7 @@ void unpack_w8(const uint8_t* group, int lane, float* out) {
     out[input] = static_cast<float>(static_cast<int8_t>(group[input / 4 * 64 + lane * 4 + input % 4])) * scale;
 }
 
+// Writes the weights of one output as floats.
 void unpack_row(const Weight& weight, int64_t output, float* out) {
   const uint8_t* strip = weight.data + output / strip_outputs * strip_bytes(weight.layout, weight.inputs);
   const int lane = static_cast<int>(output % strip_outputs);

@@ -77,6 +77,7 @@ Vec load_weights(const uint8_t* strip, int64_t at) {
   else return bytes::load_bfloats(halves(strip) + at);
 }
 
+// Multiplies rows by one strip of a float layout.
 template <Layout layout, int rows>
 Totals<rows> multiply_floats(const LinearTask& task, int64_t first_row, const uint8_t* strip) {
   Totals<rows> totals;
@@ -205,6 +206,7 @@ inline void add_group(const RowGroup* from, const uint8_t* group, BlockSums<layo
   });
 }
 
+// Adds the products of rows with one strip of a quantised layout, scale block by scale block.
 template <Layout layout, int rows, int fetched>
 inline void add_products(const QuantisedRows& rows_in_bytes, int64_t first_row, const uint8_t* group, const uint8_t* ahead,
                          Totals<rows>& totals) {
@@ -338,8 +340,8 @@ void multiply_count(const LinearTask& task, int64_t count, int64_t first_row, in
   if constexpr (rows > 1) multiply_count<layout, rows - 1>(task, count, first_row, first_strip, end_strip);
 }
 
-// The largest number of rows of a tile that begins at `row`. A tile that begins inside a panel does not extend past the
-// panel. A tile that begins inside the four rows of a list of outliers does not extend past them.
+// The largest number of rows of a tile that begins at `row`. A tile that begins inside a panel ends with the panel.
+// Every `outlier_rows` rows share a list of outliers: a tile that begins inside such rows ends with them.
 template <Layout layout>
 constexpr int64_t rows_fitting(int64_t row) {
   if (!is_quantised(layout) || row % panel_rows == 0) return most_rows<layout>();
@@ -347,6 +349,7 @@ constexpr int64_t rows_fitting(int64_t row) {
   return fitting < most_rows<layout>() ? fitting : most_rows<layout>();
 }
 
+// Divides the rows of a task into tiles, and multiplies each tile by these strips.
 template <Layout layout>
 void multiply_strips(const LinearTask& task, int64_t first_strip, int64_t end_strip) {
   constexpr int most = most_rows<layout>();

@@ -98,6 +98,7 @@ void copy_q4(const uint8_t* packed, const Lane& lane, int64_t group) {
   for (int step = 0; step < 4; step++) std::memcpy(lane.w4(group) + 64 * step, &steps[step], 4);
 }
 
+// These three copy a row of their format to one lane of W4, without a change of its codes.
 void copy_q4_0(const uint8_t* raw, int64_t inputs, const Lane& lane) {
   FactorsW4 factors(inputs / 32);
   for (int64_t group = 0; group < inputs / 32; group++, raw += 18) {
@@ -328,6 +329,7 @@ int64_t packed_bytes(Layout layout, int64_t outputs, int64_t inputs) {
   return (outputs + strip_outputs - 1) / strip_outputs * strip_bytes(layout, inputs);
 }
 
+// Copies the codes of each row if the layout can keep them. Otherwise decodes and rounds the row.
 void pack(const StoredFormat& format, const uint8_t* raw, int64_t rows, int64_t inputs, Layout layout, int64_t first_output,
           int64_t total_outputs, uint8_t* out) {
   const int64_t bytes = strip_bytes(layout, inputs), row_bytes = inputs / format.values * format.bytes;

@@ -88,6 +88,7 @@ inline int taken_together(int64_t all, int64_t first, int most) { return static_
 
 }  // namespace quantising
 
+// Quantises a row in three passes: the values after the prologue, then outliers and scales, then the codes.
 void quantise_row(const RowInput& input, int64_t columns, float* scratch, const QuantisedRows& out, int64_t out_row) {
   using namespace quantising;
   float *values = scratch, *lane_maxima = scratch + out.scale_blocks * scale_block_inputs, sum = 0.0f;

@@ -137,6 +137,7 @@ inline void with_values(const RowInput& input, int64_t columns, Use&& use) {
   }
 }
 
+// Writes a row after its prologue, as floats.
 void make_row(const RowInput& input, int64_t columns, float* out) {
   with_values(input, columns, [&](auto make) {
     constexpr int some = vec::chains_at_once;
@@ -169,6 +170,7 @@ void scale_and_cap(float* row, int64_t columns, float scale, float cap) {
   });
 }
 
+// Applies RoPE to one head of one token.
 void rotate(const float* head, int64_t head_size, int64_t pairs, bool interleaved, const float* cosine, const float* sine, float* out) {
   if (interleaved) {
     vec::for_each(2 * pairs, [&](int64_t i, auto n) {
@@ -187,6 +189,7 @@ void rotate(const float* head, int64_t head_size, int64_t pairs, bool interleave
   for (int64_t i = 2 * pairs; i < head_size; i++) out[i] = head[i];
 }
 
+// Chooses the experts of one token, and computes their routing weights.
 void route(const float* logits, int64_t experts, int64_t per_token, bool normalise, int32_t* chosen, float* shares) {
   float largest = logits[0];
   for (int64_t i = 1; i < experts; i++) largest = logits[i] > largest ? logits[i] : largest;

@@ -12,6 +12,7 @@ ScannedRow SamplerScratch::scan(const float* scores, int64_t count) {
   return {scores, count, maxima_.data(), kernels().scan_scores(scores, count, maxima_.data())};
 }
 
+// Shapes the scores if the request changes them, then draws. Filters draw from the candidates, others from the whole row.
 Verdict SamplerScratch::sample(const SampleTask& task, int64_t& token) {
   ScannedRow row = scan(task.logits, task.vocabulary);
   token = row.scan.token;
@@ -97,6 +98,7 @@ void SamplerScratch::forbid_ends(const SampleTask& task) {
     if (end < task.vocabulary) scores_[static_cast<size_t>(end)] = saved_end_scores_[next++];
 }
 
+// Log-softmax of the unmodified logits, for one token and the most likely tokens.
 void SamplerScratch::score(const ScoreTask& task) {
   const ScannedRow row = scan(task.logits, task.vocabulary);
   if (row.scan.has_nan || !std::isfinite(row.scan.best)) {

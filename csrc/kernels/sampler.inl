@@ -35,6 +35,7 @@ inline Doubles exp_of(Doubles value) {
   return value > lowest ? sum * power : Doubles{};
 }
 
+// Finds the first token with the best score. Also writes the maxima of the sections, see kernels.h.
 RowScan scan_scores(const float* scores, int64_t count, float* maxima) {
   constexpr int parts = maxima_lanes / narrow;
   Ints is_nan = {};
@@ -65,6 +66,7 @@ RowScan scan_scores(const float* scores, int64_t count, float* maxima) {
   return scan;
 }
 
+// Copies the scores. Those of forbidden tokens become minus infinity.
 void mask_scores(const float* scores, int64_t count, const uint8_t* allowed, float* out) {
   Ints lane_bits;
   for (int lane = 0; lane < narrow; lane++) lane_bits[lane] = 1 << lane;
@@ -117,6 +119,7 @@ inline Floats rough_exp_of(Floats value) {
   return value > lowest ? (low + high * (square * square)) * power : Floats{};
 }
 
+// kernels.h describes the result. near[i] sums the same weights as the total, but only those within near_distances[i].
 double sum_weights_roughly(const float* scores, int64_t count, float best, float factor, double* near) {
   constexpr int steps = 16;   // after this many float additions, the sum goes to doubles
   Doubles totals[num_near + 1] = {};
@@ -143,6 +146,7 @@ double sum_weights_roughly(const float* scores, int64_t count, float best, float
   return sum_of(totals[num_near]);
 }
 
+// out[i] = exp(-below[i] * factor)
 void weigh_each(const float* below, int64_t count, double factor, double* out) {
   int64_t i = 0;
   for (; i + wide <= count; i += wide) {
@@ -156,6 +160,7 @@ void weigh_each(const float* below, int64_t count, double factor, double* out) {
   std::memcpy(out + i, &result, static_cast<size_t>(count - i) * sizeof(double));
 }
 
+// Collects the tokens at most `limit` below the best score, in token order. Returns their number.
 int64_t collect_scores(const float* scores, int64_t count, float best, float limit, int32_t* tokens, float* below) {
   int64_t found = 0;
   in_steps<narrow>(scores, count, [&](const float* from, int64_t token) {

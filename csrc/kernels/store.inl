@@ -78,6 +78,7 @@ inline void place_codes(const uint8_t* codes, int64_t size, int64_t bits, int64_
 
 int64_t move_scratch(int64_t head_size) { return (key_tile + 2) * head_size + 2 * vec::lanes; }
 
+// Quantises the part of a KV block that belongs to one KV head into a store block, tile by tile.
 void move_block(const CacheLayer& cache, int64_t from, const StoreLayer& store, int64_t to, int64_t kv_head, float* scratch) {
   const int64_t size = cache.head_size, block_size = cache.block_size;
   const CachedHead in = cache.head(from, kv_head);

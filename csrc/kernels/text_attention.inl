@@ -69,6 +69,7 @@ inline Seen seen_by(const TextTask& task, int64_t first_query, int64_t last_quer
 
 }  // namespace texts
 
+// scores = queries x keys, then softmax over the keys that a query sees, then output = weights x values.
 void attend_text(const TextTask& task, float* scratch) {
   using namespace texts;
   const int64_t width = TextTask::padded(task.tokens);
@@ -87,6 +88,7 @@ void attend_text(const TextTask& task, float* scratch) {
                                               (all.end + strip_outputs - 1) / strip_outputs, scores, width, false, 1.0f});
       for (int64_t query = 0; query < count; query++) {
         float* row = scores + query * width;
+        // The sums below cover the keys that any of the queries sees. Keys that this query does not see get the weight 0.
         const Seen seen = seen_by(task, first + query, first + query);
         std::memset(row + all.first, 0, static_cast<size_t>(seen.first - all.first) * sizeof(float));
         softmax(row + seen.first, seen.end - seen.first, task.scale, task.cap);

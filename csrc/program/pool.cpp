@@ -61,6 +61,7 @@ void Pool::do_items(int64_t item, int worker) {
   unfinished_.fetch_sub(done, std::memory_order_acq_rel);
 }
 
+// Publishes the items, wakes sleeping workers, and takes items too. Returns when all items are finished.
 void Pool::run_shared(int64_t items, Work work, void* context) {
   work_ = work;
   context_ = context;
@@ -80,6 +81,7 @@ void Pool::run_shared(int64_t items, Work work, void* context) {
   for (SpinWait spin; unfinished_.load(std::memory_order_acquire) > 0;) spin.wait();
 }
 
+// The main function of a worker: takes items while there are any, then spins and yields, then sleeps.
 void Pool::work_loop(int worker) {
   SpinWait spin;
   while (!stopping_.load(std::memory_order_relaxed)) {

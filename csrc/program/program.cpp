@@ -54,6 +54,7 @@ StoreLayer Program::store_of(int layer) const {
   return layer_of_store(cache_.store, cache_.layers, layer, shape_.kv_heads, cache_.block_size, shape_.head_size, cache_.bits);
 }
 
+// Chooses how the step is divided (see program.h), and runs it up to the logits.
 const float* Program::forward(const Step& step, const Cache& cache, int64_t sampled) {
   has_head_products_ = false;
   prepare(step, cache);
@@ -91,6 +92,7 @@ void Program::run_all(bool attends_in_blocks, bool is_pipelined, int64_t sampled
   }
 }
 
+// Keeps the step, and computes the cosines and sines of its positions.
 void Program::prepare(const Step& step, const Cache& cache) {
   step_ = step;
   cache_ = cache;
@@ -183,6 +185,7 @@ void Program::execute_block(size_t first, size_t end, size_t index, Worker& work
   }
 }
 
+// Runs one instruction on all rows, divided among the threads.
 void Program::execute(const Instruction& instruction, int64_t rows) {
   switch (instruction.kind) {
     case Instruction::Kind::linear: return linear(instruction, rows);
@@ -254,6 +257,7 @@ void Program::product(const Weight& weight, int64_t rows, float* out, int64_t ou
   if (rows > 0) product(prepared_.product_task(weight, rows, out, out_stride, add, scale));
 }
 
+// Divides a product into items by rows and strips, and runs them on the pool.
 void Program::product(const LinearTask& whole) {
   const Weight& weight = *whole.weight;
   const int64_t rows = whole.end_row;
@@ -278,6 +282,7 @@ RowInput Program::input_of_linear(const Instruction& instruction, int64_t row) c
   return row_input(instruction, row_of(instruction.input, row), instruction.weight.inputs);
 }
 
+// Runs a linear layer. Prepares its rows, unless the instruction before it has prepared the same rows.
 void Program::linear(const Instruction& instruction, int64_t rows) {
   const Weight& weight = instruction.weight;
   rows_of(instruction.input, rows);
@@ -314,6 +319,7 @@ void Program::prepare_block(const Instruction& instruction, int64_t first, int64
   if (weight.quantised()) prepared.activations.gather_outliers(count);
 }
 
+// Normalises and rotates Q and K of one token, and writes its K and V to the cache.
 void Program::rope_and_write(const Instruction& instruction, int64_t token) {
   const CacheLayer layer = layer_of(instruction.layer);
   const int64_t cell = step_.cells[token], block = cell / layer.block_size, position = cell % layer.block_size;
@@ -350,6 +356,7 @@ void Program::rope(const Instruction& instruction, int64_t token, float* queries
     table.rotate(queries + head * size, size, pairs, rope_settings.interleaved, cosine, sine, queries + head * size);
 }
 
+// Routes every row, then runs one expert after another on the rows that chose it.
 void Program::mixture(const Instruction& instruction, int64_t rows) {
   const Experts& experts = *instruction.experts;
   const Weight& router = instruction.weight;

@@ -49,6 +49,7 @@ AttendTask Program::attend_task(const Instruction& instruction, int64_t number) 
   return task;
 }
 
+// Allocates the scratch memory and the task lists of all workers.
 void Program::make_room_for_attention(const Instruction& instruction) {
   rows_of(instruction.input, step_.tokens);
   rows_of(instruction.output, step_.tokens);

@@ -38,6 +38,7 @@ bool Program::logits_begin_with_product() const {
   return is(logits_begin_, false) && !is(logits_begin_ + 1, true);
 }
 
+// Allocates the memory in which row blocks compute the LM head of their own rows.
 void Program::make_room_for_head() {
   const Instruction& head = instructions_[logits_begin_];
   rows_of(head.output, step_.tokens);

@@ -10,6 +10,7 @@
 
 namespace weft {
 
+// Runs the instructions from `first` to `end` as a pipeline.
 void Program::run_pipeline(size_t first, size_t end) {
   const auto is_attention = [&](size_t place) { return instructions_[place].kind == Instruction::Kind::attention; };
   make_room_for_blocks(first, end);

@@ -85,6 +85,7 @@ void Program::attend_texts(const Instruction& instruction, const RowBlock& block
     for (int64_t head = 0; head < shape_.kv_heads; head++) kernels().attend_text(text_task(instruction, text, head), worker.scratch.data());
 }
 
+// Divides the queries of all texts into parts, and runs each part and KV head as one item.
 void Program::text_attention(const Instruction& instruction) {
   make_room_for_texts(instruction);
   text_parts_.clear();

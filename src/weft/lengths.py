@@ -98,7 +98,7 @@ class LengthDistribution:
         return max(1.0, total)
 
     def quantile(self, share: float, beyond: int = 0) -> int:
-        """The length that the fraction `share` of the answers with more than `beyond` tokens does not exceed."""
+        """The quantile `share` (0 to 1) of the length of an answer that has more than `beyond` tokens."""
         reached = self._reached
         wanted = (1 - share) * self._reached_at(beyond + 1)
         if wanted <= 0:
@@ -162,7 +162,7 @@ class _Context:
         reached, share = [], 1.0
         for end, count, cut in zip(ends, at_risk, self.cut, strict=True):
             reached.append(share)
-            # An answer that was cut in a bucket was at risk in half of it.
+            # An answer that was cut in this bucket counts half, since it may have been cut anywhere in the bucket.
             risk = count - scale * cut / 2
             share = max(0.0, share * (1 - end / risk)) if risk > 0 else 0.0
         return tuple(reached)

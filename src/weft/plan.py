@@ -229,6 +229,9 @@ class StepResult:
     failed_swaps: Mapping[int, str] = field(default_factory=dict)
     vectors: Mapping[RequestId, bytes] = field(default_factory=dict)
     """The vectors of prompts, if the model makes any: float32, little-endian."""
+    forced: Mapping[RequestId, tuple[int, ...]] = field(default_factory=dict)
+    """Tokens that the grammar of a request forces after those of this step: at each of these places, it allows no other.
+    Not all of them need to be reported. The scheduler makes draft tokens of them."""
     waited: float = 0.0
     """Seconds for which the step waited for an engine on the same cores. They are no part of its cost."""
 

@@ -43,6 +43,7 @@ def message_field(page: Page) -> Locator:
 
 def ask(page: Page, text: str) -> None:
     """Asks a question, and waits until its answer began."""
+    answer(page)  # Enter does nothing while an earlier answer is made
     answers = page.locator(".message.assistant")
     count = answers.count()
     message_field(page).fill(text)

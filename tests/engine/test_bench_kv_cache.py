@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import kv_cache, kv_cache_admission, kv_cache_quality, kv_cache_speed
+from benchmarks import kv_cache, kv_cache_admission, kv_cache_quality, kv_cache_speed, peers_environment
 from benchmarks.kv_cache import Options, Report
 from benchmarks.kv_cache_admission import Admission, JointRun, largest
 from benchmarks.kv_cache_kinds import FULL, Kind, Setup, engine_config, kinds
 from benchmarks.kv_cache_quality import Fact, Reading, Retrieval, evaluate, is_found, make_facts
 from benchmarks.kv_cache_speed import Speed
-from benchmarks.peers_environment import PeerError
+from benchmarks.peers_environment import PeerError, draw_chart
 from benchmarks.perplexity import Difference
 from weft.bench.gpu_work import open_shape
 from weft.config import KvCachePoolConfig
@@ -111,7 +111,7 @@ def test_a_two_tier_cache_admits_what_fits_into_its_memory(kind: Kind) -> None:
 def test_a_two_tier_cache_scores_text_a_little_differently(kind: Kind, default_model_path: Path) -> None:
     setup = Setup(kv_cache.open_checkpoint(default_model_path), "cpu")
     words = tuple(range(1000, 1000 + 96))
-    full, other = kv_cache_quality.read_text(setup, [Kind(FULL, None), kind], [words])
+    full, other = kv_cache_quality.score_text(setup, [Kind(FULL, None), kind], [words])
     assert full.difference.share == 0 and full.scored_tokens == 48
     assert 0 < other.difference.of_a_token < 0.5
 
@@ -284,11 +284,12 @@ def test_the_chart_gets_the_document_and_a_failure_is_reported(
     shell = tmp_path / "python"
     shell.write_text(f'#!/bin/sh\ncat > "{tmp_path}/input.json"\necho "$2" > "{tmp_path}/target"\n')
     shell.chmod(0o755)
-    monkeypatch.setattr(kv_cache, "peers_directory", lambda: tmp_path / "home")
-    monkeypatch.setattr(kv_cache, "python_of", lambda environment, home, print_status: shell)
-    kv_cache.draw(report(18, 0.001, 49, 120.0), tmp_path / "chart.png")
+    monkeypatch.setattr(peers_environment, "peers_directory", lambda: tmp_path / "home")
+    monkeypatch.setattr(peers_environment, "python_of", lambda environment, home, print_status: shell)
+    chart = kv_cache.document(report(18, 0.001, 49, 120.0))
+    draw_chart("plot_kv_cache", chart, tmp_path / "chart.png")
     assert json.loads((tmp_path / "input.json").read_text())["admissions"][1]["contexts"] == 18
     assert (tmp_path / "target").read_text().strip() == str(tmp_path / "chart.png")
     shell.write_text("#!/bin/sh\necho 'no display' >&2\nexit 1\n")
     with pytest.raises(PeerError, match="the chart could not be drawn: no display"):
-        kv_cache.draw(report(18, 0.001, 49, 120.0), tmp_path / "chart.png")
+        draw_chart("plot_kv_cache", chart, tmp_path / "chart.png")

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from weft.config import PriorityPolicy, SchedulerConfig
 from weft.errors import QueueFullError
 from weft.request import InferenceRequest, Priority, RequestId, RequestState, SamplingParams
-from weft.scheduling.policy import DEFAULT_TTFT_TARGET, PATIENCE, AdmissionPolicy
+from weft.scheduling.policy import DEFAULT_TTFT_TARGET, OVERTAKING_FACTOR, AdmissionPolicy
 from weft.scheduling.queue import RequestQueue
 from weft.scheduling.sequence import Sequence
 
@@ -45,13 +45,13 @@ def rank(sequence: Sequence, config: SchedulerConfig) -> tuple[Any, ...]:
     if config.policy is PriorityPolicy.SHORTEST_JOB_FIRST:
         if preempted:
             return (0, sequence.order)
-        return (1, sequence.arrival + PATIENCE * sequence.cost, sequence.limit, sequence.order)
+        return (1, sequence.arrival + OVERTAKING_FACTOR * sequence.cost, sequence.limit, sequence.order)
     if sequence.priority == Priority.CRITICAL:
         return (0, 0, 0, sequence.order)
     since = sequence.arrival
     if config.policy is PriorityPolicy.ADAPTIVE and not preempted:
         target = sequence.request.ttft_target
-        since += DEFAULT_TTFT_TARGET + PATIENCE * sequence.cost if target is None else target
+        since += DEFAULT_TTFT_TARGET + OVERTAKING_FACTOR * sequence.cost if target is None else target
     if config.ageing_rate == 0:
         return (1, -sequence.priority, since, sequence.order)
     return (1, -(sequence.priority - config.ageing_rate * since), 0, sequence.order)

@@ -13,6 +13,12 @@ from weft.server import loop_lag
 from weft.server.loop_lag import watch_lag
 
 
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measurement follows the other, so that one of them contains the work of a test."""
+    monkeypatch.setattr(loop_lag, "_PAUSE_SECONDS", 0.0)
+
+
 def lags(work: Callable[[], object], is_busy: bool = True) -> list[float]:
     """The lags measured while `work` blocks the event loop once."""
     seen: list[float] = []

@@ -195,6 +195,40 @@ def test_an_answer_truncated_by_max_tokens_keeps_its_text(real_server: Server) -
     assert choice["message"]["content"].startswith("{")
 
 
+def test_answers_under_a_schema_are_the_same_with_and_without_draft_tokens_alone_and_under_load(
+    real_server: Server, default_model_path: Path
+) -> None:
+    """Twelve requests with different seeds, so that none are coalesced."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "identification_number": {"type": "integer", "minimum": 0, "maximum": 999},
+            "preferred_contact_method": {"enum": ["email", "telephone", "postal_service"]},
+        },
+        "required": ["identification_number", "preferred_contact_method"],
+    }
+
+    def answer(server: Server, number: int) -> dict[str, Any]:
+        fields = {"temperature": number % 2, "seed": number, "max_tokens": 120, "logprobs": 1}
+        [choice] = server.complete("A record:", guided_json=schema, **fields).json()["choices"]
+        assert list(json.loads(choice["text"])) == schema["required"] and choice["finish_reason"] == "stop"
+        return {name: choice[name] for name in ("text", "logprobs")}
+
+    def drafted(server: Server) -> float:
+        return server.metric("spec_decode_num_draft_tokens_total")
+
+    before = drafted(real_server)
+    alone = [answer(real_server, number) for number in range(12)]
+    assert drafted(real_server) > before
+    with ThreadPoolExecutor(12) as threads:
+        assert list(threads.map(lambda number: answer(real_server, number), range(12))) == alone
+    options = {"checkpoint": str(default_model_path), "max_context": 2048}
+    off = {"scheduler": {"max_draft_tokens": 0}}
+    with running_server(default_model_path, backend="cpu", backend_options=options, engine=off) as bare:
+        assert [answer(bare, number) for number in range(12)] == alone
+        assert drafted(bare) == 0
+
+
 def test_the_same_seed_gives_the_same_text_with_other_requests_running(real_server: Server) -> None:
     fields: dict[str, Any] = {"guided_regex": "[a-z ]{12}", "seed": 11, "temperature": 1.0, "max_tokens": 30}
 

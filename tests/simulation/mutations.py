@@ -281,14 +281,14 @@ MUTATIONS = (
     Mutation(
         "shortest job first without ageing",
         "weft.scheduling.policy:_shortest_job",
-        "sequence.arrival + PATIENCE",
-        "PATIENCE",
+        "sequence.arrival + OVERTAKING_FACTOR",
+        "OVERTAKING_FACTOR",
     ),
     Mutation(
         "longest job first",
         "weft.scheduling.policy:_shortest_job",
-        "sequence.arrival + PATIENCE",
-        "sequence.arrival - PATIENCE",
+        "sequence.arrival + OVERTAKING_FACTOR",
+        "sequence.arrival - OVERTAKING_FACTOR",
     ),
     Mutation(
         "answer ends at its expected length",
@@ -532,10 +532,46 @@ MUTATIONS = (
         "pass",
     ),
     Mutation(
-        "draft tokens for a grammar",
-        f"{SPECULATION}.attach_proposer",
-        "grammar is None",
-        "grammar is not Ellipsis",
+        "forced tokens are proposed again after they were sampled",
+        f"{PROPOSER}.update",
+        "self._forced = forced[len(new) :] if forced[: len(new)] == tuple(new) else ()",
+        "self._forced = forced",
+    ),
+    Mutation(
+        "draft tokens contradict the forced tokens",
+        f"{PROPOSER}.propose",
+        "if matched[: len(forced)] == forced",
+        "if matched",
+    ),
+    Mutation(
+        "forced tokens of another sequence",
+        f"{TOKENS}.commit",
+        "result.forced.get(sequence.request_id)",
+        "next(iter(result.forced.values()))",
+    ),
+    Mutation(
+        "grammar is not rolled back after rejected draft tokens",
+        f"{NOOP}._sample_after_drafts",
+        "row.grammar.copy()",
+        "row.grammar",
+    ),
+    Mutation(
+        "mask after the wrong draft token",
+        f"{NOOP}._sample_after_drafts",
+        "_after(grammar, drafts[index])",
+        "_after(grammar, drafts[0])",
+    ),
+    Mutation(
+        "grammar consumes samples after a rejected draft token",
+        f"{NOOP}._sample_after_drafts",
+        "== drafts[:index]:",
+        "!= 0:",
+    ),
+    Mutation(
+        "grammar of a row begins anew after a preemption",
+        "weft.backends.noop:_Row.__init__",
+        "info, start.tokens[start.prompt_length :])",
+        "info)",
     ),
     Mutation(
         "draft tokens come from answers with another salt",
@@ -593,7 +629,7 @@ MUTATIONS = (
     ),
     Mutation(
         "draft tokens of an answer go on past its end",
-        f"{PROPOSER}.propose",
+        f"{PROPOSER}._matched",
         "list(takewhile(lambda token: token != END, learned))",
         "[max(token, 0) for token in learned]",
     ),
@@ -612,8 +648,8 @@ MUTATIONS = (
     Mutation(
         "all draft tokens count as predicted",
         f"{PROPOSER}.count_checked",
-        "if self._is_predicted:",
-        "if True:",
+        "if self._is_predicted and",
+        "if True or",
     ),
     Mutation(
         "step is planned while one with draft tokens is in flight",

@@ -23,6 +23,7 @@ from weft.scheduling.answer_index import (
     MAX_WAITING_TOKENS,
     PROMPT_TOKENS,
     RESUMED_WINDOW,
+    SAMPLED_SEARCHES,
     AnswerIndex,
     AnswerIndexes,
     AnswerRates,
@@ -438,3 +439,16 @@ def test_a_sequence_does_not_hold_an_index_that_was_dropped() -> None:
     own.append(99)
     proposer.update()
     assert not any(isinstance(one, AnswerRates) for one in gc.get_referents(proposer))
+
+
+def test_while_draft_tokens_do_not_pay_off_one_search_in_sixteen_looks_for_them() -> None:
+    index = indexes_with(ANSWER).of("")
+    assert index is not None
+    last = as_bytes(ANSWER[:12])
+    found = [index.find(last, needed_rate=0.6)[0] for _ in range(4 * SAMPLED_SEARCHES)]
+    assert found.count(12) == 4
+    assert found.count(0) == 4 * SAMPLED_SEARCHES - 4
+    assert all(index.find(last, needed_rate=0.4)[0] == 12 for _ in range(SAMPLED_SEARCHES))
+    for _ in range(50):
+        index.rates.learn(12, True)
+    assert all(index.find(last, needed_rate=0.6)[0] == 12 for _ in range(SAMPLED_SEARCHES))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from weft.clock import VirtualClock
 from weft.config import SchedulerConfig
 from weft.plan import BackendInfo, IterationPlan, StepResult
-from weft.request import Grammar, InferenceRequest, RequestId, SamplingParams
+from weft.request import InferenceRequest, RequestId, SamplingParams
 from weft.scheduling import draft_tokens
 from weft.scheduling.draft_tokens import INITIAL_ACCEPTANCE, LEARNING_RATE, SEARCH_WINDOW, DraftProposer
 from weft.scheduling.scheduler import ContinuousBatchScheduler
@@ -255,19 +255,15 @@ def test_the_scheduler_forbids_planning_ahead_only_while_draft_tokens_pay_off() 
 
 
 @pytest.mark.parametrize(
-    ("fixed_cost_rows", "options", "params"),
-    [
-        (0.0, {}, {}),
-        (7.0, {"max_draft_tokens": 0}, {}),
-        (7.0, {}, {"grammar": Grammar("regex", "[a-z]*")}),
-    ],
-    ids=["backend without draft tokens", "turned off", "grammar"],
+    ("fixed_cost_rows", "options"),
+    [(0.0, {}), (7.0, {"max_draft_tokens": 0})],
+    ids=["backend without draft tokens", "turned off"],
 )
-def test_the_backend_the_settings_or_a_grammar_can_forbid_draft_tokens(
-    fixed_cost_rows: float, options: dict[str, int], params: dict[str, Any]
+def test_the_backend_or_the_settings_can_forbid_draft_tokens(
+    fixed_cost_rows: float, options: dict[str, int]
 ) -> None:
     scheduler = scheduler_of(fixed_cost_rows, **options)
-    (sequence,) = begin(scheduler, 1, **params)
+    (sequence,) = begin(scheduler, 1)
     assert sequence.draft_proposer is None and scheduler.may_plan_ahead
     assert planned(scheduler).drafts == ()
 

@@ -12,7 +12,7 @@ from weft.clock import VirtualClock
 from weft.config import KvCachePoolConfig, PriorityPolicy, SchedulerConfig
 from weft.lengths import ExpectedLength
 from weft.request import InferenceRequest, Priority, RequestId, RequestState, SamplingParams
-from weft.scheduling.policy import PATIENCE, AdmissionPolicy, StepCostModel
+from weft.scheduling.policy import OVERTAKING_FACTOR, AdmissionPolicy, StepCostModel
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 
@@ -76,11 +76,11 @@ def test_the_expected_length_counts_instead_of_max_tokens_but_never_more_than_it
     assert order_of(config, *jobs) == [2, 1, 0]
 
 
-def test_shorter_jobs_overtake_a_long_one_only_while_its_patience_lasts() -> None:
+def test_shorter_jobs_overtake_a_long_one_only_for_a_limited_time() -> None:
     config = SchedulerConfig(policy=PriorityPolicy.SHORTEST_JOB_FIRST)
-    long, end = waiting(0, arrival=5.0, cost=10.0), 5.0 + PATIENCE * 10.0
-    assert order_of(config, long, waiting(1, arrival=end - 2.1 * PATIENCE, cost=2.0)) == [1, 0]
-    assert order_of(config, long, waiting(1, arrival=end - 1.9 * PATIENCE, cost=2.0)) == [0, 1]
+    long, end = waiting(0, arrival=5.0, cost=10.0), 5.0 + OVERTAKING_FACTOR * 10.0
+    assert order_of(config, long, waiting(1, arrival=end - 2.1 * OVERTAKING_FACTOR, cost=2.0)) == [1, 0]
+    assert order_of(config, long, waiting(1, arrival=end - 1.9 * OVERTAKING_FACTOR, cost=2.0)) == [0, 1]
     assert order_of(config, long, waiting(1, arrival=end + 0.1)) == [0, 1]
 
 
@@ -113,7 +113,7 @@ def test_adaptive_orders_by_cost_only_with_an_expected_length_and_without_a_targ
     for sequence in (plain, long):
         policy.set_cost(sequence, rows=4)
     assert plain.cost == 0 and policy.sort_key(plain) == policy.sort_key(waiting(0, max_tokens=500))
-    later = long.cost * PATIENCE
+    later = long.cost * OVERTAKING_FACTOR
     assert order_of(config, long, waiting(1, arrival=later - 0.1)) == [1, 0]
     assert order_of(config, long, waiting(1, arrival=later + 0.1)) == [0, 1]
     same_target = [waiting(0, target=5.0, cost=100.0), waiting(1, arrival=0.1, target=5.0)]

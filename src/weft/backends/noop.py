@@ -9,7 +9,7 @@ With two tiers, an error in the moves to the store changes the output too: a blo
 from the wrong block; or a position reads the wrong tier. `noop_model` describes the cells and the tokens. An error spreads
 to every cell that is computed from a wrong one.
 
-Grammars do not constrain tokens here, but the backend checks the steps of rows with a grammar. Unless
+Only the grammar `FORCING` constrains tokens, but the backend checks the steps of rows with any grammar. Unless
 `grammars_may_overlap`, such a row must not be in a step while the step that samples its last token is in flight.
 """
 
@@ -21,7 +21,15 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-from weft.backends.noop_model import cell_of, logprobs_of, next_token, num_quantised, quantised, vector_of
+from weft.backends.noop_model import (
+    ToyGrammar,
+    cell_of,
+    logprobs_of,
+    next_token,
+    num_quantised,
+    quantised,
+    vector_of,
+)
 from weft.config import KvCachePoolConfig
 from weft.plan import BackendInfo, IterationPlan, RowStart, StepResult, SwapTask
 from weft.request import Failure, Grammar, RequestId, TokenLogprobs
@@ -49,9 +57,10 @@ class Faults(Protocol):
 
 
 class _Row:
-    __slots__ = ("blocks", "params", "prompt_length", "sampled_by", "seed", "store", "tokens")
+    __slots__ = ("blocks", "grammar", "params", "prompt_length", "sampled_by", "seed", "store", "tokens")
 
-    def __init__(self, start: RowStart, num_blocks: int) -> None:
+    def __init__(self, start: RowStart, info: BackendInfo) -> None:
+        num_blocks = info.num_blocks
         self.sampled_by: _Step | None = None
         self.tokens = list(start.tokens)
         self.blocks = [block if block < num_blocks else POISON for block in start.blocks]
@@ -59,6 +68,7 @@ class _Row:
         self.prompt_length = start.prompt_length
         self.params = start.params
         self.seed = start.seed
+        self.grammar = ToyGrammar.of(start.params, info, start.tokens[start.prompt_length :])
 
 
 class _Step:
@@ -68,6 +78,7 @@ class _Step:
         "backend",
         "errors",
         "failure",
+        "forced",
         "is_over",
         "is_reported",
         "logprobs",
@@ -88,6 +99,7 @@ class _Step:
         self.logprobs: list[TokenLogprobs | None] = []
         self.prompt_logprobs: dict[RequestId, tuple[int, list[TokenLogprobs]]] = {}
         self.vectors: dict[RequestId, bytes] = {}
+        self.forced: dict[RequestId, tuple[int, ...]] = {}
         self.failure: str | None = None
         self.errors: Mapping[RequestId, Failure] = {}
 
@@ -197,7 +209,7 @@ class NoopBackend:
         # Row starts are applied now, while the previous step may still run: the plan must not start a row that is in
         # flight.
         for row_start in plan.row_starts:
-            self._rows[row_start.row] = _Row(row_start, self.info.num_blocks)
+            self._rows[row_start.row] = _Row(row_start, self.info)
         for entry, drafts in enumerate(plan.drafts, plan.num_decodes):
             row_tokens, start = self._rows[plan.rows[entry]].tokens, plan.starts[entry]
             assert plan.counts[entry] == 1 + len(drafts), (
@@ -255,6 +267,7 @@ class NoopBackend:
             logprobs=step.logprobs if any(step.logprobs) else None,
             prompt_logprobs=step.prompt_logprobs,
             vectors=step.vectors,
+            forced=step.forced,
             errors=step.errors,
             error=step.failure,
             finished_swaps=tuple(s for s in over if self._swaps_over[s] is None),
@@ -348,10 +361,14 @@ class NoopBackend:
             if plan.first_prefill > entry >= plan.num_decodes:
                 self._sample_after_drafts(row, start, count, step)
             elif plan.samples[entry]:
-                self._sample(row, start + count, step)
+                token = self._sample(row, start + count, step, row.grammar)
+                if row.grammar is not None:
+                    row.grammar.consume(token)
                 if self._vector_size:
                     cells = self._context(row, self._num_layers - 1, start + count)
                     step.vectors[plan.request_ids[entry]] = vector_of(cells, self._vector_size)
+            if plan.samples[entry] and row.grammar is not None:
+                step.forced[plan.request_ids[entry]] = row.grammar.forced()
 
     def _write(self, row: _Row, layer: int, start: int, count: int, broken: bool) -> None:
         block_size = self._block_size
@@ -378,20 +395,26 @@ class NoopBackend:
 
     def _sample_after_drafts(self, row: _Row, start: int, count: int, step: _Step) -> None:
         """Writes the sampled tokens over all draft tokens, accepted or not, as a backend may do."""
-        first = len(step.tokens)
-        for length in range(start + 1, start + count + 1):
+        first, drafts = len(step.tokens), row.tokens[start + 1 : start + count]
+        grammar = None if row.grammar is None else row.grammar.copy()
+        for index, length in enumerate(range(start + 1, start + count + 1)):
             known = list(row.tokens)
-            self._sample(row, length, step)
+            token = self._sample(row, length, step, grammar)
             row.tokens = known
+            if row.grammar is not None and step.tokens[first : first + index] == drafts[:index]:
+                row.grammar.consume(token)
+            if grammar is not None and index < len(drafts):
+                grammar = _after(grammar, drafts[index])
         row.tokens[start + 1 :] = step.tokens[first:]
 
-    def _sample(self, row: _Row, length: int, step: _Step) -> None:
+    def _sample(self, row: _Row, length: int, step: _Step, grammar: ToyGrammar | None) -> int:
         cells = self._context(row, self._num_layers - 1, length)
-        token = next_token(cells, row.seed, length - row.prompt_length, row.params, self.info)
+        token = next_token(cells, row.seed, length - row.prompt_length, row.params, self.info, grammar)
         row.tokens[length:] = [token]
         step.tokens.append(token)
         num_top = row.params.logprobs
         step.logprobs.append(None if num_top is None else logprobs_of(token, cells, num_top, self.info))
+        return token
 
     def _score_prompt(self, row: _Row, first: int, end: int) -> list[TokenLogprobs]:
         num_top, layer = row.params.prompt_logprobs or 0, self._num_layers - 1
@@ -417,6 +440,14 @@ class NoopBackend:
 
     def _poisoned(self) -> list[int]:
         return [POISON] * (self._num_layers * self._block_size)
+
+
+def _after(grammar: ToyGrammar, draft: int) -> ToyGrammar | None:
+    """The grammar after a draft token. None if the draft token is forbidden: later samples are discarded."""
+    if not grammar.allows(draft):
+        return None
+    grammar.consume(draft)
+    return grammar
 
 
 def _set_entry(table: list[int], index: int, block: int) -> None:

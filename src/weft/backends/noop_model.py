@@ -9,6 +9,8 @@ quantised.
     next token        hash of all upper cells that its position reads
 
 `generate_alone` and `score_alone` compute the same without a backend: what a request gets when it runs alone.
+
+`FORCING` is the only grammar that constrains tokens. It forces two tokens out of three (`ToyGrammar`).
 """
 
 from __future__ import annotations
@@ -16,20 +18,74 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Sequence
+from copy import copy
 from itertools import pairwise
 
 from weft.plan import BackendInfo
-from weft.request import SamplingParams, TokenLogprobs
+from weft.request import Grammar, SamplingParams, TokenLogprobs
+
+FORCING = Grammar("regex", "forcing")
+MAX_FORCED = 8
+
+
+class ToyGrammar:
+    """A grammar whose state is a hash of all tokens that it has consumed. So a wrong token changes all later masks."""
+
+    def __init__(self, info: BackendInfo, generated: Sequence[int] = ()) -> None:
+        self._info = info
+        self._state = 0
+        for token in generated:
+            self.consume(token)
+
+    @classmethod
+    def of(
+        cls, params: SamplingParams, info: BackendInfo, generated: Sequence[int] = ()
+    ) -> ToyGrammar | None:
+        return cls(info, generated) if params.grammar == FORCING else None
+
+    def consume(self, token: int) -> None:
+        self._state = hash((self._state, token))
+
+    def allows(self, token: int) -> bool:
+        forced = self._forced()
+        return forced is None or forced == token
+
+    def forced(self) -> tuple[int, ...]:
+        """The next tokens, as far as each is the only one that is allowed."""
+        tokens: list[int] = []
+        later = self.copy()
+        while len(tokens) < MAX_FORCED and (token := later._forced()) is not None:
+            tokens.append(token)
+            later.consume(token)
+        return tuple(tokens)
+
+    def copy(self) -> ToyGrammar:
+        return copy(self)
+
+    def _forced(self) -> int | None:
+        if self._state % 3 == 0:
+            return None
+        token = self._state // 3 % self._info.vocabulary_size
+        while token in self._info.eos_token_ids:
+            token = (token + 1) % self._info.vocabulary_size
+        return token
 
 
 def next_token(
-    cells: Sequence[int], seed: int, output_index: int, params: SamplingParams, info: BackendInfo
+    cells: Sequence[int],
+    seed: int,
+    output_index: int,
+    params: SamplingParams,
+    info: BackendInfo,
+    grammar: ToyGrammar | None = None,
 ) -> int:
     """The token after a context: a hash of all its cells, the seed and the output index."""
     token = hash((seed, output_index, *cells)) % info.vocabulary_size
     if output_index < params.min_tokens and not params.ignore_eos:
         while token in info.eos_token_ids:
             token = (token + 1) % info.vocabulary_size
+    while grammar is not None and not grammar.allows(token):
+        token = (token + 1) % info.vocabulary_size
     return token
 
 
@@ -58,10 +114,12 @@ def generate_alone(
     """The tokens that a request gets when it runs alone: the same arithmetic on a plain list, without blocks."""
     tokens = list(prompt)
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else info.eos_token_ids)
-    alone = _Alone(tokens, info)
+    alone, grammar = _Alone(tokens, info), ToyGrammar.of(params, info)
     while len(tokens) < limit:
         index = len(tokens) - len(prompt)
-        token = next_token(alone.context(len(tokens)), seed, index, params, info)
+        token = next_token(alone.context(len(tokens)), seed, index, params, info, grammar)
+        if grammar is not None:
+            grammar.consume(token)
         alone.append(token)
         tokens.append(token)
         if token in stops and index + 1 >= params.min_tokens:

@@ -21,7 +21,9 @@ def show(url: Url = DEFAULT_URL, api_key: Key = None, json: AsJson = False) -> N
     """Show what was learned, how large it is, and what it gave.
 
     costs: seconds of steps, kept for each model and machine, so that the first requests after a start are planned well.
-    drafts: finished answers, in memory, from which draft tokens are taken. With keys it needs an admin key.
+    drafts: finished answers, in memory, from which draft tokens are taken.
+
+    If the server has API keys, the command needs an admin key.
     """
     from weft.cli.batch_command import BatchClient, print_hint, print_json
 
@@ -39,7 +41,7 @@ def show(url: Url = DEFAULT_URL, api_key: Key = None, json: AsJson = False) -> N
 def clear(url: Url = DEFAULT_URL, api_key: Key = None, json: AsJson = False) -> None:
     """Forget the costs of steps, in the store and in the running engine, and its finished answers.
 
-    It learns again from the next requests. With keys it needs an admin key.
+    The engine learns again from the next requests. If the server has API keys, the command needs an admin key.
     """
     from weft.cli.batch_command import BatchClient, print_json
 

@@ -119,6 +119,7 @@ class EngineCore:
         return InFlightStep(plan, handle, submitted_at)
 
     def _finish_oldest(self) -> None:
+        """Waits for the oldest step in flight, and applies its result. If it failed, all later steps are dropped too."""
         # The step is removed after its result is applied: an interrupt during the wait must not lose it.
         step = self._in_flight[0]
         result = self._result(step)

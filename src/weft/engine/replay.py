@@ -37,7 +37,7 @@ from weft.request import (
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 
-LOG_VERSION = 7
+LOG_VERSION = 8
 _MAX_START_BYTES = 1 << 20
 _MAX_LINE_BYTES = 1 << 30
 """Maximum lengths of the first line and of the others: a file that is no log may be a single endless line."""
@@ -429,6 +429,7 @@ def _result_from(fields: dict[str, Any]) -> StepResult:
         error=fields["error"],
         finished_swaps=tuple(fields["finished_swaps"]),
         failed_swaps=dict(fields["failed_swaps"]),
+        forced={request_id: tuple(tokens) for request_id, tokens in fields["forced"]},
     )
 
 

@@ -162,6 +162,7 @@ def separator_id(checkpoint: Checkpoint) -> int | None:
 
 
 def _gguf_spec(checkpoint: Checkpoint) -> EmbeddingSpec | None:
+    """The specification in the metadata of a GGUF file. None: the model generates text."""
     metadata, path = checkpoint.metadata, checkpoint.path
     name = checkpoint.architecture
     key = f"{name}.pooling_type"
@@ -210,6 +211,7 @@ def _gguf_yes_no(checkpoint: Checkpoint) -> tuple[int, int]:
 
 
 def _read_modules(folder: Path) -> _Modules | None:
+    """Reads modules.json and the configurations that it names. None: there is no such file."""
     path = folder / "modules.json"
     if not os.path.lexists(path):
         return None
@@ -274,6 +276,7 @@ def _pooling(path: Path, config: Mapping[str, Any]) -> Pooling:
 
 
 def _dense_layer(path: Path, config: Mapping[str, Any]) -> DenseLayer:
+    """Reads a linear layer after pooling, and checks the shapes of its tensors."""
     text = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
     activation = _ACTIVATIONS.get(text.rpartition(".")[2])
     if activation is None:

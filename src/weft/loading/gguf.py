@@ -229,6 +229,7 @@ class _Reader:
         return self.scalars(kind, 1, field)[0]
 
     def scalars(self, kind: int, count: int, field: str) -> Sequence[Any]:
+        """Reads `count` numbers or booleans of the value type `kind`."""
         code = _SCALARS.get(kind)
         if code is None:
             raise self.error(field, f"value type {kind} is unknown; weft reads the types 0 to 12")
@@ -298,6 +299,7 @@ class _Reader:
     # --- tensors ------------------------------------------------------------------------------------------------
 
     def tensor_table(self, count: int, alignment: int) -> dict[str, StoredTensor]:
+        """Reads the tensor table. Checks that the data of all tensors is inside the file, without overlaps."""
         entries = [self.tensor_entry(index, alignment) for index in range(count)]
         data_start = -(-self.position // alignment) * alignment
         tensors: dict[str, StoredTensor] = {}
@@ -321,6 +323,7 @@ class _Reader:
         return tensors
 
     def tensor_entry(self, index: int, alignment: int) -> tuple[str, tuple[int, ...], TensorFormat, int, int]:
+        """Reads one entry of the table: name, shape, format, offset in the data, and number of bytes."""
         name = self.string(f"tensor {index} name", _MAX_NAME_BYTES)
         dimension_count = self.number("<I", f"{name} dimensions")
         if not 1 <= dimension_count <= _MAX_DIMENSIONS:

@@ -317,6 +317,7 @@ class _Repository:
         return locate
 
     def _hub_error(self, error: Exception, kept: Manifest | None) -> ModelFileError:
+        """Converts an error of the hub to a message that says what the user can do."""
         from huggingface_hub import constants, get_token
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 

@@ -58,6 +58,7 @@ def read_safetensors(path: Path | str) -> dict[str, StoredTensor]:
 
 
 def _tensors(file: MappedFile, data_start: int, header: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """The tensors of a header. Checks that their data fills the rest of the file, without overlaps or gaps."""
     tensors: dict[str, StoredTensor] = {}
     previous_end = 0
     for start, end, name, shape, tensor_format in sorted(
@@ -88,6 +89,7 @@ def _tensors(file: MappedFile, data_start: int, header: Mapping[str, Any]) -> di
 
 
 def _entry(path: Path, name: str, entry: Any) -> _Entry:
+    """Checks one entry of the header."""
     if not isinstance(entry, dict):
         raise field_error(path, name, "is not an object with dtype, shape and data_offsets")
     dtype, shape, offsets = (entry.get(field) for field in ("dtype", "shape", "data_offsets"))

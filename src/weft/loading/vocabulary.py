@@ -129,6 +129,7 @@ def _ends_by_name(tokens: list[str], control_ids: list[int]) -> frozenset[int]:
 
 
 def _tokens(metadata: Mapping[str, Any]) -> list[str]:
+    """The tokens by id. Raises ModelFileError if two are equal."""
     # An empty token never occurs in text. It gets a unique name, since the tokenizer needs unique tokens.
     tokens = [
         token or f"[EMPTY_{index}]" for index, token in enumerate(_strings(metadata, "tokenizer.ggml.tokens"))

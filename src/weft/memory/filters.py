@@ -50,6 +50,7 @@ class _Parser:
 
 
 def _comparison(given: Mapping[str, Any], kind: str, where: str) -> Filter:
+    """Makes a function of one comparison."""
     key, value = given.get("key"), given.get("value")
     if not isinstance(key, str):
         raise _error(f"{where}.key", "is missing or not a text; send the name of an attribute")
@@ -75,6 +76,7 @@ def _comparison(given: Mapping[str, Any], kind: str, where: str) -> Filter:
 
 
 def _ordering(key: str, kind: str, value: Any, where: str) -> Filter:
+    """A comparison with gt, gte, lt or lte. Values of another type do not pass."""
     if isinstance(value, bool):
         raise _error(f"{where}.value", f"is a boolean, which has no order; use eq or ne instead of {kind}")
     compare: Callable[[Any, Any], bool] = {

@@ -34,6 +34,7 @@ def read_pdf(content: bytes, max_characters: int) -> Document:
 
 
 def _joined(reader: object, max_characters: int) -> Document:
+    """The text of all pages, with the offset at which each begins."""
     parts: list[str] = []
     pages: list[Mark] = []
     length = 0

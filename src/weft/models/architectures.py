@@ -322,6 +322,7 @@ def _vocabulary_size(fields: Fields) -> int:
 
 
 def _experts(fields: Fields, normalised: bool) -> ExpertsConfig | None:
+    """The mixture of experts that the file describes. None: the model has none."""
     count = fields.size("experts", 0, largest=LARGEST_EXPERTS, smallest=0)
     if count == 0:
         return None

@@ -45,6 +45,7 @@ def read_rope(
 
 
 def _from_gguf(fields: Fields, head_size: int, base: float, base_key: str, scaled: bool) -> RopeParameters:
+    """The rope of a GGUF file."""
     section, key = fields.section, fields.gguf_key
     size_key = key("rope.dimension_count")
     rotated = _rotated(section, size_key, section.size(size_key, head_size), head_size)
@@ -90,6 +91,7 @@ def _gguf_longrope(fields: Fields, plain: RopeParameters) -> RopeParameters:
 
 
 def _gguf_yarn(fields: Fields, plain: RopeParameters) -> RopeParameters:
+    """Adds the yarn parameters of a GGUF file to `plain`."""
     section, key = fields.section, fields.gguf_key
     for rest in ("rope.scaling.attn_factor", "rope.scaling.yarn_ext_factor"):
         # Files of the supported models do not use these keys. Ignoring one would give fluent but wrong text.
@@ -115,6 +117,7 @@ def _gguf_yarn(fields: Fields, plain: RopeParameters) -> RopeParameters:
 def _from_huggingface(
     fields: Fields, head_size: int, base: float, layer_type: LayerType, base_key: str, scaled: bool
 ) -> RopeParameters:
+    """The rope of a config.json."""
     top = fields.section
     # The older key wins if a file has both: users who extend a context by hand still write that one.
     section = top.section("rope_scaling" if top.has("rope_scaling") else "rope_parameters")

@@ -160,6 +160,7 @@ def _encoder(
     ops: TextOps,
     spec: EmbeddingSpec,
 ) -> tuple[Encoder, list[HeadLayer]]:
+    """Builds the encoder of a text model. Also returns the layers of its head."""
     named, name_of = by_encoder_name(layout, tensors, architecture)
     config = _encoder_config(architecture, layout, metadata, named)
     head = {name: named.pop(name) for name in [*named] if name.startswith("head.")}
@@ -197,6 +198,7 @@ def _decoder(
     ops: TextOps,
     spec: EmbeddingSpec,
 ) -> tuple[Decoder, list[HeadLayer]]:
+    """Builds the decoder of a text model. Also returns the layers of its head."""
     if "embed_tokens.weight" in tensors:  # saved without a head: the names lack the prefix "model."
         tensors = {name if name == "score.weight" else f"model.{name}": tensors[name] for name in tensors}
     named = by_decoder_name(layout, tensors, architecture.renamed)

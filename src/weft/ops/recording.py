@@ -57,8 +57,8 @@ class Gate:
 
 
 @dataclass(frozen=True, eq=False)
-class TextGate:
-    """An activation of text models. A kind with "mul" takes rows of [gate | up]."""
+class TextActivation:
+    """An activation that only text models have. The kind with "mul" takes rows of [gate | up]."""
 
     kind: Literal["gelu_mul", "gelu", "gelu_tanh", "tanh"]
     input: Buffer
@@ -152,7 +152,7 @@ Operation = (
     Embed
     | Norm
     | Gate
-    | TextGate
+    | TextActivation
     | Product
     | RopeAndWrite
     | Attention
@@ -261,7 +261,7 @@ class FusedProduct:
     product is added to, if any."""
 
     product: Product
-    before: Norm | Gate | TextGate | None
+    before: Norm | Gate | TextActivation | None
     added_to: Buffer | None = None
     scale: float = 1.0
 
@@ -290,14 +290,14 @@ def fused(operations: Sequence[Operation], kept: set[Buffer]) -> list[Instructio
     writers: dict[Buffer, Operation] = {}
     instructions: list[Instruction] = []
     for operation in operations:
-        if isinstance(operation, Norm | Gate | TextGate):
+        if isinstance(operation, Norm | Gate | TextActivation):
             writers[operation.output] = operation
             is_fused = has_one_reader(operation.output) and isinstance(readers[operation.output][0], Product)
             if not is_fused:
                 instructions.append(operation)
         elif isinstance(operation, Product):
             before = writers.get(operation.input)
-            if not (isinstance(before, Norm | Gate | TextGate) and has_one_reader(operation.input)):
+            if not (isinstance(before, Norm | Gate | TextActivation) and has_one_reader(operation.input)):
                 before = None
             instructions.append(FusedProduct(operation, before))
         elif (

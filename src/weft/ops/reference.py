@@ -431,6 +431,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 def _attend_singles(
     queries: np.ndarray, keys: np.ndarray, values: np.ndarray, batch: _SingleQueries, shape: AttentionShape
 ) -> np.ndarray:
+    """Attention of requests with one token each: one product over all of them."""
     count = len(queries)
     cells = (count, -1, shape.kv_heads, shape.head_size)
     keys, values = keys.reshape(cells), values.reshape(cells)
@@ -448,6 +449,7 @@ def _attend_singles(
 def _attend_run(
     queries: np.ndarray, keys: np.ndarray, values: np.ndarray, run: _QueryRun, shape: AttentionShape
 ) -> np.ndarray:
+    """Attention of consecutive tokens of one request."""
     count = len(queries)
     keys, values = (part.reshape(-1, shape.kv_heads, shape.head_size) for part in (keys, values))
     values[run.unseen] = 0.0  # see _attend_singles

@@ -214,9 +214,9 @@ def _filter(scores: np.ndarray, params: SamplingParams) -> None:
 def _exclude_top_choices(scores: np.ndarray, params: SamplingParams, key: np.uint64) -> None:
     """Applies xtc in place to the tokens that the other filters kept. `scores` are relative to the best of all tokens.
 
-    xtc applies with a probability. The noise of token id -1, which no token has, decides. So the decision too is a pure
-    function of seed and output index. xtc removes the tokens whose probability is at least xtc_threshold, except the
-    least likely of them and the tokens that tie with it.
+    xtc applies with a probability. The random number for it is the noise of token id -1, which no token has. So the
+    decision too is a pure function of seed and output index. xtc removes the tokens whose probability is at least
+    xtc_threshold, except the least likely of them and the tokens that tie with it.
     """
     if uniform(noise_bits(key, np.array([-1])))[0] >= params.xtc_probability:
         return

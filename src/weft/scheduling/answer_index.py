@@ -14,10 +14,10 @@ from zlib import crc32
 LENGTHS = (12, 4)
 """Lengths of the indexed n-grams: a match has one of these lengths. The longest is tried first."""
 RESUMED_LENGTHS = (2, 1, 0)
-"""Lengths of the match with which an answer resumes after a mismatch. 0: the answer resumes after the token that
-differs."""
+"""After a mismatch, the match may resume in the same answer, at a place with this many of the newest tokens. The longest
+is tried first. 0: it resumes after the token that differs."""
 RESUMED_WINDOW = 64
-"""To resume an answer, this many of its tokens are searched, from the mismatch on."""
+"""How many tokens of the answer, from the mismatch on, are searched for a place where the match resumes."""
 PROMPT_TOKENS = 12
 """This many of the last tokens of a prompt are stored before its answer. With them, the end of an equal prompt finds the
 beginning of the answer."""
@@ -38,6 +38,9 @@ MAX_WAITING_TOKENS = 1 << 16
 """The maximum number of tokens of finished answers that wait until they are indexed."""
 MAX_SALTS = 4096
 """The maximum number of indexes. Beyond it, the index that got no new answer for the longest time is dropped."""
+SAMPLED_SEARCHES = 16
+"""While draft tokens of a match length do not pay off, one search in this many looks for it. So its acceptance rate is
+still learned, and unrelated answers cost little."""
 INITIAL_RATE = 0.5
 LEARNING_RATE = 0.05
 END = -1
@@ -92,11 +95,12 @@ class AnswerIndex:
     """The answers of one cache salt, in generations. A generation has about an eighth of the tokens, so that little is
     lost when the oldest one is dropped."""
 
-    __slots__ = ("_generations", "rates")
+    __slots__ = ("_generations", "_num_searches", "rates")
 
     def __init__(self) -> None:
         self._generations: deque[_Generation] = deque()
         """The newest first."""
+        self._num_searches = 0
         self.rates = AnswerRates()
 
     @property
@@ -116,12 +120,15 @@ class AnswerIndex:
     def end_text(self) -> None:
         self._generations[0].end_text()
 
-    def find(self, last: bytes) -> tuple[int, array[int], int]:
+    def find(self, last: bytes, needed_rate: float = 0.0) -> tuple[int, array[int], int]:
         """Looks for the longest n-gram that ends `last`, the bytes of a sequence's last tokens. Returns its length, the
-        text that has it, and the index after it in that text. Length 0: there is no match."""
+        text that has it, and the index after it in that text. Length 0: there is no match, or it was not looked for,
+        because draft tokens with an acceptance rate below `needed_rate` do not pay off (see `SAMPLED_SEARCHES`)."""
+        self._num_searches += 1
+        is_sample = self._num_searches % SAMPLED_SEARCHES == 0
         for length in LENGTHS:
             size = length * _TOKEN_BYTES
-            if len(last) < size:
+            if len(last) < size or (self.rates[length] < needed_rate and not is_sample):
                 continue
             ngram = last[-size:]
             key = crc32(ngram, length)
@@ -170,6 +177,8 @@ class AnswerIndexes:
         """Tokens of all indexes."""
         self.num_texts = 0
         """Texts that were added since the start."""
+        self.needed_rate = 0.0
+        """The acceptance rate above which a draft token pays off, in a step like the last one."""
 
     @property
     def num_bytes(self) -> int:

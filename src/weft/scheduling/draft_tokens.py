@@ -5,6 +5,8 @@ itself: edited code, quotes of the question, lists, loops. The proposer looks fo
 own text, in the prediction of its request if there is one, and in finished answers (`AnswerIndex`). It proposes the
 tokens that followed there. The model samples after each draft token; the first mismatch discards the rest. Answers are
 the same token for token, in fewer steps.
+
+Tokens that a grammar forces come first: nothing else can be sampled there.
 """
 
 from __future__ import annotations
@@ -62,6 +64,8 @@ class DraftProposer:
     a different name or number interrupts the draft tokens for a step or two only.
 
     Finished answers have acceptance rates of their own. If they are low, draft tokens from the own text remain.
+
+    Forced tokens are proposed first, and then what follows them in the match. They teach no rate.
     """
 
     __slots__ = (
@@ -70,6 +74,7 @@ class DraftProposer:
         "_bytes",
         "_cache_salt",
         "_first",
+        "_forced",
         "_is_predicted",
         "_learned",
         "_learned_length",
@@ -102,6 +107,8 @@ class DraftProposer:
         # Set at the end, so that `_find` does not search it below: another thread may run this constructor while the
         # scheduler adds an answer.
         self._answers: AnswerIndexes | None = None
+        self._forced: tuple[int, ...] = ()
+        """The next tokens, if the grammar allows no others."""
         self._cache_salt = cache_salt
         self._learned: array[int] | None = None
         """The text that `_next` is an index of, if it is a finished answer."""
@@ -144,12 +151,17 @@ class DraftProposer:
         return other
 
     @property
+    def num_forced(self) -> int:
+        return len(self._forced)
+
+    @property
     def has_match(self) -> bool:
-        return self._next >= 0
+        """Whether there are draft tokens after the forced ones."""
+        return self._next >= 0 and (not self._forced or self._matched(len(self._forced)) == self._forced)
 
     @property
     def acceptance_rate(self) -> float:
-        """Estimated probability that the next draft token is accepted."""
+        """Estimated probability that the next draft token is accepted, if it is not forced."""
         return self.own_rate if self._learned is None else self._learned_rate
 
     @property
@@ -162,6 +174,10 @@ class DraftProposer:
         """How many tokens the current match had when it was found in a finished answer."""
         return self._learned_length
 
+    def force(self, tokens: tuple[int, ...]) -> None:
+        """Sets the next tokens: those that the grammar forces."""
+        self._forced = tokens
+
     def update(self) -> None:
         """Reads the tokens that the sequence has appended since the last call."""
         tokens, source = self._tokens, self._next
@@ -169,10 +185,13 @@ class DraftProposer:
         known = len(self._bytes) // _TOKEN_BYTES
         new = tokens[known:]
         self._bytes += array("i", new).tobytes()
-        for token in new:
+        forced, num_forced = self._forced, len(self._forced)
+        self._forced = forced[len(new) :] if forced[: len(new)] == tuple(new) else ()
+        for index, token in enumerate(new):
             if source >= 0:
                 is_right = text[source] == token
-                self._learn(is_right)
+                if index >= num_forced:
+                    self._learn(is_right)
                 if is_right and source + 1 < len(text) and text[source + 1] != END:
                     source += 1
                 else:
@@ -184,8 +203,15 @@ class DraftProposer:
 
     def propose(self, count: int, stop_ids: Collection[int] = ()) -> tuple[int, ...]:
         """Up to `count` draft tokens. They end before the first stop token, since nothing is generated after it."""
-        if self._next < 0 or count <= 0:
+        if count <= 0:
             return ()
+        forced = self._forced[:count]
+        matched = self._matched(count) if self._next >= 0 else ()
+        proposed = matched if matched[: len(forced)] == forced else forced
+        return tuple(takewhile(lambda token: token not in stop_ids, proposed))
+
+    def _matched(self, count: int) -> tuple[int, ...]:
+        """Up to `count` tokens that follow the match."""
         if self._is_predicted:
             proposed: Listing[int] = self._prediction[self._next : self._next + count]
         elif self._learned is not None:
@@ -195,13 +221,13 @@ class DraftProposer:
             found = self._tokens[self._next : self._next + count]
             # A match that reaches the end of the sequence is a loop: repeat it.
             proposed = (found * (count // len(found) + 1))[:count]
-        return tuple(takewhile(lambda token: token not in stop_ids, proposed))
+        return tuple(proposed)
 
     def count_checked(self, num_drafts: int, num_accepted: int) -> None:
         """Counts the draft tokens of a step. Called before `update`."""
         self.num_drafted += num_drafts
         self.num_accepted += num_accepted
-        if self._is_predicted:
+        if self._is_predicted and self.has_match:
             self.num_predicted_accepted += num_accepted
             self.num_predicted_rejected += num_drafts - num_accepted
 
@@ -238,7 +264,9 @@ class DraftProposer:
                 length, self._is_predicted, self._first, after_match = predicted_length, True, index, index
         answers = None if self._answers is None else self._answers.of(self._cache_salt)
         if answers is not None:
-            learned_length, text, index = answers.find(bytes(self._bytes[-LENGTHS[0] * _TOKEN_BYTES :]))
+            assert self._answers is not None
+            last = bytes(self._bytes[-LENGTHS[0] * _TOKEN_BYTES :])
+            learned_length, text, index = answers.find(last, self._answers.needed_rate)
             if learned_length > length:
                 self._is_predicted, after_match = False, index
                 self._follow(text, index, learned_length, answers.rates)
@@ -338,8 +366,8 @@ class Speculation:
         return self._max_draft_tokens > 0
 
     def attach_proposer(self, sequence: Sequence) -> None:
-        """Gives the sequence a proposer, unless it has a grammar: a grammar mask is known for one token at a time."""
-        if self._max_draft_tokens and sequence.request.params.grammar is None:
+        """Gives the sequence a proposer."""
+        if self._max_draft_tokens:
             request = sequence.request
             sequence.draft_proposer = DraftProposer(
                 sequence.tokens, request.prediction, self.answers, request.cache_salt
@@ -358,6 +386,9 @@ class Speculation:
         """Learns from a step that ended `now`, and indexes some tokens of finished answers. `has_next`: the next step was
         planned before this one ended."""
         self.answers.advance(INDEXED_TOKENS)
+        # Steps with prompts have no draft tokens. While there are such steps, draft tokens pay off late or never.
+        num_running = plan.num_tokens if plan.num_prefills else len(plan.rows)
+        self.answers.needed_rate = num_running / (self.costs.fixed_rows + max(1, num_running))
         if self._max_draft_tokens and seconds is not None and not plan.num_prefills and plan.num_tokens:
             self.costs.learn(plan.num_tokens, seconds)
             if self._idle_since is not None:
@@ -424,19 +455,27 @@ class Speculation:
         saved, per_token = 0.0, self.costs.fixed_rows / max(1, len(running)) + 1.0
         for sequence in running:
             if sequence.draft_proposer is not None:
-                probabilities = self._worthwhile_drafts(sequence.draft_proposer, len(running))
+                num_sampling = sequence.target - len(sequence.tokens)
+                probabilities = self._worthwhile_drafts(sequence.draft_proposer, len(running), num_sampling)
                 saved += sum(probabilities) * per_token - len(probabilities)
         return saved > self.costs.gap_rows
 
-    def _worthwhile_drafts(self, proposer: DraftProposer, num_running: int) -> list[float]:
-        """For each draft token that pays off: the probability that it and all before it are accepted."""
+    def _worthwhile_drafts(
+        self, proposer: DraftProposer, num_running: int, num_sampling: int = 0
+    ) -> list[float]:
+        """For each draft token that pays off: the probability that it and all before it are accepted. The first
+        `num_sampling` forced tokens are being sampled."""
         probabilities: list[float] = []
-        if not proposer.has_match:
+        num_forced, has_match = proposer.num_forced - num_sampling, proposer.has_match
+        if num_forced <= 0 and not has_match:
             return probabilities
         tokens, cost = float(num_running), self.costs.fixed_rows + num_running
-        probability = proposer.acceptance_rate
-        while probability * cost > tokens and len(probabilities) < self._max_draft_tokens:
+        probability, rate = 1.0, proposer.acceptance_rate
+        while len(probabilities) < self._max_draft_tokens:
+            if len(probabilities) >= num_forced:
+                probability *= rate if has_match else 0.0
+            if probability * cost <= tokens:
+                break
             probabilities.append(probability)
             tokens, cost = tokens + probability, cost + 1.0
-            probability *= proposer.acceptance_rate
         return probabilities

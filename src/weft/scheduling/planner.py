@@ -180,7 +180,15 @@ class Planner:
     # ------------------------------------------------------------------ decodes
 
     def _take_decodes(self, builder: PlanBuilder, decodes: list[Sequence]) -> None:
-        """Adds decodes to the step. Allocates a block for each one whose last block is complete."""
+        """Adds decodes to the step, and allocates the blocks that they need.
+
+        All decodes are in the plan, and have their tokens of the budget, before the first block is allocated: an
+        allocation may preempt a sequence that is in the plan. If there may be too few blocks, sequences that rank higher
+        come first. For a sequence that gets no block:
+
+        1. If blocks become free soon, or a later step can preempt a prompt for it, the sequence skips this step.
+        2. Otherwise the sequence itself is preempted.
+        """
         block_size = self._info.block_size
         builder.budget.take_decodes(len(decodes))
         builder.decodes += decodes

@@ -18,7 +18,7 @@ from weft.scheduling.sequence import Sequence
 
 SortKey = tuple[float, ...]
 
-PATIENCE = 3.0
+OVERTAKING_FACTOR = 3.0
 """A request is overtaken only by shorter ones that arrive within this many times its predicted duration. This holds with
 SHORTEST_JOB_FIRST, and with ADAPTIVE if the request has an expected length and no `ttft_target`.
 
@@ -41,8 +41,8 @@ def _shortest_job(sequence: Sequence, config: SchedulerConfig) -> SortKey:
     if sequence.state is RequestState.PREEMPTED:
         return (0, sequence.order)
     # Arrival is in the key, so that later requests overtake this one for a limited time only.
-    patience_ends = sequence.arrival + PATIENCE * sequence.cost
-    return (1, patience_ends, sequence.prompt_length + sequence.expected_tokens, sequence.order)
+    overtaken_until = sequence.arrival + OVERTAKING_FACTOR * sequence.cost
+    return (1, overtaken_until, sequence.prompt_length + sequence.expected_tokens, sequence.order)
 
 
 def _aged_priority(sequence: Sequence, config: SchedulerConfig) -> SortKey:
@@ -56,7 +56,7 @@ def _aged_urgency(sequence: Sequence, config: SchedulerConfig) -> SortKey:
     if sequence.state is not RequestState.PREEMPTED:
         target = sequence.request.ttft_target
         if target is None:
-            target = DEFAULT_TTFT_TARGET + PATIENCE * sequence.cost
+            target = DEFAULT_TTFT_TARGET + OVERTAKING_FACTOR * sequence.cost
         since += target
     return _aged(sequence, config, since)
 
@@ -147,6 +147,7 @@ class StepCostModel:
         return self._steps >= 3
 
     def learn(self, prefill_tokens: int, tokens: int, context: int, pairs: int, seconds: float) -> None:
+        """Adds a measured step to the sums. Outliers are limited, and steps without prompts count little."""
         # Steps without prompts decay nothing, so the many of them must count little.
         weight = 1.0 if prefill_tokens else 0.05
         values = (1, tokens, context, pairs)

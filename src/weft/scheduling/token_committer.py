@@ -48,6 +48,10 @@ class TokenCommitter:
         self._commit_decodes(pending, result, now)
         self._commit_drafts(pending, result, now)
         self._commit_prefills(pending, result, now)
+        for sequence in pending.sequences if result.forced else ():
+            forced = result.forced.get(sequence.request_id)
+            if forced is not None and sequence.draft_proposer is not None:
+                sequence.draft_proposer.force(forced)
         self._stats.tokens_generated += len(outputs) - num_reported
 
     def _commit_decodes(self, pending: PendingPlan, result: StepResult, now: float) -> None:
@@ -101,6 +105,7 @@ class TokenCommitter:
             assert sequence.draft_proposer is not None
             sequence.draft_proposer.count_checked(len(drafts), num_accepted)
             is_learned = sequence.draft_proposer.is_learned
+            num_forced = sequence.draft_proposer.num_forced
             index = 0
             for index, token in enumerate(tokens[: 1 + num_accepted]):
                 self._commit(sequence, plan.step, start + index + 1)
@@ -113,11 +118,12 @@ class TokenCommitter:
                 sequence.update_proposer()
             self._stats.tokens_drafted += len(drafts)
             self._stats.drafts_accepted += index
-            if is_learned:
-                self._stats.learned_drafts += len(drafts)
-                self._stats.learned_drafts_accepted += index
+            if is_learned and len(drafts) > num_forced:
+                num_learned, num_right = len(drafts) - num_forced, max(0, index - num_forced)
+                self._stats.learned_drafts += num_learned
+                self._stats.learned_drafts_accepted += num_right
                 self._stats.learned_seconds_saved += self._speculation.seconds_saved(
-                    len(drafts), index, len(plan.rows)
+                    num_learned, num_right, len(plan.rows)
                 )
             sampled += 1 + len(drafts)
 
@@ -187,7 +193,7 @@ class TokenCommitter:
         reason = None
         params = sequence.request.params
         is_eos = token in self._info.eos_token_ids and not params.ignore_eos
-        # Before min_tokens, a grammar lets EOS be sampled only if it allows nothing else.
+        # Before min_tokens the sampler forbids EOS, unless the grammar allows nothing else. Such an EOS ends the answer too.
         is_forced = is_eos and params.grammar is not None
         if token in sequence.stop_ids and (length >= sequence.min_length or is_forced):
             reason = FinishReason.END_OF_SEQUENCE if is_eos else FinishReason.STOP

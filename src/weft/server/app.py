@@ -300,6 +300,7 @@ class ServerApp:
         return await self.plain_requests.handle(request, DetokenizeRequest, work)
 
     async def _count_tokens(self, answer_format: AnswerFormat[Any], request: Request) -> Response:
+        """Handles the route of an API format that counts prompt tokens. It prepares a request, and generates nothing."""
         counting = answer_format.counting
         assert counting is not None
 

@@ -275,12 +275,14 @@ class ServerMetrics:
 
     def _engine_metrics(self, model: str, is_two_tier: bool = False) -> _EngineMetrics:
         series = [
-            (one, self._shown(one, model)) for one in ENGINE_SERIES if is_two_tier or not one.is_two_tier
+            (one, self._exporting_metric(one, model))
+            for one in ENGINE_SERIES
+            if is_two_tier or not one.is_two_tier
         ]
         return _EngineMetrics(self._processes, model, series)
 
-    def _shown(self, series: EngineSeries, model: str) -> _Shown:
-        """The metric that exports a series of an engine."""
+    def _exporting_metric(self, series: EngineSeries, model: str) -> _ExportingMetric:
+        """Returns the metric that exports `series` for the engine of `model`. Its name is registered at the first call."""
         name, registry, families = f"weft:{series.name}", self._registry, self._series
         labels = {"model_name": model, **dict(series.labels)}
         if series.name not in families:
@@ -293,8 +295,8 @@ class ServerMetrics:
         family = families[series.name]
         if series.kind == "histogram":
             return _MirroredBuckets(family.add(tuple(labels.values()), STEP_SECONDS))
-        shown = family.labels(**labels)
-        return shown if series.kind == "gauge" else _MirroredCounter(shown)
+        metric = family.labels(**labels)
+        return metric if series.kind == "gauge" else _MirroredCounter(metric)
 
     def token_times(self, priority: Priority) -> TokenTimes:
         return self._token_times[priority]
@@ -400,7 +402,7 @@ class _EngineMetrics:
     """The metrics of one engine process."""
 
     def __init__(
-        self, processes: _ProcessFamilies, model: str, series: Sequence[tuple[EngineSeries, _Shown]]
+        self, processes: _ProcessFamilies, model: str, series: Sequence[tuple[EngineSeries, _ExportingMetric]]
     ) -> None:
         self._restarts = _MirroredCounter(processes.restarts.labels(model))
         self._stalls = _MirroredCounter(processes.stalls.labels(model))
@@ -408,6 +410,7 @@ class _EngineMetrics:
         self._series = series
 
     async def update(self, engine: EngineClient, num_held: int) -> None:
+        """Fetches the figures of the engine. While it is down, gauges show that, and the other series keep their values."""
         self._restarts.set(engine.restarts)
         self._stalls.set(engine.stalls)
         try:
@@ -415,15 +418,15 @@ class _EngineMetrics:
         except WeftError:
             self._up.set(0)
             self._waiting.set(num_held)
-            for series, shown in self._series:
-                if isinstance(shown, Gauge):
-                    shown.set(series.without_engine)
+            for series, metric in self._series:
+                if isinstance(metric, Gauge):
+                    metric.set(series.without_engine)
         else:
             self._up.set(1)
             self._waiting.set(figures.requests_pending + figures.requests_preempted + num_held)
-            for series, shown in self._series:
+            for series, metric in self._series:
                 if not series.is_two_tier or figures.two_tier is not None:
-                    shown.set(attrgetter(series.figure)(figures))
+                    metric.set(attrgetter(series.figure)(figures))
 
 
 class _MirroredCounter:
@@ -455,5 +458,5 @@ class _MirroredBuckets:
         self._seen = buckets
 
 
-_Shown = Gauge | _MirroredCounter | _MirroredBuckets
+_ExportingMetric = Gauge | _MirroredCounter | _MirroredBuckets
 """The metric that exports a series of an engine."""

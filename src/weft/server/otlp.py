@@ -120,6 +120,7 @@ class OtlpExporter:
             count += 1
 
     def _send(self, batch: list[Trace]) -> None:
+        """Exports a batch of traces. Counts them as lost if the collector does not accept them."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         try:

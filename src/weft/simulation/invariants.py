@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Listing
 
-from weft.backends.noop_model import generate_alone, score_alone
+from weft.backends.noop_model import ToyGrammar, generate_alone, score_alone
 from weft.config import PriorityPolicy
 from weft.plan import IterationPlan
 from weft.request import (
@@ -19,7 +19,7 @@ from weft.request import (
     TokenOutput,
 )
 from weft.scheduling.answer_index import END, LENGTHS, PROMPT_TOKENS, RESUMED_LENGTHS
-from weft.scheduling.policy import PATIENCE
+from weft.scheduling.policy import OVERTAKING_FACTOR
 from weft.scheduling.scheduler import ContinuousBatchScheduler
 from weft.scheduling.sequence import Sequence
 from weft.simulation.require import require
@@ -48,6 +48,8 @@ class PlanChecker:
         self._newest_answers: dict[str, list[Sequence]] = {}
         """Of `_answers`, those that ended last and are long enough for the index."""
         self.preemptions = 0
+        self.num_forced = 0
+        """Forced draft tokens."""
         self.passed = 0
         """How often a waiting request was overtaken by a shorter one that arrived later."""
 
@@ -69,7 +71,7 @@ class PlanChecker:
         if plan.preempted:
             self._check_victims(plan)
         self._check_order(plan)
-        self._check_patience(plan)
+        self._check_overtaking(plan)
         self._check_sharing(plan)
         if self._scheduler.info.store_blocks:
             check_tiers(plan, self._scheduler)
@@ -112,7 +114,14 @@ class PlanChecker:
                 end < sequence.limit,
                 f"{name} has draft tokens up to position {end}, and ends at {sequence.limit}",
             )
-            require(sequence.request.params.grammar is None, f"{name} has draft tokens and a grammar")
+            forced = _forced(sequence, scheduler)[: len(task.drafts)]
+            require(
+                task.drafts[: len(forced)] == forced,
+                f"{name} has the draft tokens {task.drafts}, and its grammar forces {forced}",
+            )
+            self.num_forced += len(forced)
+            if len(forced) == len(task.drafts):
+                continue
             require(
                 _continues_a_match(sequence, task.drafts) or self._continues_an_answer(sequence, task.drafts),
                 f"{name} has draft tokens that follow neither its own text, nor its prediction, nor an answer with its salt",
@@ -244,9 +253,9 @@ class PlanChecker:
             ]
             require(not waiting, "a request started while a CRITICAL one waits")
 
-    def _check_patience(self, plan: IterationPlan) -> None:
-        """With SHORTEST_JOB_FIRST, no request starts while another one waits whose patience ended earlier. Prefix sharing may
-        let requests start out of order."""
+    def _check_overtaking(self, plan: IterationPlan) -> None:
+        """With SHORTEST_JOB_FIRST, requests start in the order of the times until which they can be overtaken. Prefix
+        sharing may let requests start out of order."""
         scheduler = self._scheduler
         if (
             scheduler.config.policy is not PriorityPolicy.SHORTEST_JOB_FIRST
@@ -254,12 +263,12 @@ class PlanChecker:
         ):
             return
         started = [s for s in self._started(plan) if not s.preemptions and not s.is_idle_work]
-        latest = max((_patience_ends(s) for s in started), default=0.0)
+        latest = max((_overtaken_until(s) for s in started), default=0.0)
         for waiting in scheduler.queue if started else ():
-            is_next = waiting.state is RequestState.PENDING and _patience_ends(waiting) < latest
+            is_next = waiting.state is RequestState.PENDING and _overtaken_until(waiting) < latest
             require(
                 not is_next,
-                f"request {waiting.request_id} waits, and one with a later end of patience starts",
+                f"request {waiting.request_id} waits, and one that can be overtaken until a later time starts",
             )
             self.passed += waiting.order < max(s.order for s in started)
 
@@ -311,8 +320,15 @@ class PlanChecker:
         ]
 
 
-def _patience_ends(sequence: Sequence) -> float:
-    return sequence.arrival + PATIENCE * sequence.cost
+def _forced(sequence: Sequence, scheduler: ContinuousBatchScheduler) -> tuple[int, ...]:
+    """The tokens that the grammar of a sequence forces next."""
+    grammar = ToyGrammar.of(sequence.request.params, scheduler.info, sequence.generated)
+    return () if grammar is None else grammar.forced()
+
+
+def _overtaken_until(sequence: Sequence) -> float:
+    """The time after which no shorter request that arrives can overtake this one."""
+    return sequence.arrival + OVERTAKING_FACTOR * sequence.cost
 
 
 def _full_table(sequence: Sequence) -> list[int]:

@@ -40,6 +40,7 @@ class Outcome:
     tokens_cached: int = 0
     tokens_drafted: int = 0
     drafts_accepted: int = 0
+    drafts_forced: int = 0
     predictions_accepted: int = 0
     predictions_rejected: int = 0
     migrations: int = 0
@@ -219,6 +220,7 @@ class Simulation:
         outcome.tokens_cached += stats.prompt_tokens_cached
         outcome.tokens_drafted += stats.tokens_drafted
         outcome.drafts_accepted += stats.drafts_accepted
+        outcome.drafts_forced += self.backend.plan_checker.num_forced
         for name in ("plans_beside_paused", "plans_with_idle_work_added", "plans_compared"):
             setattr(outcome, name, getattr(self._idle_checker, name))
         outcome.passed_by_shorter = self.backend.plan_checker.passed

@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from weft.backends.noop_model import FORCING
 from weft.config import (
     KvCacheKind,
     KvCachePoolConfig,
@@ -56,6 +57,7 @@ def draw(seed: int) -> Scenario:
     """Draws a small scenario with scarce resources: tiny blocks, tiny pools, few rows."""
     scenario = _draw_drafts(random.Random(f"drafts {seed}"), _draw_plain(seed))
     scenario = _draw_predictions(random.Random(f"predictions {seed}"), scenario)
+    scenario = _draw_forced(random.Random(f"forced {seed}"), scenario)
     scenario = _draw_idle_work(random.Random(f"idle {seed}"), scenario)
     return _draw_lengths(random.Random(f"lengths {seed}"), scenario)
 
@@ -263,6 +265,24 @@ def _draw_predictions(rng: random.Random, scenario: Scenario) -> Scenario:
             prediction = tuple(rng.randrange(scenario.vocabulary_size) for _ in range(length))
             arrival = dataclasses.replace(
                 arrival, request=dataclasses.replace(arrival.request, prediction=prediction)
+            )
+        arrivals.append(arrival)
+    return dataclasses.replace(scenario, arrivals=tuple(arrivals))
+
+
+def _draw_forced(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Returns the same scenario. If it has draft tokens, half of its requests, or all or none, get a grammar that forces
+    tokens."""
+    share = rng.choice((0.0, 0.5, 1.0))
+    if not scenario.fixed_cost_rows or not share:
+        return scenario
+    arrivals = []
+    for arrival in scenario.arrivals:
+        params = arrival.request.params
+        if rng.random() < share and not params.ignore_eos:
+            params = dataclasses.replace(params, grammar=FORCING)
+            arrival = dataclasses.replace(
+                arrival, request=dataclasses.replace(arrival.request, params=params)
             )
         arrivals.append(arrival)
     return dataclasses.replace(scenario, arrivals=tuple(arrivals))

@@ -79,7 +79,7 @@ class ChatTemplate:
             raise ModelFileError(f"chat_template: {error}") from error
 
     def render(self, messages: Sequence[Message], **chat: Any) -> str:
-        """The prompt as readable text. Takes the arguments of `encode`."""
+        """The prompt as readable text, without marks. Takes the arguments of `encode`."""
         text, mark = self._render(_Chat(messages, **chat))
         return text.replace(mark, "")
 

@@ -25,7 +25,7 @@ _SPECIAL = {chr(code): json.dumps(chr(code))[1:-1] for code in (*range(0x20), or
 _PATTERNS = {character: re.escape(escape) for character, escape in _SPECIAL.items()}
 _SAFE = r'[^"\\\x00-\x1f]'
 _NAME = re.compile(r"_?[A-Z][_A-Z0-9]*")
-"""The name of a terminal."""
+"""Matches the name of a terminal."""
 _CATEGORIES = {
     parts.CATEGORY_DIGIT: r"\d",
     parts.CATEGORY_NOT_DIGIT: r"\D",
@@ -150,7 +150,7 @@ def _rule_name(terminal: str) -> str:
 
 
 def _string(text: str) -> str:
-    """The value of a string of Lark, with its quotes."""
+    """The value of a Lark string. `text` is the string as it stands in the grammar, with its quotes."""
     try:
         value = json.loads(re.sub(r"\\x([0-9a-fA-F]{2})", r"\\u00\1", text))
     except ValueError:
@@ -159,7 +159,7 @@ def _string(text: str) -> str:
 
 
 def _literal(text: str, *, is_any_case: bool = False) -> str:
-    """A string of Lark that matches the text as it is written in JSON."""
+    """A Lark string that matches the text as it is written in JSON."""
     if not is_any_case:
         return json.dumps("".join(_SPECIAL.get(one, one) for one in text), ensure_ascii=False)
     pieces = re.findall(r'[^"\\\x00-\x1f]+|["\\\x00-\x1f]', text)

@@ -96,8 +96,8 @@ class TemplateProcess:
             self._is_compiled = True
 
     def _request(self, request: Any) -> dict[str, str]:
-        """Sends a request and returns the response. `request` None: only reads the response to the sources, which were
-        sent at the start."""
+        """Sends a request and returns the response. `request` None: sends nothing. The response is then the one to the
+        sources, which were sent at the start."""
         process = self._process
         assert process is not None and process.stdout is not None
         try:

@@ -70,7 +70,7 @@ class EmbedderBackend:
         self._rows: dict[int, np.ndarray] = {}  # the tokens of the prompt of each row
 
     def allocate(self, pool: KvCachePoolConfig, num_rows: int, max_tokens: int = 0) -> BackendInfo:
-        max_context = self.spec.max_tokens + 1  # one more, for the token that stands for the vector
+        max_context = self.spec.max_tokens + 1  # one more: a sampled token stands for the vector
         if pool.block_size < max_context or not pool.num_blocks:
             raise InvalidRequestError(
                 f"block_size is {pool.block_size}; an embedding model needs one block of {max_context} tokens for each "

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,7 +24,7 @@ from weft.backends.cpu.prefault import Prefaulter
 from weft.backends.cpu.step_thread import QueuedStep, StepThread
 from weft.backends.cpu.swap import HostSwap
 from weft.backends.cpu.threads import thread_count
-from weft.backends.grammar import Masks, RowGrammars
+from weft.backends.grammar import ForcedTokens, Masks, RowGrammars
 from weft.backends.host_memory import HostMemory, host_memory
 from weft.backends.open_model import check_context, grammar_compiler
 from weft.backends.step_arrays import PreparedStep, Rows, SampledEntries, ScoredPrompt
@@ -94,6 +96,20 @@ class Native:
     pool: Pool
 
 
+class _Forced:
+    """The forced tokens of one step. The grammar thread finds them while the next step may already run."""
+
+    tokens: Future[ForcedTokens] | None = None
+
+    def add_to(self, result: StepResult) -> StepResult:
+        if self.tokens is None:
+            return result
+        with suppress(CancelledError):  # the backend was closed
+            if forced := self.tokens.result():
+                return dataclasses.replace(result, forced=forced)
+        return result
+
+
 class CpuBackend:
     """A `Backend` with the KV cache in numpy arrays. It computes in C++, or in numpy."""
 
@@ -159,7 +175,9 @@ class CpuBackend:
                 self._cache = full
                 self._swaps = HostSwap(full, swap_blocks)
                 self._rows = Rows(num_rows, max_context, pool.block_size)
-            self._grammars = RowGrammars(self._compiler, num_rows, config.vocabulary_size)
+            self._grammars = RowGrammars(
+                self._compiler, num_rows, config.vocabulary_size, finds_forced=self._pool is not None
+            )
             self._prefaulter = Prefaulter(full, _CACHE_BYTES_AHEAD, self._pool)
             self._thread.prefault_when_idle(self._prefaulter)
         except (
@@ -205,42 +223,45 @@ class CpuBackend:
     def submit(self, plan: IterationPlan) -> QueuedStep:
         self._rows.update(plan)
         step = self._rows.prepare(plan) if plan.rows else None
-        return self._thread.submit(partial(self._run, plan, step))
+        forced = _Forced()
+        return self._thread.submit(partial(self._run, plan, step, forced), forced.add_to)
 
     def close(self) -> None:
         self._thread.close()
         self._grammars.close()
 
-    def _run(self, plan: IterationPlan, step: PreparedStep | None) -> StepResult:
+    def _run(self, plan: IterationPlan, step: PreparedStep | None, forced: _Forced) -> StepResult:
         """Runs one plan, in the thread. Never raises: a swap must be reported even if the step fails."""
         swaps = self._swaps
         if swaps.is_idle and not plan.swap_out and not plan.swap_in:
-            return self._attempt(plan, step)
+            return self._attempt(plan, step, forced)
         self._thread.report()  # do not delay the report of the previous step by copies
         swaps.accept(plan)
         swaps.run_ready(last_ended_step=plan.step - 1)
-        result = self._attempt(plan, step)
+        result = self._attempt(plan, step, forced)
         swaps.run_ready(last_ended_step=plan.step)
         finished, failed = swaps.take_reports()
         if not finished and not failed:
             return result
         return dataclasses.replace(result, finished_swaps=finished, failed_swaps=failed)
 
-    def _attempt(self, plan: IterationPlan, step: PreparedStep | None) -> StepResult:
+    def _attempt(self, plan: IterationPlan, step: PreparedStep | None, forced: _Forced) -> StepResult:
         """Computes the step. An exception becomes the error of the step."""
         try:
             self._swaps.check_ended(plan.after_swaps)
             self._grammars.start(plan.row_starts)
-            return StepResult() if step is None else self._compute(step)
+            return StepResult() if step is None else self._compute(step, forced)
         except Exception as error:
             return StepResult(error=f"{type(error).__name__}: {error}")
 
-    def _compute(self, step: PreparedStep) -> StepResult:
+    def _compute(self, step: PreparedStep, forced: _Forced) -> StepResult:
         scored, entries = step.scored, step.entries
         num_sampled = len(entries.rows)
         self._rows.read_tokens(step)
         self._thread.report()  # do not delay the report of the previous step by prefaulting
         self._prefaulter.use(int(step.indices.cells.max()) // self._block_size + 1)
+        if self._grammars.has_any:
+            self._grammars.start_drafts(entries.rows, step.first_draft, step.drafts)
         try:
             logits, hidden = self._forward.step(step.indices, self._cache, num_sampled)
         finally:
@@ -253,7 +274,7 @@ class CpuBackend:
         masks = self._grammars.masks(entries.rows)
         sampled = self._sampler.sample(logits, entries, self._rows, self._eos_token_ids, masks)
         self._rows.record(step, sampled.tokens)
-        self._grammars.advance(entries.rows, sampled.tokens)
+        forced.tokens = self._grammars.advance(entries.rows, sampled.tokens, step.first_draft, step.drafts)
         for entry, error in sampled.errors.items():
             if step.is_valid_sample(entry, sampled.tokens):
                 errors[entries.request_ids[entry]] = error

@@ -31,10 +31,14 @@ _START_SECONDS = 0.001
 class QueuedStep:
     """A submitted step. Implements `StepHandle`."""
 
-    __slots__ = ("_has_started", "_outcome", "_report_lock", "_run", "_start_lock")
+    __slots__ = ("_finish", "_has_started", "_outcome", "_report_lock", "_run", "_start_lock")
 
-    def __init__(self, run: Callable[[QueuedStep], None]) -> None:
+    def __init__(
+        self, run: Callable[[QueuedStep], None], finish: Callable[[StepResult], StepResult] | None = None
+    ) -> None:
+        """`finish` adds what other threads computed for the result. The thread that reads the result calls it."""
         self._run: Callable[[QueuedStep], None] | None = run
+        self._finish = finish
         self._outcome: StepResult | BaseException | None = None
         self._report_lock = threading.Lock()  # released by `report`
         self._report_lock.acquire()
@@ -72,7 +76,7 @@ class QueuedStep:
             assert self._outcome is not None
             if isinstance(self._outcome, BaseException):
                 raise self._outcome
-            return self._outcome
+            return self._outcome if self._finish is None else self._finish(self._outcome)
 
 
 class StepThread:
@@ -92,10 +96,12 @@ class StepThread:
         self._end = weakref.finalize(self, _end, self._steps, thread)
         thread.start()
 
-    def submit(self, run: Callable[[], StepResult]) -> QueuedStep:
+    def submit(
+        self, run: Callable[[], StepResult], finish: Callable[[StepResult], StepResult] | None = None
+    ) -> QueuedStep:
         if not self._end.alive:
             raise RuntimeError("the backend is closed and runs no more steps")
-        step = QueuedStep(lambda step: self._run(step, run))
+        step = QueuedStep(lambda step: self._run(step, run), finish)
         is_idle = self._newest is None or self._newest.is_reported
         self._newest = step
         self._steps.put(step)

@@ -123,9 +123,9 @@ class DeviceSampler:
         self._counters = device.zeros(max_sampled, dtype=torch.int32)
         sizes = self._cut = _INTERPRETED if INTERPRETED.value else _ON_GPU
         self._survey_pieces = ceil_divide(vocabulary_size, sizes.group * sizes.groups_of_piece)
-        # If the first list lacks tokens, a second one is made. The best tokens of at least this many groups reach its
-        # threshold, so each of these groups has a token in the list. If likely tokens are spread evenly
-        # over groups of 64, the list has about 1/14 of all tokens: 1 - (1/128) ** (1/64).
+        # If the first list lacks tokens, a second one is made. Its threshold is so low that the best token of at least this
+        # many groups reaches it. The list has every token that reaches it. If likely tokens are spread evenly over groups
+        # of 64, these are about 1/14 of all tokens: 1 - (1/128) ** (1/64).
         self._most_groups = vocabulary_size // sizes.group * 127 // 128
         self._groups = self._survey_pieces * sizes.groups_of_piece
         self._maxima = device.empty(max_sampled, self._groups, dtype=torch.float32)

@@ -356,6 +356,7 @@ class EngineClient:
         self.shared_answers.finish(answer, num_tokens)
 
     def _take(self, message: wire.FromEngine) -> None:
+        """Handles one message of the engine's process."""
         if isinstance(message, wire.StepReport):
             if self._running is not None:
                 self._running.liveness.on_step()
@@ -400,6 +401,7 @@ class EngineClient:
             future.set_result(content)
 
     def _take_step(self, step: wire.StepReport) -> None:
+        """Gives the outputs of a step to their answers. An output that ends an answer comes with its result."""
         answers = self._answers
         has_first_token = False
         for handle, token in zip(step.handles, step.tokens, strict=True):

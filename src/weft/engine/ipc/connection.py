@@ -66,6 +66,7 @@ class Connection(asyncio.Protocol):
         self._take_turn()
 
     def _take_turn(self) -> None:
+        """Handles the received messages. At the limit of tokens or of time it stops reading until the next turn."""
         turn_ends, num_taken = self._loop.time() + _TURN_SECONDS, 0
         try:
             while (message := self._next_message()) is not None:

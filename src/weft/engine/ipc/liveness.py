@@ -62,9 +62,9 @@ class Liveness:
         self._has_progress = True
         self._heartbeat: wire.Heartbeat | None = None
         self._measures = (lambda: work(self._heartbeat.threads if self._heartbeat else ()), work_of_children)
-        """They return the CPU time of the process, and of its children."""
+        """Two functions: one returns the CPU time of the process, the other that of its children."""
         self._work_before: list[float] = []
-        """What `_measures` returned when they were called for the first time since the last progress."""
+        """The results of the first calls of `_measures` since the last progress."""
 
     @property
     def is_silent(self) -> bool:

@@ -37,6 +37,7 @@ class Outbox:
         return self._thread.native_id or 0
 
     def send(self, message: wire.Message) -> None:
+        """Writes a message to the socket. What the socket does not accept at once is left to the writer thread."""
         with self._changed:
             if self._is_closed:
                 return
@@ -63,6 +64,7 @@ class Outbox:
         self._thread.join(timeout)
 
     def _write(self) -> None:
+        """The main function of the writer thread."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_writing or self._is_closed)

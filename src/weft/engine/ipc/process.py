@@ -138,6 +138,7 @@ class EngineProcess:
         self._engine.stop()
 
     def _handle(self, message: wire.ToEngine) -> None:
+        """Handles one message of the client, in the reader thread."""
         if isinstance(message, wire.Submit):
             request = message.whole_request
             ids = [request.answer_id(index) for index in message.indices]

@@ -26,8 +26,8 @@ from weft.ops.recording import (
     RopeAndWrite,
     ScaleAndCap,
     SelectRows,
+    TextActivation,
     TextAttention,
-    TextGate,
     assigned_slots,
     fused,
 )
@@ -91,6 +91,7 @@ def _new_program(recording: Recording, pool: _kernels.Pool) -> _kernels.Program:
 def _append(
     program: _kernels.Program, instruction: Instruction, slots: dict[Buffer, int], recording: Recording
 ) -> None:
+    """Appends one recorded instruction to the C++ program."""
     match instruction:
         case Embed():
             [part] = instruction.table.parts
@@ -101,7 +102,7 @@ def _append(
                 _INDICES[instruction.index],
                 instruction.first,
             )
-        case Norm() | Gate() | TextGate():
+        case Norm() | Gate() | TextActivation():
             program.norm(slots[instruction.input], *_prologue(instruction), slots[instruction.output])
         case FusedProduct():
             _append_product(program, instruction, slots)
@@ -146,6 +147,7 @@ def _append(
 
 
 def _append_product(program: _kernels.Program, instruction: FusedProduct, slots: dict[Buffer, int]) -> None:
+    """Appends a product: one C++ instruction for each part of its layer. The parts write neighbouring columns."""
     column = 0
     # How the previous part has prepared the input: True: quantised, False: as floats, None: there is no previous part.
     # If this part needs the same form, it reuses the prepared input (`again`).
@@ -166,7 +168,7 @@ def _append_product(program: _kernels.Program, instruction: FusedProduct, slots:
 
 
 def _prologue(
-    before: Norm | Gate | TextGate | None,
+    before: Norm | Gate | TextActivation | None,
 ) -> tuple[int, np.ndarray | None, np.ndarray | None, float]:
     """The operation on rows before a product: its kind, and the weight, bias and epsilon of a norm."""
     if not isinstance(before, Norm):

@@ -16,8 +16,8 @@ from weft.ops.recording import (
     Recording,
     Rope,
     SelectRows,
+    TextActivation,
     TextAttention,
-    TextGate,
 )
 from weft.ops.reference_texts import SourceOfRows
 from weft.ops.texts import Activation, Pooling
@@ -62,12 +62,12 @@ class CpuTextOps(CpuOps):
 
     def activation(self, inputs: Buffer, kind: Activation) -> Buffer:
         output = Buffer(inputs.columns)
-        self.record(TextGate(kind, inputs, output))
+        self.record(TextActivation(kind, inputs, output))
         return output
 
     def gelu_mul(self, gate_up: Buffer) -> Buffer:
         output = Buffer(gate_up.columns // 2)
-        self.record(TextGate("gelu_mul", gate_up, output))
+        self.record(TextActivation("gelu_mul", gate_up, output))
         return output
 
     def pool(self, prepared: Recording, rows: Buffer, pooling: Pooling) -> Buffer:

@@ -89,6 +89,7 @@ class _Tiers(NamedTuple):
 
 
 def _tiers_of(cache: Tensor | TwoTierCache) -> _Tiers:
+    """The tensors of a cache. With one tier, the cache stands for the store too: kernels need an address, and do not read."""
     if isinstance(cache, TwoTierCache):
         words = cache.store.view(torch.int32)
         return _Tiers(cache.full, cache.store, words, cache.bits, cache.tail_blocks)
@@ -247,6 +248,7 @@ class Attention:
         layer: int,
         output: Tensor,
     ) -> None:
+        """Launches attention for the first `requests` requests, which have one token each."""
         tiers = _tiers_of(cache)
         most, smallest, shared, leeway = self.splits(requests, batch.longest_context, tiers.bits > 0)
         kv_heads = self.shape.kv_heads
@@ -300,6 +302,7 @@ class Attention:
         output: Tensor,
         from_rows: bool,
     ) -> None:
+        """Launches attention for the requests after the first `decodes`."""
         tiers = _tiers_of(cache)
         from_rows = from_rows and self._width(tiers) == self.width
         store_tiles = self.prefill_store_tiles if tiers.bits else _NO_STORE

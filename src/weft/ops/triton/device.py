@@ -309,12 +309,12 @@ def wait_for_previous(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def let_next_begin(DEPENDENT: tl.constexpr):
-    """Once every program has called this, the next kernel may start. The next kernel still waits before it reads
-    results of this one.
+    """Lets the next kernel start, once every program of this kernel has called it. The next kernel still calls
+    `wait_for_previous` before it reads results of this one.
 
-    Call it after `wait_for_previous`. Then, when a kernel has started, the kernel two before it has ended, and its
-    results may be read before waiting. Only a norm calls it earlier: the kernel after a norm reads only weights before
-    it waits.
+    A kernel calls this after its own `wait_for_previous`, so the kernel before it has ended by then. Of three kernels A,
+    B, C in order, C therefore starts after the end of A, and may read results of A without waiting. Only a norm calls
+    this before it waits: the kernel after a norm reads only weights before it waits.
     """
     if DEPENDENT:
         gdc_launch_dependents()

@@ -27,8 +27,8 @@ from weft.ops.recording import (
     RopeAndWrite,
     ScaleAndCap,
     SelectRows,
+    TextActivation,
     TextAttention,
-    TextGate,
     read_by,
 )
 
@@ -115,7 +115,7 @@ def fuse(operations: Sequence[Operation], kept: set[Buffer]) -> list[FusedOperat
             case Attention(queries, layer, pattern, output):
                 assert isinstance(previous, RopeAndWrite), "RoPE must come before attention"
                 fused.append(FusedAttention(queries, layer, pattern, previous.norm, output))
-            case Rope() | TextAttention() | TextGate() | MeanRows():
+            case Rope() | TextAttention() | TextActivation() | MeanRows():
                 raise AssertionError("the operations of text models are executed without fusion")
             case _:
                 fused.append(operation)

@@ -183,8 +183,8 @@ class CudaProgram:
         return [self._slots[slot][: counts[kind]] for slot, kind, _ in self._cuts]
 
     def _launch_segment(self, number: int, operations: Sequence[FusedOperation]) -> Launch:
-        """The launch of a group of `graph_segments`. A group of several operations runs from its piecewise graph if the
-        step uses graphs."""
+        """Returns a function that launches one group of `graph_segments`. If the step uses graphs, a group of several
+        operations runs from its piecewise graph."""
         launches = [self._launch(operation) for operation in operations]
         if len(launches) == 1:
             return launches[0]

@@ -74,7 +74,8 @@ OVERFLOW: tl.constexpr = tl.constexpr(3)
 SAW_BAD: tl.constexpr = tl.constexpr(1)
 SAW_FINITE: tl.constexpr = tl.constexpr(2)
 
-# Lower bounds of the temperature in computations. Quotients stay finite, and the larger of two scores still wins.
+# Smaller temperatures are computed as these. With them, score / temperature stays finite, and the token with the larger
+# score is still chosen.
 LOWEST_TEMPERATURE: tl.constexpr = tl.constexpr(1e-200)
 LOWEST_TEMPERATURE_SINGLE: tl.constexpr = tl.constexpr(1e-38)
 

@@ -222,7 +222,7 @@ def shortlist_kernel(
     xtc_is_alone = (flags & FILTERS) == HAS_XTC
     ceiling_ptr = floors_ptr + 3 * floors_stride + entry
     if HAS_XTC & USED:
-        # The noise of token -1 decides whether xtc applies.
+        # Whether xtc applies is random. The random number is the noise of token -1, which no token has.
         bits = noise_bits(noise_start, tl.zeros((), tl.uint64))
         uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10
         has_xtc = has_xtc & (uniform < tl.load(row_doubles + XTC_PROBABILITY))

@@ -146,9 +146,9 @@ class BlockPool:
         return BlockStates(len(self._free), self.num_referenced, cached, hot, idle)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Allocates `count` blocks; None if there are not enough. It takes free blocks first. Then it evicts cached
-        blocks: those of idle work first, hot blocks last. Untouched blocks may come after the idle and the other cached
-        blocks, but before the hot ones (see the class)."""
+        """Allocates `count` blocks; None if there are not enough. It takes free blocks first, then cached blocks of idle
+        work, then other cached blocks, then hot blocks. Exception: untouched blocks above the limit that the class
+        describes are taken just before the hot blocks."""
         if count > len(self._free) and count > self.available:
             return None
         max_touched = max(self._eager_end, self._first_block + 2 * (self.num_referenced + count))

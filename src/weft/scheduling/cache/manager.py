@@ -479,8 +479,8 @@ class KvCacheManager:
         return True
 
     def _drop_moves(self, allocation: KvCacheAllocation, first: int = 0) -> None:
-        """Releases the blocks that moves of this allocation hold: all `arriving` store blocks, and the full blocks in
-        `leaving` of the table entries from `first` on."""
+        """Releases blocks that are held for moves: all store blocks in `arriving`, and the full blocks in `leaving` whose
+        table entry has the index `first` or a higher one."""
         if allocation.arriving:
             self.store.release(allocation.arriving)
             allocation.arriving = []

@@ -150,12 +150,12 @@ class FairGate:
         self._num_tokens = 0
         """Expected tokens of all open answers."""
         self._num_to_submit = 0
-        """Answers that are released but not yet submitted, of all requests."""
+        """The number of answers, over all requests, that are released but not yet submitted."""
         self._numbers = itertools.count()
 
     @property
     def num_waiting(self) -> int:
-        """Answers that are not released, of all requests."""
+        """The number of answers, over all requests, that are not released yet."""
         return sum(ticket.num_waiting for account in self._accounts.values() for ticket in account.waiting)
 
     def enter(self, key: ApiKey | None, job: AnswerJob) -> GateTicket | None:

@@ -73,9 +73,9 @@ class ApiKey:
 
     @property
     def owner(self) -> str:
-        """The owner of the objects that requests of the key store: its name, or for a plain key the digest of its secret. A
-        plain key is named after its position. If an earlier key is removed, the next secret gets its name, but must not get
-        its files."""
+        """The owner of everything that is stored for this key: its name. For a plain key it is the digest of the secret,
+        because the name of a plain key is its position in the list. If an earlier key is removed, another secret gets this
+        name, but must not get the files."""
         return f"sha256:{self.key_sha256[:32]}" if self.is_plain else self.name
 
     def salt_for(self, requested: str) -> str:
@@ -161,6 +161,7 @@ def _read_lines(lines: list[str]) -> tuple[ApiKey, ...]:
 
 
 def _read_tables(text: str, lines: list[str]) -> tuple[ApiKey, ...]:
+    """Reads the keys of a TOML file. Errors name the number of the table, and its line if it is known."""
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -185,6 +186,7 @@ def _read_tables(text: str, lines: list[str]) -> tuple[ApiKey, ...]:
 
 
 def _read_table(table: Mapping[str, Any]) -> ApiKey:
+    """Checks one [[key]] table. Its secret is replaced by the digest."""
     unknown = table.keys() - set(_FIELDS)
     if unknown:
         raise InvalidRequestError(f"{min(unknown)!r} is unknown; allowed: {', '.join(_FIELDS)}")

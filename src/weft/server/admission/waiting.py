@@ -15,7 +15,7 @@ from weft.lengths import LengthDistribution
 _SHORTEST, _LONGEST = 1, 600
 _MAX_PROMISES = 4096
 _LATE_SECONDS = 10.0
-"""A client that has not come back this long after the time that was named to it is not expected any more."""
+"""A refused client is expected back after the wait that it was given. This long after that, it is not expected any more."""
 _MAX_CLIENTS_PER_PLACE = 4
 """A client that retries too early is refused several times, and each refusal counts as a client. So at most this many
 clients for each place count as waiting."""
@@ -41,9 +41,9 @@ class Place(NamedTuple):
 
 
 class WaitEstimate:
-    """Owns the pace of recent answers, and the times that were named to refused clients. Clients that come back cannot be
-    distinguished from new ones. So an accepted request counts as the client with the oldest time. A client that is refused
-    after that time counts as the same client."""
+    """Owns the pace of recent answers, and the times at which refused clients are expected back. A client that comes back
+    cannot be distinguished from a new one. So an accepted request counts as the expected client with the oldest time. A
+    client that is refused after that time counts as the same client."""
 
     def __init__(self, clock: Clock, *, is_shortest_first: bool) -> None:
         """`is_shortest_first`: waiting requests with short answers mostly run before those with long ones."""
@@ -52,7 +52,7 @@ class WaitEstimate:
         self._decode_seconds, self._decode_steps = 0.05, 1.0
         self._prefill_seconds, self._answers = 0.1, 1.0
         self._promises: dict[str, deque[float]] = {}
-        """Scope ("" or the name of a key) -> the times that were named to refused clients, in order."""
+        """Scope ("" or the name of a key) -> the times at which refused clients are expected back, in order."""
         self._ends: dict[str, tuple[float, list[list[float]]]] = {}
         """Scope -> the time of the computation, and for each draw the seconds until places become free, sorted."""
 
@@ -85,7 +85,7 @@ class WaitEstimate:
         while promises and promises[0] <= now - _LATE_SECONDS:
             promises.popleft()
         if is_promise and promises and promises[0] <= now:
-            promises.popleft()  # its client has come back, and is refused again
+            promises.popleft()  # the expected client has come back, and is refused again
         most = _MAX_CLIENTS_PER_PLACE * max(1, num_places)
         index = min(needed + len(promises), most) - 1
         at, draws = self._ends.get(scope, (-math.inf, [[]]))

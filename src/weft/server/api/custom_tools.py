@@ -36,6 +36,7 @@ def custom_tool(name: Any, description: Any, form: Any, where: str) -> FunctionT
 
 
 def _with_grammar(tool: FunctionTool, form: Any) -> FunctionTool:
+    """The function with a grammar of its input. A regex becomes a pattern, Lark is rewritten for a JSON string."""
     where = f"{tool.where}.format"
     kind = form.get("type") if isinstance(form, Mapping) else None
     # In chat completions the grammar is an object inside `format`. In the Responses API its fields are in `format`.

@@ -40,7 +40,7 @@ class Field:
 
 
 FIELDS: Mapping[str, Field] = {
-    # generating
+    # fields for generating
     "model": Field("Name of the model, as listed by /v1/models. Default: the model of the server."),
     "messages": Field(
         f"The messages of the conversation, oldest first; at most {MAX_ENTRIES['messages']}.",
@@ -84,7 +84,7 @@ FIELDS: Mapping[str, Field] = {
         f"Chat: true returns the logprob of each generated token. Completion: a number, 0 to {MAX_LOGPROBS}; returns also "
         "the logprobs of this many most likely tokens."
     ),
-    # extensions of weft
+    # fields that are extensions of weft
     "priority": Field(
         "low, normal, high or critical, or its number, 0 to 3. Higher priorities are scheduled first.", 0, 3
     ),
@@ -103,7 +103,7 @@ FIELDS: Mapping[str, Field] = {
         "Id of a conversation. Its cached prefixes are evicted last, so that its next request finds them; "
         f"at most {MAX_NAME_LENGTH} characters."
     ),
-    # structured output
+    # fields for structured output
     "response_format": Field(
         "The format of the answer, by its `type`: text, json_object, json_schema, and as extensions of weft regex, choice "
         "and grammar. Objects have only the properties that their schema names, unless it contains "
@@ -118,7 +118,7 @@ FIELDS: Mapping[str, Field] = {
     ),
     "grammar": Field("A grammar that the answer must follow (llama.cpp)."),
     "json_schema": Field("A JSON schema that the answer must follow (llama.cpp)."),
-    # tools and templates
+    # fields for tools and chat templates
     "tools": Field(
         "Functions that the model may call, each with a name, a description and a JSON schema of its parameters; "
         f"at most {MAX_ENTRIES['tools']}."
@@ -129,7 +129,7 @@ FIELDS: Mapping[str, Field] = {
     "add_special_tokens": Field("Whether to add the special tokens of the tokenizer, such as BOS."),
     "add_generation_prompt": Field("Whether the prompt ends with the start of an assistant message."),
     "continue_final_message": Field("Continue the last message instead of starting a new one."),
-    # without effect
+    # fields without effect
     "user": Field("Accepted, without effect."),
     "metadata": Field(f"Accepted, without effect; at most {MAX_ENTRIES['metadata']} entries."),
     "store": Field("Accepted, without effect: nothing is stored."),
@@ -137,6 +137,6 @@ FIELDS: Mapping[str, Field] = {
     "safety_identifier": Field("Accepted, without effect."),
     "prompt_cache_retention": Field("Accepted, without effect."),
     "prompt_cache_key": Field("Read as session_id, if that is missing."),
-    # text
+    # fields for text work, such as /tokenize
     "tokens": Field("Token ids."),
 }

@@ -175,6 +175,7 @@ class _Files:
             raise
 
     async def _store_upload(self, request: Request, body: AsyncIterator[bytes]) -> StoredFile:
+        """Writes the file of a form while it arrives, and adds its row."""
         most = self._services.settings.max_file_bytes
         announced = int(request.headers.get("content-length") or 0)
         async with self._files.incoming(f"file-{current_record().id}", min(announced, most)) as new:

@@ -149,6 +149,7 @@ class _Reader:
         self._open_calls[call_id] = None
 
     def _result(self, block: Mapping[str, Any], where: str) -> None:
+        """Adds the result of a tool. After the last open call, also adds the texts that were held back."""
         call_id = _string(block, "tool_use_id", where)
         if call_id not in self._open_calls:
             raise refusal(

@@ -180,16 +180,17 @@ def _described_vectors(services: Services, model: VectorModel) -> dict[str, Any]
 
 
 def _sizes(services: Services, name: str, length: int, vocabulary_size: int, makes: str) -> dict[str, Any]:
+    """The fields that models of every use have. The length has several names: each client reads one of them."""
     return {
         "id": name,
         "object": "model",
         "created": services.created,
         "owned_by": "weft",
-        "max_model_len": length,  # vLLM
-        "context_length": length,  # OpenRouter
-        "context_window": length,  # Groq
-        "max_context_length": length,  # LM Studio, Mistral
-        "meta": {"n_ctx": length, "n_ctx_train": length, "n_vocab": vocabulary_size},  # llama.cpp
+        "max_model_len": length,  # as in vLLM
+        "context_length": length,  # as in OpenRouter
+        "context_window": length,  # as in Groq
+        "max_context_length": length,  # as in LM Studio and Mistral
+        "meta": {"n_ctx": length, "n_ctx_train": length, "n_vocab": vocabulary_size},  # as in llama.cpp
         "architecture": {
             "modality": f"text->{makes}",
             "input_modalities": ["text"],

@@ -164,6 +164,7 @@ def _methods(routes: Iterable[BaseRoute]) -> Iterable[tuple[str, str]]:
 
 
 def _described(method: str, path: str, operation: Operation, needs_key: bool) -> dict[str, Any]:
+    """One operation of the document: its summary, parameters, body and responses."""
     described: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{method}{path}").strip("_"),
         "summary": operation.summary,
@@ -195,6 +196,7 @@ def _described(method: str, path: str, operation: Operation, needs_key: bool) ->
 
 
 def _responses(operation: Operation) -> dict[str, Any]:
+    """The responses of an operation, by status."""
     if operation.media_type in ("application/octet-stream", "text/event-stream"):
         good: dict[str, Any] = {operation.media_type: {}}  # any bytes, or events without an end
     elif operation.answer is None:
@@ -227,6 +229,7 @@ def _reference(kind: type) -> dict[str, str]:
 
 
 def _schemas(operations: Iterable[Operation], formats: Formats) -> dict[str, Any]:
+    """The schemas of all types, with descriptions of the fields of request types."""
     operations = list(operations)
     requests = {one.request for one in operations if one.request is not None}
     responses = {

@@ -203,7 +203,7 @@ class Preparer:
         self, conversation: Conversation, parsed: ParsedRequest, size: int, client_id: str
     ) -> list[int]:
         """The tokens of a conversation. If `parsed.drops_oldest` is set, as few of the oldest items as possible are left
-        out, so that the other items fit the context."""
+        out, so that the other items fit the context: a binary search over the items at which it may begin."""
         if not parsed.drops_oldest:
             return await self._chat_tokens(conversation, parsed.tools, size, client_id)
         room = min(parsed.params.max_tokens or _ANSWER_ROOM, self._encoder.max_context // 2)
@@ -222,10 +222,8 @@ class Preparer:
                 return await self._chat_tokens(shorter, parsed.tools, size, client_id)
             else:
                 least = index + 1
-            if least > most:
-                if found is not None:
-                    return found
-                least = most = len(starts) - 1
+            if found is not None and least > most:
+                return found
             index = (least + most) // 2
 
     async def _tokens_if_short(
@@ -286,6 +284,7 @@ class Preparer:
         return [token for part in parts for token in ((part,) if isinstance(part, int) else next(encoded))]
 
     async def _prediction_tokens(self, prediction: str, client_id: str) -> list[int]:
+        """The tokens of a prediction. Raises ApiError if they do not fit the context."""
         if not prediction:
             return []
         try:

@@ -1,4 +1,4 @@
-"""The types of the answers of the Responses API, for the OpenAPI document and for tests that compare answers with it."""
+"""The types of responses of the Responses API, for the OpenAPI document and for tests that compare responses with it."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def _requested_grammars(api_request: GenerationRequest) -> Iterator[tuple[str, G
         yield "structured_outputs", _grammar_of_structured_outputs(api_request.structured_outputs)
     for name, kind in _OTHER_FIELDS.items():
         value = getattr(api_request, name)
-        # Clients of llama.cpp send "" for no grammar. In fields of other kinds, an empty value counts.
+        # Clients of llama.cpp send "" for no grammar, so "" is ignored in these fields. In others, an empty value is not.
         if value or (value is not None and kind != "grammar"):
             yield name, _grammar(kind, value, name)
 

@@ -1,4 +1,4 @@
-"""The types of `/v1/vector_stores`: bodies, their checks, and answers."""
+"""The types of `/v1/vector_stores`: bodies, their checks, and responses."""
 
 from __future__ import annotations
 

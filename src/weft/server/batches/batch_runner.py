@@ -85,6 +85,7 @@ class BatchRunner(StoreLoop):
         return min([POLL_SECONDS, *(one.expires_at - now for one in oldest.values() if one.expires_at > now)])
 
     async def _run(self, batch: Batch) -> None:
+        """The task of one batch. After an error it waits, so that the batch is not tried again at once."""
         try:
             await BatchRun(
                 self._services,

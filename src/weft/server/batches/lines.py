@@ -103,6 +103,7 @@ def read_pieces(path: Path, endpoint: str, max_line_bytes: int) -> Iterator[list
 
 
 def _check(index: int, raw: bytes | InvalidRequestError, endpoint: str) -> Line | WrongLine:
+    """Checks one line of an input file. Returns the line, or what is wrong with it."""
     if not isinstance(raw, bytes):
         return _wrong(index, None, "line_too_long", str(raw))
     try:

@@ -160,6 +160,7 @@ class BatchRun:
         return await self._change(("in_progress",), "finalizing")
 
     async def _lines_without_result(self, batch: Batch) -> AsyncIterator[Line]:
+        """Yields the valid lines that have no result yet, so that a batch continues where it stopped."""
         try:
             async for piece in self._pieces(batch):
                 first, last = piece[0].index, piece[-1].index

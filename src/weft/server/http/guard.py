@@ -68,6 +68,7 @@ class Guard:
             answer.release()
 
     def _check(self, scope: Scope) -> None:
+        """Checks the head of a request, and sets its key and the form of its errors in the scope. Raises ApiError."""
         headers: dict[bytes, bytes] = dict(scope["headers"])
         scope[ERROR_WRITER] = error_writer(self._formats, scope["path"], headers)
         if INTERNAL in scope:
@@ -133,6 +134,7 @@ class Guard:
         return {"access-control-allow-origin": origin, "vary": "Origin"} if is_allowed else {}
 
     def _check_admin(self, key: ApiKey | None, headers: dict[bytes, bytes]) -> None:
+        """Raises a 403 unless `key` is an admin key. If only this machine can reach the server, its pages need none."""
         if key is not None and key.admin:
             return
         # Pages of `allowed_origins` may use the model, but may not read or cancel the requests of others.

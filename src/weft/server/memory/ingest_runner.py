@@ -42,6 +42,7 @@ class IngestRunner(StoreLoop):
         """Number of a file -> how often its ingestion has failed."""
 
     async def _look(self) -> float:
+        """Reads one waiting file. Without one, removes some leftovers. Returns the seconds until the next look."""
         now = self._store.wall_clock()
         waiting = await self._store.run(lambda connection: vector_stores.next_files(connection, now))
         if not await self._may_work(now):

@@ -56,6 +56,7 @@ _jobs = msgspec.msgpack.Decoder(Job)
 
 
 def _result(content: bytes) -> Result:
+    """Does one job. An error of the document is a result, not an exception."""
     try:
         job = _jobs.decode(content)
         if isinstance(job, SplitJob):

@@ -134,6 +134,7 @@ class Searcher:
     async def _reranked(
         self, ranked: list[tuple[int, float]], asked: SearchRequest, reranker: Reranker
     ) -> list[Source]:
+        """Scores the ranked passages with the reranker. Returns the best ones with at least the score of the request."""
         sources = await self._store.run(lambda connection: passages.sources(connection, ranked))
         if not sources:
             return []

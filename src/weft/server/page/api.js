@@ -8,7 +8,7 @@ export class ApiError extends Error {
     super(message);
     this.status = status;
     this.code = code;
-    /** Seconds that the server asks to wait before the next attempt. Null: it named none. */
+    /** Seconds that the server asks to wait before the next attempt. Null: it gave none. */
     this.retryAfter = retryAfter;
   }
 }
@@ -74,6 +74,7 @@ export class Api {
   }
 }
 
+/** The error in a response. Servers send it as an object or as text. */
 async function errorOf(response) {
   let found = {};
   try {
@@ -88,6 +89,7 @@ async function errorOf(response) {
   });
 }
 
+/** Yields the events of a stream. If the caller stops early, the connection is closed. */
 export async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

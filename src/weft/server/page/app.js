@@ -64,6 +64,7 @@ function liveView(panel, info) {
     shell.view = mountLive(panel, { info: found, api, onOtherInfo: mount });
     if (panel.hidden) shell.view.hide();
   }
+  /** Reads `info` if it is not known, and mounts the view. */
   async function load() {
     panel.replaceChildren(make("p", { class: "notice" }, "Loading…"));
     try {
@@ -78,6 +79,7 @@ function liveView(panel, info) {
   return shell;
 }
 
+/** What is shown instead of the live view. */
 function refusal(error, load) {
   const needsAdmin = error.status === 403;
   const text = needsAdmin ? "The live view needs an admin key of this server." : error.message;
@@ -100,6 +102,7 @@ async function changeKey() {
   if (key) api.key = key;
 }
 
+/** Adds the views that this server has, and opens the one that the address names. */
 async function start() {
   let info = null;
   try {

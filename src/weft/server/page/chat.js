@@ -190,6 +190,7 @@ class Chat {
     else if (event.key === "Escape" && this._run) this._stop();
   }
 
+  /** Sends the typed text. While an answer arrives, the same button stops it. */
   _submit(event) {
     event.preventDefault();
     if (this._run) {
@@ -288,6 +289,7 @@ class Chat {
     const [first] = nodes;
     const body = { ...bodyOf(conversation, first), stream: true, stream_options: { include_usage: true } };
     const onSend = () => { first.times.sent = performance.now(); };
+    // With n > 1, the other answers are made at their first chunk. The first answer stays the one that is shown.
     const answerAt = (index) => {
       if (!nodes[index]) {
         nodes[index] = addNode(conversation, first.parent, newAnswer(first.request, first.system));

@@ -35,6 +35,7 @@ export class ConversationList {
     return item;
   }
 
+  /** Replaces an entry by a text field until Enter, Escape, or a loss of focus. */
   _rename(item, id, title) {
     let isOpen = true;
     const finish = async (text) => {

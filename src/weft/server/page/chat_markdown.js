@@ -169,6 +169,7 @@ function fence(line) {
   return { marks: found[1], info: found[2].trim(), indent: indentation(line) };
 }
 
+/** The marker of a list item at the start of a line, and the text after it. Null: there is none. */
 function listMarker(line) {
   const found = /^\s*(?:([-*+])|(\d{1,9})([.)]))(?=\s|$)/.exec(line);
   if (!found || isRule(line)) return null;
@@ -233,6 +234,7 @@ class Blocks {
     return Boolean(this.open?.isParagraphOpen);
   }
 
+  /** The block that begins with this line. */
   _begin(line) {
     const code = fence(line);
     if (code) return new Code(this, code);

@@ -203,6 +203,7 @@ class AnswerView {
     this._tokensButton.setAttribute("aria-pressed", String(isOn));
   }
 
+  /** Shows the tool calls. The last answer also gets a form for their results. */
   _showCalls() {
     const { calls } = this._node;
     while (this._calls.children.length < calls.length) this._calls.append(make("section", { class: "call" }, make("h3", {}), make("pre", { tabindex: "0" })));

@@ -73,6 +73,7 @@ export class ConversationStore {
     return database ? done(fromDatabase(storesOf(database, "readonly"))) : fromMemory();
   }
 
+  /** Runs `toDatabase` in one transaction. Without a database, runs `toMemory`. */
   async _write(toDatabase, toMemory) {
     // Writes at once if possible, and commits explicitly: the page may be closed before its next task.
     const database = this._ready ?? await this._database;

@@ -33,6 +33,7 @@ export class TokensView {
     }
   }
 
+  /** The keyboard: chooses another token, and announces it. */
   _move(event) {
     const steps = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key];
     if (steps === undefined) {
@@ -46,6 +47,7 @@ export class TokensView {
     announce(`${spoken(this._list.children[index].textContent)}, ${percent(logprob)}. ${others.map(([text, one]) => `${spoken(text)} ${percent(one)}`).join(", ")}`);
   }
 
+  /** Chooses a token, and shows its alternatives. */
   _show(index) {
     const span = index === null ? null : this._list.children[index];
     if (!span) return;

@@ -95,6 +95,7 @@ export function messagesOf(conversation, answer) {
   return messages;
 }
 
+/** An answer as a message of a request. */
 function assistantMessage(node) {
   const calls = openCalls(node).map(({ id, type, name, text }) =>
     (type === "custom" ? { id, type, custom: { name, input: text } } : { id, type: "function", function: { name, arguments: text } }));

@@ -1,4 +1,4 @@
-// The live view and the replay. `info` is the answer of /live/info; its `mode` is "live" or "replay".
+// The live view and the replay. `info` is the response of /live/info; its `mode` is "live" or "replay".
 
 import { ApiError } from "./api.js";
 import { announce, icon, make } from "./dom.js";

@@ -131,7 +131,7 @@ export class BatchView {
     }
   }
 
-  /** Draws the cells of one row, the newest at the right end. Low rows show one colour for each step, without marks. */
+  /** Draws the cells of one row, the newest at the right end. If `isLow`, the row is too low for marks: each step has one colour only. */
   _drawBand(context, row, y, height, left, right, isLow) {
     const { band } = this._history;
     const colours = palette();
@@ -322,6 +322,7 @@ function describe({ request, life }) {
   return `request ${shortId(request.request_id)}${number > 1 ? `, shared by ${number} requests` : ""}, ${request.state}, ${whole(request.num_tokens)} of ${plural(request.limit, "token")}`;
 }
 
+/** What the tip says about a cell. */
 function cellText(band, cell, column, life) {
   const steps = column.first === column.last ? `step ${whole(column.first)}` : `steps ${whole(column.first)}–${whole(column.last)}`;
   const parts = [shortId(life.id), steps, duration(column.seconds)];
@@ -338,6 +339,7 @@ function colourOfState(state) {
   return { swapped: colours["data-5"], preempted: colours.bad, paused: colours["data-quiet"] }[state] || colours["data-quiet"];
 }
 
+/** Fills a rectangle with diagonal lines. */
 function hatch(context, x, y, width, height, colour) {
   context.save();
   context.beginPath();

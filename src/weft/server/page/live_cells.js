@@ -7,8 +7,9 @@ const FREE = [CODES.get(""), CODES.get("f"), CODES.get("F")];
 
 export class BlockStates {
   constructor(numBlocks) {
+    /** codes[block] is the index of its state in `STATES`. */
     this.codes = new Uint8Array(numBlocks);
-    /** Number of blocks by code. */
+    /** counts[code] is the number of blocks in the state `STATES[code]`. */
     this.counts = new Array(STATES.length).fill(0);
     this.counts[0] = numBlocks;
   }
@@ -30,7 +31,7 @@ export class BlockStates {
     return this.counts[CODES.get(letter)];
   }
 
-  /** The number of blocks in each state from `first` to before `end`: a Map by letter. */
+  /** Counts the blocks from `first` to before `end` by state: a Map from the letter of a state to a number. */
   countWithin(first, end) {
     const counts = new Map();
     for (let block = first; block < Math.min(end, this.codes.length); block++) {

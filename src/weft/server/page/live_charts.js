@@ -135,6 +135,7 @@ class Chart {
     }
   }
 
+  /** Writes the value at the top of the axis. */
   _drawTop(context, colours, top, y) {
     context.fillStyle = colours.soft;
     context.textBaseline = "top";
@@ -186,6 +187,7 @@ class Chart {
     }
   }
 
+  /** Marks the moment that is read, with a dot on each line. */
   _drawCross(context, colours, read, x, y, height) {
     context.fillStyle = colours.edge;
     context.fillRect(Math.round(x(read.at)), TOP, 1, height - TOP - BOTTOM);

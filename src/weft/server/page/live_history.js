@@ -88,6 +88,7 @@ export class History {
     return life;
   }
 
+  /** Adds the events and the requests of a frame to the lives. `older`: the frame before it. */
   _addLives(frame, older) {
     for (const event of frame.events) {
       const life = this._life(event.request_id);
@@ -124,7 +125,7 @@ export class History {
     for (const [sequence, list] of found) if (this.lives.has(sequence)) this.lives.get(sequence).readers = list;
   }
 
-  /** Adds the events of a request from before the first frame: the answer of /replay/requests/{id}. */
+  /** Adds the events of a request from before the first frame. They are the response of /replay/requests/{id}. */
   addEarlier(id, { events, left_out: leftOut }) {
     if (!events.length) return;
     const life = this._life(id);

@@ -30,6 +30,7 @@ export function waitingOf(history) {
     const life = lives.get(request.request_id);
     const own = { request_id: request.request_id, key: life?.key ?? null, age: Math.max(0, frame.at - request.arrived_at),
       left: request.deadline_at === null ? null : request.deadline_at - frame.at };
+    // A shared sequence has an entry for each of its readers.
     return (life?.readers.length ? life.readers : [own]).map(({ request_id: id, key, age, left }) => ({
       place: "engine", id, key, priority: request.priority, state: request.state, age, isIdleWork: request.is_idle_work, left,
       size: request.prompt_length }));

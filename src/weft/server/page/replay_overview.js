@@ -29,7 +29,7 @@ export class OverviewStrip {
     return Boolean(this._overview?.preemptions.some((number) => number > 0));
   }
 
-  /** `overview` is the answer of /replay/overview. */
+  /** `overview` is the response of /replay/overview. */
   update(overview) {
     this._overview = overview;
     this._total = overview.num_frames;

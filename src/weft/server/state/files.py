@@ -167,6 +167,8 @@ class FileStore:
             raise
 
     async def _keep(self, files: Sequence[tuple[NewFile, StoredFile]], also: Callable[[Connection], T]) -> T:
+        """Does the work of `keep`, which shields it from a cancel of the caller."""
+
         def add(connection: Connection) -> T:
             for _, row in files:
                 values = msgspec.structs.astuple(row)

@@ -108,6 +108,9 @@ class Store:
     # ------------------------------------------------------------------ in the thread of the store
 
     def _run(self, work: Callable[[Connection], T], give_up_at: float) -> T:
+        """Does the work of `run`: opens the database if it is closed, tries to become the primary server, removes some
+        expired rows, then runs the transaction. The removal is not part of it: it may fail, and stays if `work` fails.
+        If SQLite finds damage, the database is set aside, and the next call makes an empty one."""
         import sqlite3
 
         try:
@@ -246,6 +249,7 @@ def _open_private(path: Path) -> IO[str]:
 
 
 def _migrate(connection: Connection) -> None:
+    """Brings the tables to the newest version: one transaction for each missing entry of `MIGRATIONS`."""
     [version] = connection.execute("PRAGMA user_version").fetchone()
     if version > len(MIGRATIONS):
         raise StoreError(

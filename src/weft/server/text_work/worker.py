@@ -74,6 +74,7 @@ class Worker:
         return process
 
     def _kill(self) -> None:
+        """Kills the process and its children."""
         process, self._process = self._process, None
         if process is None:
             return

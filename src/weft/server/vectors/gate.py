@@ -107,6 +107,7 @@ class VectorGate:
             del self._clients[name]
 
     def _release(self) -> None:
+        """Releases waiting groups in order of rank, as long as they fit."""
         while self._waiting:
             ticket = min(self._waiting, key=lambda one: one.rank)
             room = self._max_tokens()

@@ -21,7 +21,7 @@ class Embedder(Protocol):
 
     @property
     def name(self) -> str:
-        """The first name of the model. Vectors of another model cannot be compared with its vectors."""
+        """The first name of the model. Vectors are stored with it, since those of two models cannot be compared."""
         ...
 
     @property

@@ -174,6 +174,7 @@ class _Run:
         self._gate.leave(self._ticket)
 
     async def _submit_all(self) -> None:
+        """Submits the inputs group by group, each when the gate releases it."""
         while self._num_submitted < len(self._prompts):
             indices, num_tokens = self._next_group()
             await self._gate.take(self._ticket, num_tokens)
