@@ -136,5 +136,5 @@ def test_without_a_replica_that_accepts_requests_there_is_an_error() -> None:
         found.choose([], 10)
 
 
-def test_a_key_is_64_bits_of_the_block_hash() -> None:
+def test_a_key_is_a_part_of_the_block_hash() -> None:
     assert key_of(bytes(range(32))) == int.from_bytes(bytes(range(8)), "little")
