@@ -91,8 +91,9 @@ def letters(tokenizer: Tokenizer) -> list[int]:
 
 @pytest.mark.parametrize("num_drafts", [0, NUM_DRAFTS])
 def test_rejected_draft_tokens_that_fill_the_lexer_end_no_answer(
-    rows: RowGrammars, default_tokenizer: Tokenizer, num_drafts: int
+    rows: RowGrammars, compiler: GrammarCompiler, default_tokenizer: Tokenizer, num_drafts: int
 ) -> None:
+    compiled = compiler.compile(LETTERS)
     choices, rng, other = letters(default_tokenizer), random.Random(1), random.Random(2)
     rows.start([start(0, LETTERS), start(1, LETTERS)])
     for _ in range(500):
@@ -107,6 +108,7 @@ def test_rejected_draft_tokens_that_fill_the_lexer_end_no_answer(
     assert allowed(rows, 1) and not masks_of(rows, 1, choices[:NUM_DRAFTS]).errors
     rows.start([start(2, LETTERS), start(3, LETTERS, choices[:9])])
     assert set(choices) <= set(allowed(rows, 2)) & set(allowed(rows, 3)), "later requests have no full lexer"
+    assert (compiler.compile(LETTERS) is compiled) is (num_drafts == 0), "the full one left the cache"
 
 
 def test_a_text_that_fills_a_lexer_alone_fails_with_and_without_draft_tokens_at_the_same_token(
