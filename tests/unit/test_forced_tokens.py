@@ -1,4 +1,4 @@
-"""Draft tokens that a grammar forces: they come first, and they teach no acceptance rate."""
+"""Draft tokens that a grammar forces: they come first, and they do not change acceptance rates."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_forced_tokens_end_before_a_stop_token() -> None:
     assert forced([1, 2, 3], FORCED).propose(9, {22}) == FORCED[:2]
 
 
-def test_forced_tokens_are_dropped_as_they_are_sampled_and_teach_no_rate() -> None:
+def test_forced_tokens_are_dropped_as_they_are_sampled_and_do_not_change_the_rate() -> None:
     tokens = [1, 2, 20, 9, 9, 1, 2]
     proposer = forced(tokens, FORCED)
     tokens += [20, 21]
@@ -59,12 +59,12 @@ def test_forced_tokens_are_dropped_as_they_are_sampled_and_teach_no_rate() -> No
     assert proposer.num_forced == 0 and proposer.propose(9) == ()
 
 
-def test_a_token_after_the_forced_ones_teaches_the_rate() -> None:
+def test_a_token_after_the_forced_ones_changes_the_rate() -> None:
     tokens = [1, 2, *FORCED, 30, 1, 2]
     proposer = forced(tokens, FORCED)
     tokens += [*FORCED, 30]
     proposer.update()
-    assert INITIAL_ACCEPTANCE < proposer.own_rate < INITIAL_ACCEPTANCE + 0.1, "one token of five teaches it"
+    assert INITIAL_ACCEPTANCE < proposer.own_rate < INITIAL_ACCEPTANCE + 0.1, "one token of five changes it"
 
 
 @pytest.mark.parametrize(("is_right", "counts"), [(True, (5, 1)), (False, (0, 0))])
@@ -160,6 +160,16 @@ def test_a_step_waits_for_forced_tokens_only_if_some_follow_the_one_that_is_bein
     assert speculation.should_wait_for_tokens(running)
     sequence.target += 1  # as if a step in flight sampled the next token
     assert speculation.should_wait_for_tokens(running) is pays_off
+    sequence.target -= 1
+
+
+@pytest.mark.parametrize(("stop", "pays_off"), [(DISTINCT[2], False), (DISTINCT[9], True)])
+def test_a_step_does_not_wait_for_forced_tokens_after_a_stop_token(stop: int, pays_off: bool) -> None:
+    script = ForcingScript()
+    sequence = script.add((1, 2, 3), DISTINCT, grammar=GRAMMAR, stop_token_ids=(stop,))
+    script.step()  # the grammar forces DISTINCT[1:5]
+    sequence.target += 1  # as if a step in flight sampled the next token
+    assert script.scheduler.speculation.should_wait_for_tokens(script.scheduler.running) is pays_off
     sequence.target -= 1
 
 

@@ -65,7 +65,7 @@ class DraftProposer:
 
     Finished answers have acceptance rates of their own. If they are low, draft tokens from the own text remain.
 
-    Forced tokens are proposed first, and then what follows them in the match. They teach no rate.
+    Forced tokens are proposed first, and then what follows them in the match. They do not change acceptance rates.
     """
 
     __slots__ = (
@@ -153,6 +153,10 @@ class DraftProposer:
     @property
     def num_forced(self) -> int:
         return len(self._forced)
+
+    def num_forced_before(self, stop_ids: Collection[int]) -> int:
+        """How many forced tokens come before the first stop token."""
+        return len(tuple(takewhile(lambda token: token not in stop_ids, self._forced)))
 
     @property
     def has_match(self) -> bool:
@@ -423,7 +427,7 @@ class Speculation:
             if proposer is None or sequence.target > len(sequence.tokens):
                 continue  # no draft tokens for it, or its newest token is still being sampled
             count = min(
-                len(self._worthwhile_drafts(proposer, num_running)),
+                len(self._worthwhile_drafts(proposer, sequence.stop_ids, num_running)),
                 sequence.limit - sequence.target - 1,
                 room,
             )
@@ -460,17 +464,19 @@ class Speculation:
         for sequence in running:
             if sequence.draft_proposer is not None:
                 num_sampling = sequence.target - len(sequence.tokens)
-                probabilities = self._worthwhile_drafts(sequence.draft_proposer, len(running), num_sampling)
+                probabilities = self._worthwhile_drafts(
+                    sequence.draft_proposer, sequence.stop_ids, len(running), num_sampling
+                )
                 saved += sum(probabilities) * per_token - len(probabilities)
         return saved > self.costs.gap_rows
 
     def _worthwhile_drafts(
-        self, proposer: DraftProposer, num_running: int, num_sampling: int = 0
+        self, proposer: DraftProposer, stop_ids: Collection[int], num_running: int, num_sampling: int = 0
     ) -> list[float]:
         """For each draft token that pays off: the probability that it and all before it are accepted. The first
-        `num_sampling` forced tokens are being sampled."""
+        `num_sampling` forced tokens are being sampled by the step in flight."""
         probabilities: list[float] = []
-        num_forced, has_match = proposer.num_forced - num_sampling, proposer.has_match
+        num_forced, has_match = proposer.num_forced_before(stop_ids) - num_sampling, proposer.has_match
         if num_forced <= 0 and not has_match:
             return probabilities
         tokens, cost = float(num_running), self.costs.fixed_rows + num_running

@@ -69,6 +69,13 @@ class GrammarCompiler:
                 self._compiled.popitem(last=False)
         return matcher
 
+    def compile_again(self, grammar: Grammar, full: LLMatcher) -> LLMatcher:
+        """Returns a matcher whose lexer no other matcher shares. `full` is one whose lexer is full: it leaves the cache."""
+        with self._cache_lock:
+            if self._compiled.get(grammar) is full:
+                del self._compiled[grammar]
+        return self._compile(grammar)
+
     def _compile(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher
 

@@ -96,7 +96,7 @@ class Native:
     pool: Pool
 
 
-class _Forced:
+class _PendingForcedTokens:
     """The forced tokens of one step. The grammar thread finds them while the next step may already run."""
 
     tokens: Future[ForcedTokens] | None = None
@@ -223,14 +223,16 @@ class CpuBackend:
     def submit(self, plan: IterationPlan) -> QueuedStep:
         self._rows.update(plan)
         step = self._rows.prepare(plan) if plan.rows else None
-        forced = _Forced()
+        forced = _PendingForcedTokens()
         return self._thread.submit(partial(self._run, plan, step, forced), forced.add_to)
 
     def close(self) -> None:
         self._thread.close()
         self._grammars.close()
 
-    def _run(self, plan: IterationPlan, step: PreparedStep | None, forced: _Forced) -> StepResult:
+    def _run(
+        self, plan: IterationPlan, step: PreparedStep | None, forced: _PendingForcedTokens
+    ) -> StepResult:
         """Runs one plan, in the thread. Never raises: a swap must be reported even if the step fails."""
         swaps = self._swaps
         if swaps.is_idle and not plan.swap_out and not plan.swap_in:
@@ -245,7 +247,9 @@ class CpuBackend:
             return result
         return dataclasses.replace(result, finished_swaps=finished, failed_swaps=failed)
 
-    def _attempt(self, plan: IterationPlan, step: PreparedStep | None, forced: _Forced) -> StepResult:
+    def _attempt(
+        self, plan: IterationPlan, step: PreparedStep | None, forced: _PendingForcedTokens
+    ) -> StepResult:
         """Computes the step. An exception becomes the error of the step."""
         try:
             self._swaps.check_ended(plan.after_swaps)
@@ -254,7 +258,7 @@ class CpuBackend:
         except Exception as error:
             return StepResult(error=f"{type(error).__name__}: {error}")
 
-    def _compute(self, step: PreparedStep, forced: _Forced) -> StepResult:
+    def _compute(self, step: PreparedStep, forced: _PendingForcedTokens) -> StepResult:
         scored, entries = step.scored, step.entries
         num_sampled = len(entries.rows)
         self._rows.read_tokens(step)
