@@ -100,8 +100,8 @@ def test_latencies_count_from_the_arrival_even_if_the_engine_was_busy_then() -> 
 
 def test_unused_positions_are_those_after_the_last_token_of_a_block() -> None:
     costs = StepCosts(base=1.0, per_token=0.0, per_context=0.0)
-    run = batching.run(costs, SchedulerConfig(), [batching.Job(0.0, 12, 1)])
-    assert run.unused_positions / run.held_positions == pytest.approx(4 / 16)
+    run = batching.run(costs, SchedulerConfig(), [batching.Job(0.0, 12, 2)])
+    assert run.unused_positions / run.held_positions == pytest.approx((4 + 3) / (16 + 16))
 
 
 def test_a_quantile_is_the_smallest_value_that_covers_the_share() -> None:
