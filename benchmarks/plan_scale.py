@@ -27,6 +27,8 @@ class Run:
 
     requests: int
     wall_seconds: float
+    cpu_seconds: float
+    """Processor time of all processes. Other load on the machine hardly changes it."""
     virtual_seconds: float
     tokens: int
     """Prompt and output tokens."""
@@ -37,10 +39,6 @@ class Run:
     good_share: float
     hit_rate: float
 
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.wall_seconds
-
 
 def main(
     *, profile: str, requests: list[int], replicas: int, rate: float, prompt: str, answer: str, prefix: int,
@@ -49,6 +47,8 @@ def main(
     runs = [_run(profile, count, replicas, rate, prompt, answer, prefix, jobs) for count in requests]
     last = runs[-1]
     minutes = last.wall_seconds / last.requests * MILLION / 60
+    cores = jobs or len(os.sched_getaffinity(0))
+    of_cores = last.cpu_seconds / cores / last.requests * MILLION / 60
     if json:
         print_json({"machine": machine(), "runs": runs, "minutes_for_a_million": minutes})
         return
@@ -56,7 +56,7 @@ def main(
     print_table(
         f"{replicas} replicas of {profile}, {rate:g} requests/s, {jobs or len(os.sched_getaffinity(0))} processes",
         (
-            *("requests", "wall s", "ms/request", "us/token", "virtual s", "tokens", "steps"),
+            *("requests", "wall s", "CPU s", "CPU us/token", "virtual s", "tokens", "steps"),
             *("rows/step", "MiB", "good", "hits"),
         ),
         [
@@ -64,9 +64,13 @@ def main(
                 *(
                     f"{one.requests:,}",
                     f"{one.wall_seconds:.1f}",
-                    f"{1e3 * one.wall_seconds / one.requests:.3f}",
+                    f"{one.cpu_seconds:.1f}",
                 ),
-                *(f"{1e6 / one.tokens_per_second:.3f}", f"{one.virtual_seconds:,.0f}", f"{one.tokens:,}"),
+                *(
+                    f"{1e6 * one.cpu_seconds / one.tokens:.3f}",
+                    f"{one.virtual_seconds:,.0f}",
+                    f"{one.tokens:,}",
+                ),
                 *(f"{one.steps:,}", f"{one.rows_per_step:.1f}", f"{one.peak_mib:.0f}"),
                 *(f"{one.good_share:.1%}", f"{one.hit_rate:.1%}"),
             )
@@ -74,11 +78,13 @@ def main(
         ],
     )
     if len(runs) > 1:
-        ratio = (last.wall_seconds / last.tokens) / (runs[0].wall_seconds / runs[0].tokens)
+        ratio = (last.cpu_seconds / last.tokens) / (runs[0].cpu_seconds / runs[0].tokens)
         print_line(
-            f"seconds for a token, {last.requests:,} to {runs[0].requests:,} requests: {ratio:.2f} times"
+            f"processor time for a token, {last.requests:,} to {runs[0].requests:,} requests: {ratio:.2f} times"
         )
-    print_line(f"a million requests: {minutes:.1f} minutes, extrapolated from the last run")
+    print_line(
+        f"a million requests, extrapolated from the last run: {minutes:.1f} minutes here, {of_cores:.1f} with {cores} idle cores"
+    )
 
 
 def _run(
@@ -105,14 +111,20 @@ def _run(
     settings = ReplicaSettings(
         known, ServingEngineConfig(scheduler=scheduler), targets=Targets(first_token=2.0)
     )
-    began = time.perf_counter()
+    began, before = time.perf_counter(), _cpu_seconds()
     outcome = simulate(
         FleetSettings(settings, replicas), described(load, context=known.room.max_context), jobs
     )
     wall, total = time.perf_counter() - began, outcome.total
     kib = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     tokens = total.prompt_tokens + total.output_tokens
+    cpu = _cpu_seconds() - before
     return Run(
-        count, wall, outcome.seconds, tokens, total.steps, total.rows_per_step, kib / 1024, total.good_share,
+        count, wall, cpu, outcome.seconds, tokens, total.steps, total.rows_per_step, kib / 1024, total.good_share,
         total.hit_rate,
     )  # fmt: skip
+
+
+def _cpu_seconds() -> float:
+    """Processor time of this process and of those that ended."""
+    return sum(os.times()[:4])

@@ -96,6 +96,17 @@ def test_autoscaling_follows_the_load_and_pays_for_starts() -> None:
     assert outcome.total.first_token.quantile(0.99) < alone.total.first_token.quantile(0.99)
 
 
+def test_a_replica_that_drains_ends_its_requests_and_gets_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The fleet asserts that no request goes to a replica that drains. Here it drains under load.
+    monkeypatch.setattr(Autoscaler, "wanted", lambda scaler, now, load: 1 if now >= 3.0 else 2)
+    outcome = fleet(2, requests=load(150, 15.0), autoscaling=Autoscaling(1, 2))
+    assert outcome.total.completed == 150
+    assert outcome.points[0].replicas == 2 and outcome.points[-1].replicas == 1
+    fewer, more = sorted(outcome.by_replica.values())
+    assert fewer < 45 < more, "the replica that drained got later requests"
+    assert outcome.total.ready_seconds < 1.5 * outcome.seconds
+
+
 def test_the_autoscaler_adds_for_waits_and_late_tokens_and_drains_after_a_quiet_time() -> None:
     scaler = Autoscaler(Autoscaling(1, 8, first_token=1.0, waiting_seconds=0.5, idle_seconds=10.0))
     assert scaler.wanted(0.0, FleetLoad(2, 0, 0.1, 5, 0, 0.9)) == 2
