@@ -107,6 +107,8 @@ class LiveInfo:
     policy: str
     step_target: float | None
     """The time target of a step in seconds (`target_inter_token_latency`). None: the policy has none."""
+    device: str = ""
+    """The name of the device that computes, if it is not the host's processor."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ class ReplicaLoad(NamedTuple):
     """What a replica reports about its load."""
 
     waiting_tokens: int
-    """Prompt tokens that are not computed yet, in the queue and in running sequences."""
+    """Prompt tokens that are not computed yet: of requests that the server still reads, in the queue, in running sequences."""
     running: int
     step_seconds: float
     """Predicted seconds of a step with the running sequences."""
@@ -57,15 +57,15 @@ class PrefixSketch:
 
     def update(self, replica: int, added: Iterable[int], removed: Iterable[int]) -> None:
         """Applies a report: keys that came into the cache of a replica since its last report, and keys that left it."""
-        table, bit = self._cached, 1 << replica
+        cached, bit = self._cached, 1 << replica
         for key in removed:
-            left = table.get(key, 0) & ~bit
-            if left:
-                table[key] = left
-            else:
-                table.pop(key, None)
+            for table in (cached, self._assumed, self._assumed_before):
+                if left := table.get(key, 0) & ~bit:
+                    table[key] = left
+                else:
+                    table.pop(key, None)
         for key in added:
-            table[key] = table.get(key, 0) | bit
+            cached[key] = cached.get(key, 0) | bit
 
     def assume(self, replica: int, keys: Iterable[int]) -> None:
         """Counts these blocks as cached: a request that was assigned to the replica will compute them."""
@@ -133,7 +133,9 @@ class Router:
         self._accepting &= ~(1 << replica)
 
     def remove(self, replica: int) -> None:
+        """Removes a replica, with its sessions: another replica may get its number."""
         self._replicas.pop(replica, None)
+        self._sessions = OrderedDict(one for one in self._sessions.items() if one[1] != replica)
         self._accepting &= ~(1 << replica)
         self.sketch.drop(replica)
 

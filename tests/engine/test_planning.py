@@ -18,21 +18,19 @@ from weft.bench.report import quantile
 from weft.clock import VirtualClock
 from weft.config import KvCacheKind, KvCachePoolConfig, PriorityPolicy, SchedulerConfig, ServingEngineConfig
 from weft.engine.serving import ServingEngine
-from weft.errors import InvalidRequestError, WeftError
-from weft.planning.autoscaler import Autoscaler, Autoscaling, FleetLoad
+from weft.errors import InvalidRequestError
 from weft.planning.costs import MeasuredCosts
 from weft.planning.description import Description, LengthRange, described
-from weft.planning.fleet import MAX_POINTS, FleetOutcome, FleetSettings, simulate
 from weft.planning.load import Load, LoadSummary
-from weft.planning.measure import profile_of_log, read_steps
+from weft.planning.measure import profile_of_log, profile_of_server, read_steps
 from weft.planning.outcome import FineHistogram, Outcome
 from weft.planning.profile import KvRoom, MachineProfile, read_profile
 from weft.planning.replica import PlannedRequest, Replica, ReplicaSettings, Targets
 from weft.planning.search import PlanSettings, first_guess, make_plan
 from weft.planning.traces import read_trace, unique_segment
-from weft.planning.workers import Workers
-from weft.request import InferenceRequest, RequestId, SamplingParams
+from weft.request import InferenceRequest, Priority, RequestId, SamplingParams
 from weft.routing import key_of
+from weft.scheduling.policy import StepCostModel
 from weft.server.settings import ServerSettings
 
 ADAPTIVE = ServingEngineConfig(scheduler=SchedulerConfig(policy=PriorityPolicy.ADAPTIVE))
@@ -85,9 +83,10 @@ def run_alone(requests: Sequence[PlannedRequest], step: float | None = None, **f
 
 @pytest.mark.parametrize("step", [0.013, 0.25, 3.0])
 def test_windows_of_any_length_give_the_same_steps(step: float) -> None:
-    # Reports sample the KV cache and the queue, so these two depend on the windows.
+    # Reports sample the queue, so `limits` depends on the windows.
     def comparable(outcome: Outcome) -> list[Any]:
-        return figures(dataclasses.replace(outcome, kv_peak=0.0, limits=type(outcome.limits)()))
+        assert outcome.kv_peak > 0
+        return figures(dataclasses.replace(outcome, limits=type(outcome.limits)()))
 
     assert comparable(run_alone(load(), step)) == comparable(run_alone(load()))
 
@@ -134,6 +133,12 @@ def test_every_request_ends_and_every_token_is_counted() -> None:
     assert outcome.output_tokens == sum(one.answer_tokens for one in requests)
     assert outcome.gap.count == outcome.output_tokens - 150
     assert outcome.first_token.count == outcome.end_to_end.count == 150
+
+
+def test_idle_work_has_no_targets() -> None:
+    requests = [one._replace(is_idle_work=one.number % 2 == 0, priority=2) for one in load(20, 40.0)]
+    outcome = run_alone(requests, targets=Targets(first_token=1e-6))
+    assert (outcome.completed, outcome.late, outcome.good) == (20, 10, 10)
 
 
 def test_the_server_reads_requests_one_after_another() -> None:
@@ -268,111 +273,6 @@ def test_quantiles_are_within_half_a_percent() -> None:
     )
 
 
-# ---------------------------------------------------------------------- fleets
-
-
-def fleet(count: int, num_processes: int = 1, **fields: Any) -> FleetOutcome:
-    requests = fields.pop("requests", None) or load(300, 30.0)
-    replica = settings(targets=Targets(0.5, 0.2), seed=fields.pop("seed", 0))
-    return simulate(FleetSettings(replica, count, **fields), requests, num_processes)
-
-
-def everything(outcome: FleetOutcome) -> Any:
-    return figures(outcome.total), outcome.by_replica, [dataclasses.astuple(one) for one in outcome.points]
-
-
-def test_the_same_seed_gives_the_same_result_with_any_number_of_processes() -> None:
-    shared = load(200, 40.0, prefix=160, prefixes=6)
-    one, two, three = (fleet(4, count, requests=shared) for count in (1, 2, 3))
-    assert everything(one) == everything(two) == everything(three)
-    assert everything(one) == everything(fleet(4, requests=shared))
-    assert everything(one) != everything(fleet(4, requests=shared, seed=1))
-
-
-def test_more_replicas_give_earlier_first_tokens() -> None:
-    few, many = fleet(1), fleet(4)
-    assert many.total.completed == few.total.completed == 300
-    assert many.total.first_token.quantile(0.99) < few.total.first_token.quantile(0.99)
-    assert many.total.good > few.total.good
-    assert sum(many.by_replica.values()) == 300 and len(many.by_replica) == 4
-
-
-def test_prefix_routing_keeps_most_of_the_hits_of_one_replica() -> None:
-    # Many prefixes, each used a few times: replicas that each see all of them compute each four times.
-    shared = load(240, 24.0, prefix=480, prefixes=40, prompt=LengthRange(16, 64))
-    alone, routed, spread = (
-        fleet(count, requests=shared, by_prefix=by_prefix).total.hit_rate
-        for count, by_prefix in ((1, True), (4, True), (4, False))
-    )
-    assert routed >= 0.9 * alone
-    assert spread < 0.75 * alone
-
-
-def test_a_conversation_stays_on_its_replica() -> None:
-    talk = load(120, rate=4.0, turns=LengthRange(4, 4), pause=3.0)
-    routed, spread = fleet(4, requests=talk), fleet(1, requests=talk)
-    assert routed.total.hit_rate == pytest.approx(spread.total.hit_rate, abs=0.01)
-
-
-def test_the_course_over_time_is_short_and_counts_all_arrivals() -> None:
-    outcome = fleet(1, requests=load(400, rate=0.8))
-    assert len(outcome.points) <= 2 * MAX_POINTS
-    assert sum(one.arrivals for one in outcome.points) == 400
-    assert outcome.points[-1].until >= outcome.seconds > 0
-
-
-def test_autoscaling_follows_the_load_and_pays_for_starts() -> None:
-    quiet = load(20, 0.5)
-    busy = [
-        one._replace(
-            number=1000 + one.number, at=one.at + 60.0, segments=(unique_segment(1000 + one.number, 200),)
-        )
-        for one in load(600, 60.0)
-    ]
-    late = [one._replace(number=5000 + one.number, at=one.at + 90.0) for one in load(60, 0.5)]
-    scaling = Autoscaling(1, 6, start_seconds=2.0, first_token=0.3, waiting_seconds=0.1, idle_seconds=5.0)
-    requests = sorted([*quiet, *busy, *late], key=lambda one: one.at)
-    outcome = fleet(1, requests=requests, autoscaling=scaling)
-    assert outcome.total.completed == 680
-    assert 3 <= outcome.most_replicas <= 6
-    assert outcome.points[0].replicas == 1
-    assert outcome.points[-1].replicas < outcome.most_replicas
-    assert outcome.total.paid_seconds > outcome.total.ready_seconds > outcome.seconds
-    assert everything(outcome) == everything(fleet(1, 2, requests=requests, autoscaling=scaling))
-    alone = fleet(1, requests=requests)
-    assert alone.total.paid_seconds == alone.total.ready_seconds == alone.seconds
-    assert outcome.total.first_token.quantile(0.99) < alone.total.first_token.quantile(0.99)
-
-
-def test_a_replica_that_drains_ends_its_requests_and_gets_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The fleet asserts that no request goes to a replica that drains. Here it drains under load.
-    monkeypatch.setattr(Autoscaler, "wanted", lambda scaler, now, load: 1 if now >= 3.0 else 2)
-    outcome = fleet(2, requests=load(150, 15.0), autoscaling=Autoscaling(1, 2))
-    assert outcome.total.completed == 150
-    assert outcome.points[0].replicas == 2 and outcome.points[-1].replicas == 1
-    fewer, more = sorted(outcome.by_replica.values())
-    assert fewer < 45 < more, "the replica that drained got later requests"
-    assert outcome.total.ready_seconds < 1.5 * outcome.seconds
-
-
-def test_the_autoscaler_adds_for_waits_and_late_tokens_and_drains_after_a_quiet_time() -> None:
-    scaler = Autoscaler(Autoscaling(1, 8, first_token=1.0, waiting_seconds=0.5, idle_seconds=10.0))
-    assert scaler.wanted(0.0, FleetLoad(2, 0, 0.1, 0.2, 0.9)) == 2
-    assert scaler.wanted(1.0, FleetLoad(2, 0, 0.8, 0.2, 0.9)) == 3
-    assert scaler.wanted(1.0, FleetLoad(2, 0, 5.0, 0.2, 0.9)) == 4, "more than twice as many at once"
-    assert scaler.wanted(2.0, FleetLoad(2, 1, 0.6, 2.0, 0.9)) == 3, "a replica that starts is not waited for"
-    assert scaler.wanted(2.0, FleetLoad(8, 0, 9.0, 2.0, 0.9)) == 8
-    quiet = FleetLoad(3, 0, 0.0, 0.1, 0.1)
-    wanted = [scaler.wanted(100.0 + 0.25 * number, quiet) for number in range(200)]
-    assert wanted[0] == 3 and 2 in wanted
-    assert scaler.wanted(500.0, FleetLoad(1, 0, 0.0, 0.0, 0.0)) == 1
-
-
-def test_an_error_in_a_process_is_an_error_of_the_command() -> None:
-    with Workers(settings(), 2) as workers, pytest.raises(WeftError, match="KeyError"):
-        workers.finish(7)
-
-
 # ---------------------------------------------------------------------- plans
 
 
@@ -413,6 +313,39 @@ def test_a_plan_without_enough_replicas_says_so() -> None:
     assert "first tokens are late" in found.chosen.cause
 
 
+def test_a_sweep_whose_values_are_worse_recommends_the_present_settings() -> None:
+    found = make_plan(planned(sweep={"engine.scheduler.max_running": ("1",)}))
+    assert found.best is found.chosen and found.is_enough and not found.sweep[0].is_enough
+
+
+def test_a_sweep_can_make_replicas_enough_that_are_not() -> None:
+    one_row = dataclasses.replace(ADAPTIVE, scheduler=dataclasses.replace(ADAPTIVE.scheduler, max_running=1))
+    plan = planned(least=3, most=3, sweep={"engine.scheduler.max_running": ("64",)})
+    found = make_plan(dataclasses.replace(plan, settings=ServerSettings(engine=one_row)))
+    assert not found.chosen.is_enough and found.best is not None and found.best.is_enough
+    assert found.is_enough
+
+
+def test_settings_that_cannot_run_are_found_before_the_first_simulation() -> None:
+    lines: list[str] = []
+    with pytest.raises(InvalidRequestError, match=r"KV cache|blocks|memory"):
+        room = dataclasses.replace(profile().room, bytes_per_block=1 << 20)
+        plan = planned(sweep={"memory": ("64MiB", "1KiB")}, num_processes=2)
+        make_plan(dataclasses.replace(plan, profile=dataclasses.replace(profile(), room=room)), lines.append)
+    assert not lines
+
+
+def test_without_a_target_nothing_is_searched_that_breaks() -> None:
+    found = make_plan(planned(targets=Targets(), least=1, most=1))
+    assert found.chosen.is_enough and found.breaks is None and len(found.tried) == 1
+
+
+def test_progress_counts_the_requests_of_all_simulations() -> None:
+    seen: list[int] = []
+    make_plan(planned(targets=Targets(), least=2, most=2), progress=seen.append)
+    assert sum(seen) == 200 and len(seen) > 3
+
+
 def test_a_sweep_ranks_settings_and_the_best_may_need_fewer_replicas() -> None:
     sweep = {"engine.scheduler.max_running": ("1", "64")}
     found = make_plan(planned(sweep=sweep))
@@ -435,7 +368,13 @@ def logged_run(path: Path) -> list[tuple[int, int]]:
         clock.advance_to(one.at)
         prompt = tuple((7 * number + index) % 40_000 for index in range(one.prompt_tokens))
         params = SamplingParams(max_tokens=one.answer_tokens, temperature=0.0, ignore_eos=True)
-        engine.submit(InferenceRequest(prompt, params, session_id="talk" if number % 2 else None))
+        session = "talk" if number % 2 else None
+        priority = Priority.HIGH if number % 2 else Priority.NORMAL
+        engine.submit(
+            InferenceRequest(
+                prompt, params, session_id=session, priority=priority, is_idle_work=number % 10 == 2
+            )
+        )
         lengths.append((one.prompt_tokens, one.answer_tokens))
         engine.run_iteration()
     engine.run_until_idle()
@@ -448,6 +387,7 @@ def test_an_event_log_is_a_trace_with_the_recorded_lengths_and_prefixes(tmp_path
     found = list(read_trace(tmp_path / "engine.log", context=CONTEXT))
     assert [(one.prompt_tokens, one.answer_tokens) for one in found] == lengths
     assert found[1].session == "talk" and found[0].session is None
+    assert [(one.priority, one.is_idle_work) for one in found[:3]] == [(1, False), (2, False), (1, True)]
     assert run_alone(found).completed == 120
 
 
@@ -461,6 +401,17 @@ def test_a_profile_of_an_event_log_predicts_its_steps(tmp_path: Path) -> None:
     assert predicted == pytest.approx(sum(seconds for _, seconds in shapes), rel=0.01)
 
 
+def test_the_profile_of_a_running_server_knows_a_gpu() -> None:
+    model = StepCostModel()
+    for tokens in range(1, 40):
+        model.learn(tokens, tokens, 50 * tokens, tokens * tokens, 0.002 + 0.0001 * tokens)
+    entry = {"kind": "costs", "name": "llama on a GPU, 0123", "costs": model.sums}
+    room = {"block_size": 16, "num_blocks": 64, "swap_blocks": 0, "max_context": CONTEXT}
+    for device in ("", "a GPU"):
+        found = profile_of_server({"data": [entry]}, {**room, "device": device})
+        assert (found.machine, found.model, found.is_gpu) == ("a GPU", "llama", bool(device))
+
+
 def test_a_log_with_too_few_steps_or_of_no_engine_is_refused(tmp_path: Path) -> None:
     logged_run(tmp_path / "engine.log")
     lines = (tmp_path / "engine.log").read_text().splitlines(keepends=True)
@@ -469,6 +420,9 @@ def test_a_log_with_too_few_steps_or_of_no_engine_is_refused(tmp_path: Path) -> 
         profile_of_log(tmp_path / "short.log", "machine", "model")
     broken = json.loads(lines[0])
     (tmp_path / "broken.log").write_text(json.dumps(broken) + '\n{"event": "apply", "clock": []}\n')
+    for machine, model in ((None, "model"), ("machine", None)):
+        with pytest.raises(InvalidRequestError, match="does not name its model or its machine"):
+            profile_of_log(tmp_path / "engine.log", machine, model)
     with pytest.raises(InvalidRequestError, match="line 2: not an event"):
         profile_of_log(tmp_path / "broken.log", "machine", "model")
 

@@ -177,6 +177,11 @@ RULES = (
         never=NONDETERMINISM,
     ),
     Rule(
+        ("weft.simulation", "weft.planning"),
+        "a simulation computes no model",
+        never_weft=("weft._kernels", "weft.models", "weft.ops", "weft.backends.cpu", "weft.backends.cuda"),
+    ),
+    Rule(
         ("weft.vectors",),
         "arrays of vectors need numpy alone",
         weft=VOCABULARY,
@@ -196,9 +201,7 @@ OTHER_ROOMS = (
     "weft.llm",
     "weft.llm_config",
     "weft.ops",
-    "weft.planning",
     "weft.progress",
-    "weft.simulation",
     "weft.terminal",
 )
 
@@ -383,6 +386,8 @@ PLANTED = [
     ("weft.server.app", "from weft.models.decoder import Decoder"),
     ("weft.server.app", "def trace():\n    from opentelemetry import trace"),
     ("weft.backends", "from .noop import NoopBackend\nfrom ..scheduling import scheduler"),
+    ("weft.planning.replica", "from weft.models.decoder import Decoder"),
+    ("weft.planning.measure", "import weft.backends.cpu.runner"),
     ("weft.text", "import weft"),
     ("weft.text", "import_module(name)"),
 ]

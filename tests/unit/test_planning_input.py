@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from weft.engine.replay import LOG_VERSION
 from weft.errors import InvalidRequestError
 from weft.planning.costs import MeasuredCosts, StepShape
 from weft.planning.description import Description, LengthRange, described, parse_lengths
@@ -35,7 +38,13 @@ OPENAI = [
 ]
 
 
-def written(path: Path, content: str | list[Any]) -> Path:
+START = {"event": "start", "version": LOG_VERSION}
+
+
+def written(path: Path, content: str | bytes | list[Any]) -> Path:
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+        return path
     text = content if isinstance(content, str) else "".join(json.dumps(one) + "\n" for one in content)
     path.write_text(text, "utf-8")
     return path
@@ -99,7 +108,24 @@ def test_speed_and_limit_change_the_times_and_the_number(tmp_path: Path) -> None
         ([{"usage": {"prompt_tokens": 3, "completion_tokens": 1}}], "there is no time"),
         ([{"timestamp": 5, "prompt_tokens": 3}], "usage is None"),
         ([{"timestamp": "x", "usage": {"prompt_tokens": 3, "completion_tokens": 1}}], "'x' is no time"),
-        ([[1, 2]], "[[1, 2]]"),
+        ([[1, 2]], "the columns are '[1, 2]'"),
+        (f"TIMESTAMP,ContextTokens,GeneratedTokens\n1,{'9' * 5000},3\n", "line 2: '999"),
+        (f"TIMESTAMP,ContextTokens,GeneratedTokens\n1,{'9' * 200_000},3\n", "field larger than field limit"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n1e400,5,3\n", "it must be a number from 0 to 1e+15"),
+        (
+            [{"timestamp": 10**400, "usage": {"prompt_tokens": 3, "completion_tokens": 1}}],
+            "timestamp is 1000",
+        ),
+        (
+            [{"timestamp": 5, "usage": {"prompt_tokens": 10**400, "completion_tokens": 1}}],
+            "is no number of tokens",
+        ),
+        (b"TIMESTAMP,ContextTokens,GeneratedTokens\n1,5,3\n\xff,5,3\n", "can't decode byte 0xff"),
+        (b"\xff\xfe", "can't decode byte 0xff"),
+        ([START, [1]], "line 2: not a JSON object"),
+        ([START, {"event": "add"}], "line 2: not of this form (KeyError: 'requests')"),
+        ([START, {"event": "apply", "result": {"tokens": [1]}}], "line 2: not of this form (IndexError"),
+        ([START, {"event": "finish", "id": "a", "num_tokens": "x"}], "'x' is no number of tokens"),
         ('{"timestamp": 5, "usage": {', "line 1: not JSON"),
         ([{"event": "start", "version": 1}], "the log has version 1"),
     ],
@@ -109,9 +135,27 @@ def test_a_trace_with_a_mistake_is_refused_with_one_line(tmp_path: Path, content
     with pytest.raises(InvalidRequestError) as caught:
         read(path)
     message = str(caught.value)
-    assert words in message or content == [[1, 2]]
+    assert words in message
     assert str(path) in message and "\n" not in message
     assert caught.value.exit_code == 2
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+    for content in (AZURE, "".join(json.dumps(one) + "\n" for one in OPENAI)):
+        assert read(written(tmp_path / "a", "\ufeff" + content)) == read(written(tmp_path / "b", content))
+
+
+def test_times_without_a_zone_are_utc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Berlin has no 02:30 on this day: with its clock the two requests are 0 s apart.
+    lines = "2024-03-31 01:59:00,5,5\n2024-03-31 03:01:00,5,5\n2024-03-31 03:02:00+00:00,5,5\n"
+    path = written(tmp_path / "a.csv", f"TIMESTAMP,ContextTokens,GeneratedTokens\n{lines}")
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        assert [one.at for one in read(path)] == [0.0, 3720.0, 3780.0]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_a_missing_trace_is_refused(tmp_path: Path) -> None:
@@ -207,11 +251,31 @@ def test_a_description_that_never_fits_the_context_is_refused() -> None:
 def test_the_summary_of_a_load_counts_its_requests_and_tokens(tmp_path: Path) -> None:
     path = written(tmp_path / "a.csv", AZURE)
     found = summarise_load(Load(CONTEXT, trace=path))
-    assert (found.name, found.requests) == ("a.csv (azure)", 3)
+    assert (found.name, found.requests, found.cut) == ("a.csv (azure)", 3, 0)
     assert (found.prompt_tokens, found.seconds) == (
         pytest.approx(549.67, abs=0.01),
         pytest.approx(64.54, abs=0.01),
     )
+
+
+def test_the_summary_counts_conversations_whose_turns_are_mixed_with_others() -> None:
+    talk = Description(20.0, 60, turns=LengthRange(3, 3), pause=5.0)
+    sessions = [one.session for one in described(talk, context=CONTEXT)]
+    changes = sum(one != other for one, other in pairwise(sessions))
+    assert summarise_load(Load(CONTEXT, talk)).conversations == len(set(sessions)) < changes
+
+
+def test_the_summary_counts_requests_that_were_cut_to_the_context() -> None:
+    load = Description(1.0, 500, parse_lengths("100~1000", "prompt_tokens"), LengthRange(100, 100))
+    whole = [one.prompt_tokens for one in described(load, context=1 << 20)]
+    found = summarise_load(Load(600, load))
+    assert found.cut == sum(count + 100 > 600 for count in whole) > 10
+
+
+def test_the_seed_of_a_file_counts_where_no_option_is_given(tmp_path: Path) -> None:
+    path = written(tmp_path / "load.toml", "rate = 2\nseed = 7")
+    assert read_description(path, {"seed": None}).seed == 7
+    assert read_description(path, {"seed": 3}).seed == 3
 
 
 # ---------------------------------------------------------------------- profiles
@@ -253,6 +317,14 @@ def changed(**fields: Any) -> str:
         (changed(costs__base=-1), "a number below 0"),
         (changed(costs__table=[[1, 1.0]]), "does not begin at 0"),
         (changed(costs__table=[[0, 0.0], [2, 1.0], [4, 0.5]]), "seconds that fall"),
+        (changed(room__num_blocks=10**12), "num_blocks is 1000000000000"),
+        (changed(room__swap_blocks=10**12), "swap_blocks is 1000000000000"),
+        (changed(room__recompute_seconds_per_token=math.nan), "recompute_seconds_per_token is nan"),
+        (changed(request_seconds=math.nan), "request_seconds is nan"),
+        (changed(request_seconds=math.inf), "request_seconds is inf"),
+        (changed(request_seconds=1e300), "request_seconds is 1e+300"),
+        (changed(request_seconds=-5), "request_seconds is -5"),
+        (changed(costs__noise=[[0.0, [1.0]], [math.inf, [1.0]]]), "noise"),
         (changed(costs__noise=[]), "noise"),
         (changed(costs__noise=[[0.0, [0.0]]]), "noise"),
     ],

@@ -43,6 +43,18 @@ def test_removed_keys_and_replicas_leave_the_sketch() -> None:
     assert len(sketch) == 1, "the sketch keeps keys that no replica has"
 
 
+def test_a_removed_key_is_no_longer_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "MAX_ASSUMED", 2)
+    sketch = PrefixSketch()
+    sketch.assume(0, [1, 2, 3])
+    sketch.assume(0, [4])
+    sketch.assume(1, [1, 4])
+    sketch.update(0, [1, 4], [])
+    sketch.update(0, [], [1, 4])
+    assert sketch.hits([1], 0b11) == sketch.hits([4], 0b11) == {1: 1}
+    assert sketch.hits([2], 0b11) == {0: 1}
+
+
 def test_keys_of_assigned_requests_count_until_newer_ones_replace_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -111,6 +123,15 @@ def test_a_session_stays_with_its_replica_while_that_accepts_requests() -> None:
     assert other == 1 - first
     found.remove(first)
     assert found.choose([], 10, "chat") == other
+
+
+def test_a_new_replica_with_the_number_of_a_removed_one_gets_none_of_its_sessions() -> None:
+    found = router(load(), load())
+    first = found.choose([], 10, "chat")
+    found.remove(first)
+    found.add(first)
+    found.report(first, load(waiting=100_000))
+    assert found.choose([], 10, "chat") == 1 - first
 
 
 def test_the_router_forgets_the_oldest_session_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ def plan(
         ),
     ] = None,
     format: Annotated[
-        str, typer.Option(metavar="NAME", help="Of the trace: auto, weft, openai, azure or mooncake.")
-    ] = "auto",
+        str | None, typer.Option(metavar="NAME", help="Of the trace: auto, weft, openai, azure or mooncake.")
+    ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Use only the first N requests of the trace.")
     ] = None,
@@ -54,8 +54,9 @@ def plan(
         float | None, typer.Option(metavar="S", help="Mean seconds between the requests of a conversation.")
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Seed of the load and of the step times.")
-    ] = 0,
+        int | None,
+        typer.Option(min=0, metavar="N", help="Seed of the load and of the step times; default: 0."),
+    ] = None,
     ttft: Annotated[
         str | None, typer.Option(metavar="TIME", help="Target for the time to first token, such as 500ms.")
     ] = None,
@@ -67,14 +68,16 @@ def plan(
         float, typer.Option(metavar="X", help="The fraction of requests that must be within the targets.")
     ] = 0.99,
     replicas: Annotated[
-        str, typer.Option(metavar="N", help="A number, or a range in which the fewest are found.")
-    ] = "1-64",
+        str | None,
+        typer.Option(metavar="N", help="A number, or a range in which the fewest are found; default: 1-64."),
+    ] = None,
     autoscale: Annotated[
         str | None, typer.Option(metavar="N-N", help="Fewest and most replicas, by the load.")
     ] = None,
     start_delay: Annotated[
-        str, typer.Option(metavar="TIME", help="Until a new replica is ready, with --autoscale.")
-    ] = "60s",
+        str | None,
+        typer.Option(metavar="TIME", help="Until a new replica is ready, with --autoscale; default: 60s."),
+    ] = None,
     routing: Annotated[
         str, typer.Option(metavar="NAME", help="prefix: cached blocks count; load: the least load only.")
     ] = "prefix",
@@ -140,7 +143,7 @@ def plan(
 
 
 def profile(
-    model: Annotated[str, typer.Argument(metavar="MODEL", hidden=True)] = "default",
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", hidden=True)] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="PATH", help="Write the profile to this file.")
     ] = Path("profile.json"),

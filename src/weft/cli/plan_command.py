@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,18 +35,18 @@ class PlanOptions:
 
     profile: str | None
     trace: Path | None
-    format: str
+    format: str | None
     limit: int | None
     speed: float
     load: Path | None
     description: Mapping[str, Any]
-    seed: int
+    seed: int | None
     ttft: str | None
     itl: str | None
     good: float
-    replicas: str
+    replicas: str | None
     autoscale: str | None
-    start_delay: str
+    start_delay: str | None
     routing: str
     price: float | None
     config: Path | None
@@ -58,10 +60,14 @@ def plan_command(options: PlanOptions, json: Path | None, html: Path | None, tom
         raise InvalidRequestError(
             "--toml needs --sweep: it writes the best settings of a sweep", field="toml"
         )
+    for path in (json, html, toml):
+        if path is not None:
+            _check_writable(path)
     settings = plan_settings(options)
     load = summarise_load(settings.load)
     start = first_guess(settings.profile, load)
-    result = make_plan(settings, lambda line: print(line, file=sys.stderr, flush=True), start)
+    progress = _Progress(load.requests)
+    result = make_plan(settings, progress.say, start, progress.add)
     report = Report(settings, load, result, options.price)
     print_report(report)
     if json is not None:
@@ -69,8 +75,42 @@ def plan_command(options: PlanOptions, json: Path | None, html: Path | None, tom
     if html is not None:
         write_text(html, page(report))
     if toml is not None and result.best is not None:
-        write_text(toml, best_toml(result.best) + "\n")
-    return (result.best or result.chosen).is_enough
+        write_text(toml, best_toml(report) + "\n")
+    return result.is_enough
+
+
+class _Progress:
+    """Prints a line after each simulation, and every ten seconds of a long one."""
+
+    def __init__(self, requests: int, seconds: float = 10.0) -> None:
+        self._requests, self._seconds = requests, seconds
+        self._arrived, self._last = 0, time.monotonic()
+
+    def say(self, line: str) -> None:
+        self._print(line)
+        self._arrived = 0
+
+    def add(self, arrived: int) -> None:
+        self._arrived += arrived
+        if time.monotonic() - self._last >= self._seconds:
+            self._print(f"  {self._arrived:,} of {self._requests:,} requests have arrived")
+
+    def _print(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+        self._last = time.monotonic()
+
+
+def _check_writable(path: Path) -> None:
+    """Raises now, and not after minutes, if the file cannot be written."""
+    reason = ""
+    if path.is_dir():
+        reason = "it is a folder"
+    elif not path.parent.is_dir():
+        reason = f"{path.parent} is not a folder"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "permission denied"
+    if reason:
+        raise InvalidRequestError(f"cannot write {path}: {reason}")
 
 
 def plan_settings(options: PlanOptions) -> PlanSettings:
@@ -89,23 +129,25 @@ def plan_settings(options: PlanOptions) -> PlanSettings:
     if options.routing not in ("prefix", "load"):
         raise InvalidRequestError(f"--routing is {options.routing!r}; allowed: prefix, load", field="routing")
     targets = Targets(parse_duration(options.ttft, "--ttft"), parse_duration(options.itl, "--itl"))
-    least, most = parse_range(options.replicas, "--replicas")
+    _refuse_unused(options)
+    least, most = parse_range(options.replicas or "1-64", "--replicas")
     autoscaling = None
     if options.autoscale is not None:
         least, most = parse_range(options.autoscale, "--autoscale")
-        delay = parse_duration(options.start_delay, "--start-delay") or 0.0
+        delay = _start_delay(options.start_delay)
         first = targets.first_token or Autoscaling.first_token
         autoscaling = Autoscaling(least, most, delay, first, waiting_seconds=first / 2)
     elif least != most and targets == Targets():
         raise InvalidRequestError(
-            f"--replicas is {options.replicas}, and there is no target: give --ttft or --itl, or one number of replicas",
+            f"--replicas is {least}-{most}, and there is no target: give --ttft or --itl, or one number of replicas",
             field="replicas",
         )
     settings = _server_settings(options.config, profile)
     context = min(profile.room.max_context, settings.context or profile.room.max_context)
+    load = _load(options, context)
     return PlanSettings(
         profile=profile,
-        load=_load(options, context),
+        load=load,
         settings=settings,
         targets=targets,
         good_share=options.good,
@@ -114,9 +156,30 @@ def plan_settings(options: PlanOptions) -> PlanSettings:
         autoscaling=autoscaling,
         by_prefix=options.routing == "prefix",
         sweep=parse_sweep(options.sweep),
-        seed=options.seed,
+        seed=load.description.seed if load.description is not None else options.seed or 0,
         num_processes=options.jobs,
     )
+
+
+def _refuse_unused(options: PlanOptions) -> None:
+    """Raises if an option would have no effect."""
+    names = [
+        *(("replicas",) if options.autoscale is not None else ("start_delay",)),
+        *(("format", "limit") if options.trace is None else ()),
+    ]
+    needs = {"replicas": "leave it out with --autoscale", "start_delay": "it needs --autoscale"}
+    for name in names:
+        if getattr(options, name) is not None:
+            why = needs.get(name, "it needs --trace")
+            raise InvalidRequestError(f"--{name.replace('_', '-')} has no effect: {why}", field=name)
+
+
+def _start_delay(text: str | None) -> float:
+    if text is None:
+        return Autoscaling.start_seconds
+    if re.fullmatch(r"0+(\.0*)?\s*(ms|s)", text.strip()):
+        return 0.0
+    return parse_duration(text, "--start-delay") or 0.0
 
 
 def parse_range(text: str, option: str) -> tuple[int, int]:
@@ -141,7 +204,7 @@ def _load(options: PlanOptions, context: int) -> Load:
     if given or options.load is not None:
         name = "--load" if options.load is not None else f"--{next(iter(given)).replace('_', '-')}"
         raise InvalidRequestError(f"--trace and {name} each define the load; give one of them", field="trace")
-    return Load(context, None, options.trace, options.format, options.limit, options.speed)
+    return Load(context, None, options.trace, options.format or "auto", options.limit, options.speed)
 
 
 def _server_settings(config: Path | None, profile: MachineProfile) -> ServerSettings:
@@ -157,7 +220,7 @@ def _server_settings(config: Path | None, profile: MachineProfile) -> ServerSett
 
 
 def profile_command(
-    model: str,
+    model: str | None,
     output: Path,
     *,
     config: Path | None,
@@ -180,13 +243,15 @@ def profile_command(
         client = BatchClient(url, api_key)
         found = profile_of_server(client.send("GET", "/admin/learned"), client.send("GET", "/live/info"))
     elif log is not None:
-        found = profile_of_log(log, name, model)
+        found = profile_of_log(log, machine, model)
     else:
         arguments = [
             *(("--config", str(config)) if config else ()),
             *(("--device", device) if device else ()),
         ]
-        found = profile_by_load(model, arguments, name, lambda line: print(line, file=sys.stderr, flush=True))
+        found = profile_by_load(
+            model or "default", arguments, name, lambda line: print(line, file=sys.stderr, flush=True)
+        )
     if machine is not None:
         found = dataclasses.replace(found, machine=machine)
     write_profile(found, output)

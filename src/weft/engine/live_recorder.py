@@ -53,6 +53,7 @@ class LiveRecorder:
             max_context=self._scheduler.max_sequence_length,
             policy=config.policy.value,
             step_target=config.target_inter_token_latency if has_target else None,
+            device=info.device,
         )
 
     def start(self, now: float) -> None:

@@ -7,6 +7,10 @@ from typing import NamedTuple
 
 from weft.errors import InvalidRequestError
 
+_NEWEST = 0.05
+"""The weight of the newest window. Each one before it counts for 5% less."""
+_LEAST_LATE = 1.5
+
 
 @dataclass(frozen=True)
 class Autoscaling:
@@ -17,7 +21,10 @@ class Autoscaling:
     start_seconds: float = 60.0
     """Seconds from the decision until a new replica is ready. They are paid."""
     first_token: float = 1.0
-    """A first token that took longer than this adds replicas."""
+    """A first token that took longer than this is late. Late ones add replicas, if there are enough of them."""
+    late_share: float = 0.05
+    """This fraction of the first tokens of the last seconds may be late. One alone never adds a replica: a long prompt is
+    late with any number of them."""
     waiting_seconds: float = 0.5
     """So does a queue that the ready replicas need longer for than this, on average."""
     idle_seconds: float = 120.0
@@ -41,8 +48,10 @@ class FleetLoad(NamedTuple):
     starting: int
     waiting_seconds: float
     """Predicted seconds that the ready replicas need for all waiting prompt tokens, on average."""
-    first_token: float
-    """The longest time to a first token."""
+    first_tokens: int
+    """First tokens in the window."""
+    late: int
+    """Those of them that were late."""
     busy: float
     """The fraction of the time in which steps ran, on average over the replicas."""
 
@@ -55,12 +64,17 @@ class Autoscaler:
         self._low_since: float | None = None
         self._busy = 1.0
         """A mean over the last windows, of which the newest count most."""
+        self._first_tokens = self._late = 0.0
+        """Sums over the last windows, likewise."""
 
     def wanted(self, now: float, load: FleetLoad) -> int:
         """The number of replicas that should be ready or starting. It grows by what the queue needs, and falls by one."""
         settings, current = self.settings, load.ready + load.starting
-        self._busy += 0.05 * (load.busy - self._busy)
-        is_late = load.first_token > settings.first_token
+        self._busy += _NEWEST * (load.busy - self._busy)
+        self._first_tokens += load.first_tokens - _NEWEST * self._first_tokens
+        self._late += load.late - _NEWEST * self._late
+        is_late = bool(load.late) and self._late >= _LEAST_LATE
+        is_late = is_late and self._late > settings.late_share * self._first_tokens
         if load.waiting_seconds > settings.waiting_seconds or is_late:
             self._low_since = None
             # While a replica starts, its effect is not known yet: only a queue that needs still more adds others.
@@ -77,3 +91,11 @@ class Autoscaler:
             self._low_since = now
             return current - 1
         return max(settings.least, min(settings.most, current))
+
+    def rest(self, windows: int) -> None:
+        """Passes windows without requests, when the fewest replicas are ready and none starts: nothing is decided."""
+        self._low_since = None
+        left = (1 - _NEWEST) ** windows
+        self._busy, self._first_tokens, self._late = (
+            left * one for one in (self._busy, self._first_tokens, self._late)
+        )

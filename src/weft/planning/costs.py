@@ -100,10 +100,11 @@ class MeasuredCosts:
         if (
             begins[:1] != [0]
             or sorted(begins) != begins
+            or not all(0 <= one < 1e6 for one in begins)
             or not all(quantiles for _, quantiles in self.noise)
             or not all(0 < one < 1e3 for one in ratios)
         ):
-            raise InvalidRequestError("the noise of the step costs holds a ratio that is not above 0")
+            raise InvalidRequestError("the noise of the step costs holds a ratio or seconds out of range")
         if self.of(StepShape(1, 1, 1, 0)) <= 0:
             raise InvalidRequestError("a step with one token takes no time by these step costs")
 

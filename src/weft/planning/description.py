@@ -109,11 +109,11 @@ def described(load: Description, *, context: int, speed: float = 1.0) -> Iterato
             conversations += 1
         room = context - sum(count for _, count in history)
         prompt, answer = load.prompt.draw(source), load.answer.draw(source)
+        is_cut = prompt + answer > room
         answer = max(1, min(answer, room - 1))
         prompt = max(1, min(prompt, room - answer))
-        request = PlannedRequest(
-            number, at / speed, (*history, unique_segment(number, prompt)), answer, session
-        )
+        segments = (*history, unique_segment(number, prompt))
+        request = PlannedRequest(number, at / speed, segments, answer, session, is_cut=is_cut)
         needs = load.prompt.low + load.answer.low
         if turns > 1 and room - prompt - answer > needs:
             heapq.heappush(later, (at + source.expovariate(1 / load.pause), number, turns - 1, request))

@@ -6,7 +6,7 @@ import itertools
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from weft.errors import WeftError
@@ -72,7 +72,7 @@ class FleetOutcome:
     seconds: float
     """Virtual seconds from the first arrival to the end of the last answer."""
     by_replica: dict[int, int] = field(default_factory=dict)
-    """Requests that each replica got."""
+    """Requests by the number of a replica. A new replica may get the number of a removed one."""
 
     @property
     def requests_per_second(self) -> float:
@@ -99,6 +99,7 @@ class _Member:
     is_ready: bool = False
     is_draining: bool = False
     waiting: int = 0
+    reading_seconds: float = 0.0
 
 
 def simulate(
@@ -160,18 +161,21 @@ class Fleet:
             self._workers.begin(horizon, assigned)
             self._read_until(horizon + REPORT_SECONDS)  # while the replicas run
             reports = self._workers.reports()
-            busy, first_token = self._take(reports)
-            self._record(horizon, arrivals, busy, first_token)
-            self._scale(horizon, busy, first_token)
+            busy, first_tokens = self._take(reports)
+            self._record(horizon, arrivals, busy, max(first_tokens, default=0.0))
+            self._scale(horizon, busy, first_tokens)
             if progress is not None and arrivals:
                 progress(arrivals)
             window += 1
             if all(member.is_idle for member in self._members.values()):
                 if self._upcoming is None and not self._arrived:
                     return self._end()
-                if self._autoscaler is None and not self._arrived:  # nothing happens until the next arrival
+                if self._is_settled() and not self._arrived:  # nothing happens until the next arrival
                     assert self._upcoming is not None
-                    window = max(window, math.ceil(self._upcoming.at / REPORT_SECONDS) - 1)
+                    skipped = max(0, math.ceil(self._upcoming.at / REPORT_SECONDS) - 1 - window)
+                    window += skipped
+                    if self._autoscaler is not None:
+                        self._autoscaler.rest(skipped)
 
     # ------------------------------------------------------------------ requests and reports
 
@@ -195,22 +199,23 @@ class Fleet:
         member.is_idle = False
         return number
 
-    def _take(self, reports: dict[int, ReplicaReport]) -> tuple[float, float]:
-        """Passes reports to the router. Returns the busy fraction of the ready replicas, and the longest first token."""
-        busy = first_token = 0.0
+    def _take(self, reports: dict[int, ReplicaReport]) -> tuple[float, list[float]]:
+        """Passes reports to the router. Returns the busy fraction of the ready replicas, and the times to first tokens."""
+        busy, first_tokens = 0.0, list[float]()
         for number, report in reports.items():
             member = self._members[number]
             busy += report.busy_seconds - member.busy_seconds
             member.busy_seconds, member.load = report.busy_seconds, report.load
             member.is_idle, member.waiting = report.is_idle, report.waiting
-            first_token = max(first_token, report.first_token)
+            member.reading_seconds = report.reading_seconds
+            first_tokens += report.first_tokens
             added, removed = array("Q", report.added), array("Q", report.removed)
             if self._needs_keys:
                 self._router.report(number, report.load, added, removed)
             else:
                 self._router.report(number, report.load)
         ready = sum(member.is_ready for member in self._members.values())
-        return busy / REPORT_SECONDS / max(1, ready), first_token
+        return busy / REPORT_SECONDS / max(1, ready), first_tokens
 
     # ------------------------------------------------------------------ replicas come and go
 
@@ -226,7 +231,15 @@ class Fleet:
                 self._router.add(number)
         self._most = max(self._most, sum(member.is_ready for member in self._members.values()))
 
-    def _scale(self, now: float, busy: float, first_token: float) -> None:
+    def _is_settled(self) -> bool:
+        """Whether the number of replicas stays as it is while no request arrives. All replicas must be idle."""
+        if self._autoscaler is None:
+            return True
+        members = self._members.values()
+        is_least = len(members) == self._autoscaler.settings.least
+        return is_least and all(one.is_ready and not one.is_draining for one in members)
+
+    def _scale(self, now: float, busy: float, first_tokens: Sequence[float]) -> None:
         if self._autoscaler is None:
             return
         members = self._members
@@ -234,8 +247,12 @@ class Fleet:
             self._remove(number, now)
         ready = [number for number, one in members.items() if one.is_ready and not one.is_draining]
         starting = sum(not one.is_ready for one in members.values())
-        waits = [members[n].load.waiting_tokens * members[n].load.token_seconds for n in ready]
-        load = FleetLoad(len(ready), starting, sum(waits) / len(waits), first_token, busy)
+        waits = [
+            one.reading_seconds + one.load.waiting_tokens * one.load.token_seconds
+            for one in map(members.__getitem__, ready)
+        ]
+        late = sum(one > self._autoscaler.settings.first_token for one in first_tokens)
+        load = FleetLoad(len(ready), starting, sum(waits) / len(waits), len(first_tokens), late, busy)
         wanted = self._autoscaler.wanted(now, load)
         for _ in range(wanted - len(ready) - starting):
             self._start(now, self._autoscaler.settings.start_seconds)

@@ -16,7 +16,6 @@ from weft.planning.report import (
     Report,
     answer_lines,
     best_toml,
-    in_words,
     latency_rows,
     load_line,
     profile_line,
@@ -57,9 +56,9 @@ def _sweep(report: Report) -> list[str]:
     names = [name.rpartition(".")[2] for name in report.plan.sweep]
     rows = [(*one.changed.values(), *tried_row(one)[2:]) for one in result.sweep]
     return [
-        f"<h2>Settings tried with {in_words(result.chosen.replicas)}, the best first</h2>"
+        f"<h2>Settings tried with {result.chosen.in_words}, the best first</h2>"
         + table((*names, *TRIED_COLUMNS[2:]), rows),
-        f"<pre>{escape(best_toml(result.best))}</pre>",
+        f"<pre>{escape(best_toml(report))}</pre>",
     ]
 
 
@@ -90,7 +89,7 @@ def _distribution_plots(report: Report) -> list[str]:
     def shares(of: Callable[[Outcome], FineHistogram]) -> list[Series]:
         return [
             Series(
-                in_words(one.replicas),
+                one.in_words,
                 tuple((1000 * value, 100 * share) for value, share in of(one.outcome.total).points()),
             )
             for one in near

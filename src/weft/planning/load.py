@@ -54,6 +54,8 @@ class LoadSummary:
     """Mean tokens of a prompt."""
     answer_tokens: float
     conversations: int
+    cut: int = 0
+    """Requests that were longer than the context. Their lengths were cut."""
 
     @property
     def rate(self) -> float:
@@ -62,20 +64,21 @@ class LoadSummary:
 
 def summarise_load(load: Load) -> LoadSummary:
     """Reads the load once, so that errors in it are found before a simulation."""
-    count = prompt = answer = conversations = 0
-    last, session = 0.0, None
+    count = prompt = answer = cut = 0
+    last, sessions = 0.0, set[str]()
     for request in load.requests():
         count += 1
         prompt += request.prompt_tokens
         answer += request.answer_tokens
-        conversations += request.session is not None and request.session != session
-        session = request.session
+        cut += request.is_cut
+        if request.session is not None:
+            sessions.add(request.session)
         last = request.at
     if load.trace is None:
         name = "a description"
     else:
         name = f"{load.trace.name} ({detect(load.trace) if load.kind == 'auto' else load.kind})"
-    return LoadSummary(name, count, last, prompt / count, answer / count, conversations)
+    return LoadSummary(name, count, last, prompt / count, answer / count, len(sessions), cut)
 
 
 def read_description(path: Path | None, given: Mapping[str, Any]) -> Description:

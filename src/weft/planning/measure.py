@@ -121,9 +121,15 @@ def profile_by_load(
     return _profile(logged.info, found, machine, model, "measured by weft profile", request_seconds)
 
 
-def profile_of_log(path: Path, machine: str, model: str) -> MachineProfile:
-    """A profile of the steps in an event log."""
+def profile_of_log(path: Path, machine: str | None, model: str | None) -> MachineProfile:
+    """A profile of the steps in an event log. It does not say of which model it is, and names only a GPU."""
     logged = read_steps(path)
+    machine = machine or logged.info.get("device")
+    if not machine or not model:
+        raise InvalidRequestError(
+            "the log does not name its model or its machine: give MODEL, and --machine for one without a GPU",
+            field="machine",
+        )
     found = fit(logged.steps, float(logged.info.get("swap_seconds_per_block", 1e-4)))
     return _profile(logged.info, found, machine, model, "an event log", 0.0)
 
@@ -161,6 +167,7 @@ def profile_of_server(learned: Mapping[str, Any], live: Mapping[str, Any]) -> Ma
         source="learned costs of a running server",
         room=room,
         costs=costs,
+        is_gpu=bool(live.get("device")),
         steps=int(sums.steps),
     )
 

@@ -17,6 +17,7 @@ from weft.planning.costs import MeasuredCosts
 
 PROFILE_VERSION = 1
 _MAX_BYTES = 1 << 20
+_MOST_BLOCKS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,12 @@ class KvRoom:
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "max_context"):
-            if getattr(self, name) < 1:
-                raise InvalidRequestError(f"{name} is {getattr(self, name)}; allowed: at least 1", field=name)
-        for name in ("bytes_per_block", "swap_blocks", "recompute_seconds_per_token"):
-            if getattr(self, name) < 0:
-                raise InvalidRequestError(f"{name} is {getattr(self, name)}; allowed: at least 0", field=name)
+            _check_range(self, name, 1, _MOST_BLOCKS)
+        _check_range(self, "swap_blocks", 0, _MOST_BLOCKS)
+        _check_range(self, "bytes_per_block", 0, 1 << 40)
+        _check_range(self, "recompute_seconds_per_token", 0, 1e3)
+        if self.eager_blocks is not None:
+            _check_range(self, "eager_blocks", 0, _MOST_BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,17 @@ class MachineProfile:
     """The mean of |measured / predicted seconds - 1| of these steps."""
     weft: str = __version__
     version: int = field(default=PROFILE_VERSION)
+
+    def __post_init__(self) -> None:
+        _check_range(self, "request_seconds", 0, 1e3)
+        _check_range(self, "mean_error", 0, 1e6)
+        _check_range(self, "steps", 0, 1 << 62)
+
+
+def _check_range(owner: object, name: str, low: float, high: float) -> None:
+    value = getattr(owner, name)
+    if not low <= value <= high:  # also false for NaN
+        raise InvalidRequestError(f"{name} is {value}; allowed: from {low} to {high:,}", field=name)
 
 
 def write_profile(profile: MachineProfile, path: Path) -> None:

@@ -23,7 +23,7 @@ from weft.plan import BackendInfo, IterationPlan, StepResult
 from weft.planning.costs import shape_of
 from weft.planning.outcome import Outcome
 from weft.planning.profile import MachineProfile
-from weft.request import GenerationResult, InferenceRequest, RequestId, SamplingParams, TokenOutput
+from weft.request import GenerationResult, InferenceRequest, Priority, RequestId, SamplingParams, TokenOutput
 from weft.routing import ReplicaLoad, key_of
 from weft.scheduling.cache.manager import KvCacheManager
 from weft.scheduling.scheduler import ContinuousBatchScheduler
@@ -44,6 +44,11 @@ class PlannedRequest(NamedTuple):
     segments: tuple[Segment, ...]
     answer_tokens: int
     session: str | None = None
+    priority: int = 1
+    is_idle_work: bool = False
+    """Idle work has no targets."""
+    is_cut: bool = False
+    """Whether the description asked for more tokens than the context has."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -96,8 +101,10 @@ class ReplicaReport(NamedTuple):
     load: ReplicaLoad
     waiting: int
     busy_seconds: float
-    first_token: float
-    """The longest time to a first token since the last report."""
+    reading_seconds: float
+    """Seconds until the server has read all requests that were assigned."""
+    first_tokens: tuple[float, ...]
+    """The times to first tokens since the last report, without those of idle work."""
     is_idle: bool
     added: bytes
     """Keys of KV blocks that are new in its cache, as 64-bit numbers."""
@@ -231,6 +238,7 @@ class Replica:
         self._request_seconds = settings.profile.request_seconds
         self._arrivals: deque[tuple[float, PlannedRequest]] = deque()
         self._clock = clock = _ArrivalClock(now, self._arrivals, self._deliver)
+        self._horizon = now
         self._server_free_at = 0.0
         """When the server has read the last request that was assigned. It reads one after another."""
         config = settings.config
@@ -239,7 +247,9 @@ class Replica:
                 "engine.overlap is false; only engines that plan ahead can be simulated: leave it out",
                 field="overlap",
             )
-        self._backend = backend = ProfiledBackend(clock, settings, random.Random(f"{settings.seed} {number}"))
+        # The number of a removed replica is used again. The time gives the new one other noise.
+        noise = random.Random(f"{settings.seed} {number}" + (f" {now}" if now else ""))
+        self._backend = backend = ProfiledBackend(clock, settings, noise)
         limits = config.scheduler
         info = backend.allocate(config.cache, limits.max_running, limits.max_tokens_per_step)
         self.scheduler = scheduler = ContinuousBatchScheduler(limits, info, clock)
@@ -248,7 +258,7 @@ class Replica:
         self._core = EngineCore(scheduler, backend, clock, threading.RLock())
         self._lengths = LengthPredictor()
         self._flights: dict[RequestId, _Flight] = {}
-        self._first_token = 0.0
+        self._first_tokens: list[float] = []
         self.outcome = Outcome()
         if settings.reports_keys:
             for pool in (scheduler.kv_cache.pool, scheduler.kv_cache.store):
@@ -262,6 +272,7 @@ class Replica:
 
     def run_until(self, horizon: float) -> None:
         """Runs all iterations that end by `horizon`."""
+        self._horizon = horizon
         scheduler, backend, arrivals, clock = self.scheduler, self._backend, self._arrivals, self._clock
         while True:
             if scheduler.has_work:
@@ -282,23 +293,31 @@ class Replica:
 
     def report(self) -> ReplicaReport:
         scheduler = self.scheduler
-        model, running, cache = scheduler.cost_model, scheduler.running, scheduler.kv_cache
+        model, running = scheduler.cost_model, scheduler.running
         unfinished = sum(max(0, one.prompt_length - one.scheduled) for one in running)
         step = row = token = 0.0
         if model.is_ready:
             context = sum(len(one.tokens) for one in running)
             step = model.decode_seconds(len(running), context) if running else 0.0
             row, token = model.chunk_seconds(512, 1), model.chunk_seconds(0, 512) / 512
-        waiting = len(scheduler.queue)
+        unfinished += sum(one.prompt_tokens for _, one in self._arrivals)
         load = ReplicaLoad(scheduler.queue.waiting_tokens + unfinished, len(running), step, row, token)
-        used = 1 - cache.pool.available / cache.pool.num_blocks
-        self.outcome.kv_peak = max(self.outcome.kv_peak, used)
-        if waiting:
+        if len(scheduler.queue):
             self.outcome.limits[self._limit()] += 1
-        first, self._first_token = self._first_token, 0.0
-        is_idle = not scheduler.has_work and not self._arrivals
+        elif len(self._arrivals) > 1:
+            self.outcome.limits["reading"] += 1
+        first_tokens, self._first_tokens = tuple(self._first_tokens), []
         added, removed = self._key_changes()
-        return ReplicaReport(load, waiting, self._backend.busy_seconds, first, is_idle, added, removed)
+        return ReplicaReport(
+            load=load,
+            waiting=len(scheduler.queue) + len(self._arrivals),
+            busy_seconds=self._backend.busy_seconds,
+            reading_seconds=max(0.0, self._server_free_at - self._horizon),
+            first_tokens=first_tokens,
+            is_idle=not scheduler.has_work and not self._arrivals,
+            added=added,
+            removed=removed,
+        )
 
     def finish(self) -> Outcome:
         """The outcome so far, with the totals of the scheduler."""
@@ -316,7 +335,9 @@ class Replica:
         request = InferenceRequest(
             planned.prompt(),
             SamplingParams(max_tokens=planned.answer_tokens, temperature=0.0, ignore_eos=True),
+            priority=Priority(planned.priority),
             session_id=planned.session,
+            is_idle_work=planned.is_idle_work,
             request_id=request_id(planned.number),
             expected=self._lengths.predict(features).expected(),
         )
@@ -330,6 +351,8 @@ class Replica:
     def _collect(self) -> None:
         """Folds the outputs and results of a step into the outcome."""
         tokens, outcome, now = self.scheduler.tokens, self.outcome, self._clock.now
+        pool = self.scheduler.kv_cache.pool
+        outcome.kv_peak = max(outcome.kv_peak, pool.num_referenced / pool.num_blocks)
         outputs, results = self.scheduler.take_outputs()
         if not outputs:
             return
@@ -340,8 +363,11 @@ class Replica:
             self._count_slow_gaps(outputs, now, self._targets.gap)
         gaps.clear()
         if tokens.first_token_times:
-            self._first_token = max(self._first_token, *tokens.first_token_times)
             tokens.first_token_times.clear()
+            for output in outputs:
+                planned = self._flights[output.request_id].planned
+                if output.sequence_length == planned.prompt_tokens + 1 and not planned.is_idle_work:
+                    self._first_tokens.append(now - planned.at)
         for result in results:
             self._end(result, now)
 
@@ -366,8 +392,9 @@ class Replica:
         outcome.end_to_end.record(now - flight.planned.at)
         first = flight.arrived - flight.planned.at + (result.time_to_first_token or 0.0)
         outcome.first_token.record(first)
-        is_late = targets.first_token is not None and first > targets.first_token
-        is_slow = flight.slow_gaps > (num_tokens - 1) // 100  # one slow gap in 100 is allowed
+        has_targets = not flight.planned.is_idle_work
+        is_late = has_targets and targets.first_token is not None and first > targets.first_token
+        is_slow = has_targets and flight.slow_gaps > (num_tokens - 1) // 100  # one slow gap in 100 is allowed
         outcome.late += is_late
         outcome.slow += is_slow
         outcome.good += not is_late and not is_slow

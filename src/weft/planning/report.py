@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from weft import __version__
+from weft.backends.registry import GPU_BUDGETS
 from weft.bench.report import print_line, print_table
 from weft.errors import InvalidRequestError
 from weft.planning.load import LoadSummary
 from weft.planning.outcome import FineHistogram
-from weft.planning.search import PlanResult, PlanSettings, Tried
-from weft.server.config_file import read_value, toml_value
+from weft.planning.replica import NO_TARGETS
+from weft.planning.search import BREAK_REQUESTS, SPEEDS, PlanResult, PlanSettings, Tried, with_changes
+from weft.server.config_file import toml_value
+from weft.server.settings import KEYS, ServerSettings
 
 SHARES = (0.5, 0.9, 0.99)
 
@@ -46,10 +50,15 @@ def answer_lines(report: Report) -> list[str]:
     plan, result = report.plan, report.result
     chosen, scaling = result.chosen, plan.autoscaling
     outcome, total = chosen.outcome, chosen.outcome.total
-    count = in_words(chosen.replicas)
+    count = chosen.in_words
     if scaling is not None:
-        count = f"{scaling.least} to {scaling.most} replicas, {outcome.mean_replicas:.2f} on average"
-    share = f"{total.good_share:.2%} of the requests are within the targets (wanted: {plan.good_share:.2%})"
+        count = f"{count}, {outcome.mean_replicas:.2f} on average"
+    has_targets = plan.targets != NO_TARGETS
+    share = (
+        f"{total.good_share:.2%} of the requests are within the targets (wanted: {plan.good_share:.2%})"
+        if has_targets
+        else f"{total.completed:,} requests completed, and no target was given"
+    )
     lines = [
         f"{count}: {share}."
         if chosen.is_enough
@@ -62,24 +71,26 @@ def answer_lines(report: Report) -> list[str]:
         lines.append(
             f"Cost: {report.cost_per_hour:.2f} an hour, {per_million:.3g} for a million output tokens."
         )
+    is_part = report.load.requests > BREAK_REQUESTS
+    part = f" (tried with its first {BREAK_REQUESTS:,} requests)" if is_part else ""
     if result.breaks is not None:
-        lines.append(f"What breaks first: at {result.breaks.speed:g} times this load {result.breaks.cause}.")
-    elif chosen.is_enough:
-        lines.append("Nothing breaks up to 10 times this load.")
+        lines.append(
+            f"What breaks first{part}: at {result.breaks.speed:g} times this load {result.breaks.cause}."
+        )
+    elif chosen.is_enough and has_targets:
+        lines.append(f"Nothing breaks up to {SPEEDS[-1]:g} times this load{part}.")
     if result.best is not None:
         best = result.best
         words = ", ".join(f"{name.rpartition('.')[2]} = {value}" for name, value in best.changed.items())
         share = f"{best.outcome.total.good_share:.2%} of the requests are within the targets"
-        lines.append(f"Best settings: {words}. With them and {in_words(best.replicas)}, {share}.")
+        result_words = f" With them and {best.in_words}, {share}." if has_targets else ""
+        lines.append(f"Best settings: {words or 'the present ones'}.{result_words}")
     return lines
-
-
-def in_words(replicas: int) -> str:
-    return "1 replica" if replicas == 1 else f"{replicas} replicas"
 
 
 def load_line(load: LoadSummary) -> str:
     conversations = f", {load.conversations:,} conversations" if load.conversations else ""
+    conversations += f", {load.cut:,} requests cut to the context" if load.cut else ""
     return (
         f"Load: {load.name}, {load.requests:,} requests in {load.seconds:,.0f} s ({load.rate:.3g} a second), "
         f"{load.prompt_tokens:,.0f} prompt and {load.answer_tokens:,.0f} answer tokens on average{conversations}"
@@ -114,7 +125,7 @@ TRIED_COLUMNS = (
 def tried_row(tried: Tried) -> tuple[str, ...]:
     outcome, total = tried.outcome, tried.outcome.total
     return (
-        str(tried.replicas),
+        tried.count,
         f"{tried.speed:g}",
         f"{total.good_share:.2%}",
         f"{1000 * total.first_token.quantile(0.5):,.0f}",
@@ -145,23 +156,32 @@ def print_report(report: Report) -> None:
         names = [name.rpartition(".")[2] for name in report.plan.sweep]
         rows = [(*one.changed.values(), *tried_row(one)[2:]) for one in result.sweep]
         print_table(
-            f"Settings tried with {in_words(result.chosen.replicas)}, the best first",
+            f"Settings tried with {result.chosen.in_words}, the best first",
             (*names, *TRIED_COLUMNS[2:]),
             rows,
         )
     for line in answer_lines(report):
         print_line(line)
     if result.best is not None:
-        print(f"\n{best_toml(result.best)}")
+        print(f"\n{best_toml(report)}")
 
 
-def best_toml(best: Tried) -> str:
-    """The settings of a sweep as a file for `weft serve --config`."""
+def best_toml(report: Report) -> str:
+    """The best settings as a file for `weft serve --config`: all that differ from the defaults. `weft serve` leaves out all
+    budgets of a GPU if one is set, so the file has all of them."""
+    plan, best = report.plan, report.result.best
+    assert best is not None
+    settings, defaults = with_changes(plan.settings, best.changed), ServerSettings()
+    budgets = [f"engine.scheduler.{name}" for name in GPU_BUDGETS] if plan.profile.is_gpu else []
     tables: dict[str, list[str]] = {}
-    for key, text in best.changed.items():
+    for key in KEYS:
+        value = attrgetter(key)(settings)
+        is_changed = key in best.changed or key in budgets or value != attrgetter(key)(defaults)
+        if value is None or not is_changed or key.endswith("keys"):
+            continue
         table, _, name = key.rpartition(".")
-        value = text if key == "memory" else read_value(key, text, "--sweep")
-        tables.setdefault(table, []).append(f"{name} = {toml_value(value)}")
+        text = best.changed[key] if key == "memory" and key in best.changed else value
+        tables.setdefault(table, []).append(f"{name} = {toml_value(text)}")
     parts = [
         "\n".join([*([f"[{table}]"] if table else []), *lines]) for table, lines in sorted(tables.items())
     ]
@@ -181,15 +201,16 @@ def document(report: Report) -> dict[str, Any]:
         "load": {**asdict(report.load), "rate": report.load.rate},
         "targets": {**asdict(plan.targets), "good_share": plan.good_share},
         "seed": plan.seed,
-        "replicas": result.chosen.replicas,
-        "is_enough": result.chosen.is_enough,
+        "replicas": result.chosen.replicas if plan.autoscaling is None else None,
+        "autoscaling": None if plan.autoscaling is None else asdict(plan.autoscaling),
+        "is_enough": result.is_enough,
         "cost_per_hour": report.cost_per_hour,
         "cost_per_million_output_tokens": report.cost_per_million_tokens,
         "chosen": _tried(result.chosen),
         "tried": [_tried(one) for one in result.tried],
         "breaks_first": None if result.breaks is None else _tried(result.breaks),
         "sweep": [_tried(one) for one in result.sweep],
-        "best": None if result.best is None else {**_tried(result.best), "toml": best_toml(result.best)},
+        "best": None if result.best is None else {**_tried(result.best), "toml": best_toml(report)},
         "over_time": [asdict(point) for point in result.chosen.outcome.points],
         "answer": answer_lines(report),
     }
@@ -214,7 +235,7 @@ def _tried(tried: Tried) -> dict[str, Any]:
         if isinstance(value, int | float) and name != "ended"
     }
     return {
-        "replicas": tried.replicas,
+        "replicas": tried.replicas if tried.scaling is None else None,
         "mean_replicas": outcome.mean_replicas,
         "most_replicas": outcome.most_replicas,
         "speed": tried.speed,

@@ -13,7 +13,7 @@ from weft.planning.costs import StepShape
 from weft.planning.fleet import FleetOutcome, FleetSettings, simulate
 from weft.planning.load import Load, LoadSummary
 from weft.planning.profile import MachineProfile
-from weft.planning.replica import NO_TARGETS, ReplicaSettings, Targets
+from weft.planning.replica import NO_TARGETS, Replica, ReplicaSettings, Targets
 from weft.server.config_file import Gathered, Given, read_value
 from weft.server.settings import KEYS, ServerSettings
 
@@ -32,6 +32,7 @@ class PlanSettings:
     profile: MachineProfile
     load: Load
     settings: ServerSettings
+    """With the budgets of a GPU, if the profile is of one."""
     targets: Targets = NO_TARGETS
     good_share: float = 0.99
     """The fraction of the requests that must be within the targets."""
@@ -57,6 +58,16 @@ class Tried:
     """What was missed, and why; "" if nothing was."""
     changed: Mapping[str, str] = field(default_factory=dict)
     """The settings of a sweep."""
+    scaling: Autoscaling | None = None
+
+    @property
+    def count(self) -> str:
+        """The number of replicas: "3"; with autoscaling, "2-6"."""
+        return str(self.replicas) if self.scaling is None else f"{self.scaling.least}-{self.scaling.most}"
+
+    @property
+    def in_words(self) -> str:
+        return "1 replica" if self.count == "1" else f"{self.count.replace('-', ' to ')} replicas"
 
 
 @dataclass
@@ -70,6 +81,11 @@ class PlanResult:
     sweep: list[Tried]
     """The best first."""
     best: Tried | None
+    """The best of these and of `chosen`, which has the present settings. None: there was no sweep."""
+
+    @property
+    def is_enough(self) -> bool:
+        return self.chosen.is_enough or (self.best is not None and self.best.is_enough)
 
 
 def first_guess(profile: MachineProfile, load: LoadSummary) -> int:
@@ -82,18 +98,29 @@ def first_guess(profile: MachineProfile, load: LoadSummary) -> int:
     return max(1, int(load.requests * load.answer_tokens * step / _GUESSED_ROWS / load.seconds))
 
 
-def make_plan(plan: PlanSettings, say: Say = lambda line: None, start: int = 1) -> PlanResult:
-    """`start`: the number of replicas that is tried first, within the range of the plan."""
+def make_plan(
+    plan: PlanSettings,
+    say: Say = lambda line: None,
+    start: int = 1,
+    progress: Callable[[int], None] | None = None,
+) -> PlanResult:
+    """`start`: the number of replicas that is tried first, within the range of the plan. `progress` gets how many requests
+    arrived since its last call."""
+    # A mistake in any settings is found before the first simulation.
+    for changed in ({}, *_combinations(plan)):
+        Replica(0, _replica_settings(plan, changed))
     tried: list[Tried] = []
 
     def run(replicas: int, speed: float = 1.0, changed: Mapping[str, str] | None = None) -> Tried:
-        found = try_out(plan, replicas, speed, changed or {})
+        found = try_out(plan, replicas, speed, changed or {}, progress)
         words = "enough" if found.is_enough else f"not enough: {found.cause}"
         factor = f", {speed:g} times the load" if speed != 1.0 else ""
         settings = "".join(f", {name.rpartition('.')[2]} {value}" for name, value in (changed or {}).items())
         say(
-            f"{replicas} {'replica' if replicas == 1 else 'replicas'}{factor}{settings}: "
-            f"{found.outcome.total.good_share:.1%} of the requests within the targets; {words}"
+            f"{found.in_words}{factor}{settings}: {found.outcome.total.good_share:.1%} of the requests within the "
+            f"targets; {words}"
+            if plan.targets != NO_TARGETS
+            else f"{found.in_words}{factor}{settings}: {found.outcome.total.completed:,} requests"
         )
         return found
 
@@ -103,7 +130,7 @@ def make_plan(plan: PlanSettings, say: Say = lambda line: None, start: int = 1) 
     else:
         chosen = _fewest(plan.least, plan.most, max(plan.least, min(start, plan.most)), run, tried)
     breaks = None
-    if chosen.is_enough:
+    if chosen.is_enough and plan.targets != NO_TARGETS:
         for speed in SPEEDS:
             faster = run(chosen.replicas, speed)
             if not faster.is_enough:
@@ -113,29 +140,37 @@ def make_plan(plan: PlanSettings, say: Say = lambda line: None, start: int = 1) 
     return PlanResult(tried, chosen, breaks, sweep, best)
 
 
-def try_out(
-    plan: PlanSettings, replicas: int, speed: float = 1.0, changed: Mapping[str, str] | None = None
-) -> Tried:
-    """Simulates this number of replicas."""
-    settings = with_changes(plan.settings, changed or {})
-    replica = ReplicaSettings(
+def _replica_settings(plan: PlanSettings, changed: Mapping[str, str]) -> ReplicaSettings:
+    settings = with_changes(plan.settings, changed)
+    return ReplicaSettings(
         profile=plan.profile,
         config=settings.engine,
         context=settings.context,
         targets=plan.targets,
         seed=plan.seed,
-        reports_keys=plan.by_prefix and (replicas > 1 or plan.autoscaling is not None),
     )
+
+
+def try_out(
+    plan: PlanSettings,
+    replicas: int,
+    speed: float = 1.0,
+    changed: Mapping[str, str] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Tried:
+    """Simulates this number of replicas."""
+    reports_keys = plan.by_prefix and (replicas > 1 or plan.autoscaling is not None)
+    replica = dataclasses.replace(_replica_settings(plan, changed or {}), reports_keys=reports_keys)
     fleet = FleetSettings(replica, replicas, plan.autoscaling, plan.by_prefix)
     most = plan.autoscaling.most if plan.autoscaling is not None else replicas
     requests = plan.load.requests(speed)
     if speed != 1.0:
         requests = itertools.islice(requests, BREAK_REQUESTS)
-    outcome = simulate(fleet, requests, 1 if most == 1 else plan.num_processes)
+    outcome = simulate(fleet, requests, 1 if most == 1 else plan.num_processes, progress)
     total = outcome.total
     is_enough = not total.refused and total.good_share >= plan.good_share
     cause = "" if is_enough else cause_of(outcome, plan.targets)
-    return Tried(replicas, speed, outcome, is_enough, cause, changed or {})
+    return Tried(replicas, speed, outcome, is_enough, cause, changed or {}, plan.autoscaling)
 
 
 def cause_of(outcome: FleetOutcome, targets: Targets) -> str:
@@ -154,6 +189,7 @@ def cause_of(outcome: FleetOutcome, targets: Targets) -> str:
         "rows": "all rows (max_running) are taken",
         "KV cache": "the KV cache is full",
         "steps": "steps have no room for more prompts",
+        "reading": "the server reads them one after another",
     }
     return missed + (f"; requests wait because {reasons[limit[0][0]]}" if limit else "")
 
@@ -227,14 +263,14 @@ def parse_sweep(parts: Sequence[str]) -> dict[str, tuple[str, ...]]:
 def _sweep(
     plan: PlanSettings, chosen: Tried, run: Callable[[int, float, Mapping[str, str]], Tried]
 ) -> tuple[list[Tried], Tried | None]:
-    """Tries all combinations with the chosen replicas, then the best one with fewer. Returns all, and the best."""
+    """Tries all combinations with the chosen replicas, then the best one with fewer. Returns all, and the best, which may be
+    the present settings."""
     if not plan.sweep:
         return [], None
-    rows = [
-        run(chosen.replicas, 1.0, dict(zip(plan.sweep, values, strict=True)))
-        for values in itertools.product(*plan.sweep.values())
-    ]
+    rows = [run(chosen.replicas, 1.0, changed) for changed in _combinations(plan)]
     rows.sort(key=_rank)
+    if _rank(chosen) < _rank(rows[0]):
+        return rows, chosen
     best = rows[0]
     while best.is_enough and plan.autoscaling is None and plan.least < best.replicas:
         fewer = run(best.replicas - 1, 1.0, best.changed)
@@ -244,6 +280,13 @@ def _sweep(
     return rows, best
 
 
-def _rank(tried: Tried) -> tuple[float, float, float]:
+def _combinations(plan: PlanSettings) -> list[dict[str, str]]:
+    """The settings of a sweep. None without one."""
+    values = itertools.product(*plan.sweep.values())
+    return [dict(zip(plan.sweep, one, strict=True)) for one in values] if plan.sweep else []
+
+
+def _rank(tried: Tried) -> tuple[bool, float, float, float]:
     total = tried.outcome.total
-    return -round(total.good_share, 3), round(total.first_token.quantile(0.99), 2), total.gap.quantile(0.99)
+    first, gap = total.first_token.quantile(0.99), total.gap.quantile(0.99)
+    return not tried.is_enough, -round(total.good_share, 3), round(first, 2), gap

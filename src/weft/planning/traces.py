@@ -10,14 +10,15 @@ import csv
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterator
-from datetime import datetime
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from weft.errors import InvalidRequestError
 from weft.planning.replica import PlannedRequest, Segment
+from weft.request import MAX_TOKENS, Priority
 
 MOONCAKE_BLOCK = 512
 """Tokens of a block of `hash_ids` in the Mooncake traces."""
@@ -27,6 +28,7 @@ _MAX_LINE = 64 << 20
 _UNIQUE = 1 << 40
 """Token ids of text that only one request has begin here. Those of shared text are below."""
 _UNIQUE_ROOM = 1 << 20
+_LATEST = 1e15
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 FORMATS = ("weft", "openai", "azure", "mooncake")
 _WRITE = {
@@ -36,12 +38,37 @@ _WRITE = {
     "mooncake": 'each line needs "timestamp" (ms), "input_length", "output_length" and "hash_ids"',
 }
 
-Raw = tuple[float, list[Segment], int, str | None]
-"""Time in seconds, segments, tokens of the answer, session."""
+
+class Raw(NamedTuple):
+    """A request of a file."""
+
+    at: float
+    segments: list[Segment]
+    answer_tokens: int
+    session: str | None = None
+    priority: int = 1
+    is_idle_work: bool = False
+
+
+_WRONG = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, csv.Error)
+"""What parsers raise on content of another form."""
 
 
 class TraceError(InvalidRequestError):
     """A trace cannot be used. The message names the line and what it must have."""
+
+
+@contextmanager
+def _readable(where: str, kind: str) -> Iterator[None]:
+    """Turns errors of a parser into one that says what the file must have."""
+    try:
+        yield
+    except InvalidRequestError:
+        raise
+    except _WRONG as error:
+        write = _WRITE.get(kind, "give a trace as UTF-8 text")
+        reason = f"{type(error).__name__}: {error}"
+        raise TraceError(f"{where}: not of this form ({reason:.120}); {write}") from None
 
 
 def unique_segment(number: int, count: int) -> Segment:
@@ -54,13 +81,15 @@ def read_trace(
 ) -> Iterator[PlannedRequest]:
     """The requests of a file in order of arrival, the first at 0. `context`: the longest sequence that is allowed. `limit`:
     the most requests. `speed`: 2 halves the times between requests."""
-    kind = detect(path) if kind == "auto" else kind
+    if kind == "auto":
+        with _readable(str(path), ""):
+            kind = detect(path)
     if kind not in FORMATS:
         raise TraceError(f"--format is {kind!r}; allowed: auto, {', '.join(FORMATS)}", field="format")
     first: float | None = None
     last = 0.0
     number = 0
-    for line, (at, segments, answer, session) in _READERS[kind](path):
+    for line, (at, segments, answer, session, priority, is_idle_work) in _lines(path, kind):
         if limit is not None and number >= limit:
             break
         first = at if first is None else first
@@ -82,16 +111,21 @@ def read_trace(
                 code="context_length_exceeded",
             )
         last = max(last, since)
-        yield PlannedRequest(number, last, tuple(segments), answer, session)
+        yield PlannedRequest(number, last, tuple(segments), answer, session, priority, is_idle_work)
         number += 1
     if not number:
         raise TraceError(f"{path} has no requests. {_WRITE[kind]}")
 
 
+def _lines(path: Path, kind: str) -> Iterator[tuple[int, Raw]]:
+    with _readable(str(path), kind):
+        yield from _READERS[kind](path)
+
+
 def detect(path: Path) -> str:
     """The format of a file, by its first line."""
     with _open(path) as file:
-        line = file.readline(1 << 20).strip().lstrip("\ufeff")
+        line = file.readline(1 << 20).strip()
     if not line:
         raise TraceError(f"{path} is empty; give a trace")
     if not line.startswith("{"):
@@ -115,7 +149,7 @@ def detect(path: Path) -> str:
 def _azure(path: Path) -> Iterator[tuple[int, Raw]]:
     with _open(path) as file:
         reader = csv.reader(file)
-        columns = [one.strip().lstrip("\ufeff") for one in next(reader, [])]
+        columns = [one.strip() for one in next(reader, [])]
         if tuple(columns) != _AZURE:
             raise TraceError(
                 f"{path}, line 1: the columns are {', '.join(columns)!r:.100}; {_WRITE['azure']}",
@@ -129,7 +163,7 @@ def _azure(path: Path) -> Iterator[tuple[int, Raw]]:
                 raise TraceError(f"{where}: {len(row)} columns; {_WRITE['azure']}")
             prompt, answer = _count(row[1], where, "azure"), _count(row[2], where, "azure")
             at = _moment(row[0], where)
-            yield reader.line_num, (at, [unique_segment(reader.line_num, prompt)], answer, None)
+            yield reader.line_num, Raw(at, [unique_segment(reader.line_num, prompt)], answer)
 
 
 def _mooncake(path: Path) -> Iterator[tuple[int, Raw]]:
@@ -147,7 +181,7 @@ def _mooncake(path: Path) -> Iterator[tuple[int, Raw]]:
         segments = [(one * MOONCAKE_BLOCK, MOONCAKE_BLOCK) for one in ids]
         if segments:
             segments[-1] = (segments[-1][0], prompt - (len(ids) - 1) * MOONCAKE_BLOCK)
-        yield line, (_number(at, where, "timestamp") / 1000, segments, answer, None)
+        yield line, Raw(_number(at, where, "timestamp") / 1000, segments, answer)
 
 
 def _openai(path: Path) -> Iterator[tuple[int, Raw]]:
@@ -165,7 +199,7 @@ def _openai(path: Path) -> Iterator[tuple[int, Raw]]:
         session = document.get("session_id")
         if session is not None and not isinstance(session, str):
             raise TraceError(f"{where}: session_id is {session!r:.60}; it must be text")
-        yield line, (seconds, [unique_segment(line, prompt)], answer, session)
+        yield line, Raw(seconds, [unique_segment(line, prompt)], answer, session)
 
 
 def _weft(path: Path) -> Iterator[tuple[int, Raw]]:
@@ -175,44 +209,60 @@ def _weft(path: Path) -> Iterator[tuple[int, Raw]]:
     for line, event in read_events(path):
         if event.get("event") != "add":
             continue
-        for one in event["requests"]:
-            request = one["request"]
-            answer = lengths.get(request["request_id"])
-            if answer:
-                at = event["clock"][0] if event["clock"] else 0.0
-                segments = _segments_of(request["prompt"], request.get("cache_salt", ""))
-                yield line, (float(at), segments, answer, request.get("session_id"))
+        with _readable(f"{path}, line {line}", "weft"):
+            found = [
+                Raw(
+                    _number(event["clock"][0] if event["clock"] else 0.0, f"{path}, line {line}", "clock"),
+                    _segments_of(request["prompt"], request.get("cache_salt", "")),
+                    lengths[request["request_id"]],
+                    request.get("session_id"),
+                    Priority(request.get("priority", 1)),
+                    bool(request.get("is_idle_work", False)),
+                )
+                for request in (one["request"] for one in event["requests"])
+                if lengths.get(request["request_id"])
+            ]
+        for one in found:
+            yield line, one
 
 
 def _answer_lengths(path: Path) -> dict[str, int]:
     """How many tokens each request of a log got. A step that failed gives none."""
     lengths: dict[str, int] = {}
     plans: list[dict[str, Any]] = []
-    for _, event in read_events(path):
-        kind = event.get("event")
-        if kind == "plan" and event["plan"] is not None:
-            plans.append(event["plan"])
-        elif kind == "fail":
-            plans.clear()
-        elif kind == "finish":
-            lengths[event["id"]] = event["num_tokens"]
-        elif kind == "apply":
-            plan, tokens = plans.pop(0), iter(event["result"]["tokens"])
-            num_decodes, drafts = plan["num_decodes"], plan["drafts"]
-            for index, request_id in enumerate(plan["request_ids"]):
-                if not plan["samples"][index]:
-                    continue
-                count, draft = (
-                    1,
-                    drafts[index - num_decodes] if 0 <= index - num_decodes < len(drafts) else [],
-                )
-                sampled = [next(tokens, None) for _ in range(1 + len(draft))]
-                for expected, token in zip(draft, sampled, strict=False):
-                    if expected != token:
-                        break
-                    count += 1
-                lengths[request_id] = lengths.get(request_id, 0) + count
+    for line, event in read_events(path):
+        where = f"{path}, line {line}"
+        with _readable(where, "weft"):
+            _count_answers(event, where, lengths, plans)
     return lengths
+
+
+def _count_answers(
+    event: dict[str, Any], where: str, lengths: dict[str, int], plans: list[dict[str, Any]]
+) -> None:
+    kind = event.get("event")
+    if kind == "plan" and event["plan"] is not None:
+        plans.append(event["plan"])
+    elif kind == "fail":
+        plans.clear()
+    elif kind == "finish":
+        lengths[event["id"]] = _count(event["num_tokens"], where, "weft")
+    elif kind == "apply":
+        plan, tokens = plans.pop(0), iter(event["result"]["tokens"])
+        num_decodes, drafts = plan["num_decodes"], plan["drafts"]
+        for index, request_id in enumerate(plan["request_ids"]):
+            if not plan["samples"][index]:
+                continue
+            count, draft = (
+                1,
+                drafts[index - num_decodes] if 0 <= index - num_decodes < len(drafts) else [],
+            )
+            sampled = [next(tokens, None) for _ in range(1 + len(draft))]
+            for expected, token in zip(draft, sampled, strict=False):
+                if expected != token:
+                    break
+                count += 1
+            lengths[request_id] = lengths.get(request_id, 0) + count
 
 
 def _segments_of(tokens: list[int], salt: str) -> list[Segment]:
@@ -241,7 +291,7 @@ def read_events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The events of a log. A cut last line is left out."""
     from weft.engine.replay import LOG_VERSION
 
-    with _open(path) as file:
+    with _readable(str(path), "weft"), _open(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE), ""), 1):
             try:
                 event = json.loads(line)
@@ -249,6 +299,8 @@ def read_events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if not line.endswith("\n"):
                     return
                 raise TraceError(f"{path}, line {number}: not JSON ({error}); {_WRITE['weft']}") from None
+            if not isinstance(event, dict):
+                raise TraceError(f"{path}, line {number}: not a JSON object; {_WRITE['weft']}")
             if number == 1 and event.get("version") != LOG_VERSION:
                 raise TraceError(
                     f"{path}: the log has version {event.get('version')!r:.20}, and this weft reads {LOG_VERSION}; "
@@ -273,7 +325,7 @@ def _documents(path: Path, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _open(path: Path) -> TextIO:
     try:
-        file = path.open(encoding="utf-8", newline="")
+        file = path.open(encoding="utf-8-sig", newline="")
         file.read(0)
         return file
     except (OSError, UnicodeDecodeError) as error:
@@ -283,17 +335,17 @@ def _open(path: Path) -> TextIO:
 
 def _count(value: Any, where: str, kind: str) -> int:
     """A number of tokens."""
-    if isinstance(value, str) and value.strip().isdecimal():
-        return int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if isinstance(value, str) and len(value) <= 20 and value.strip().isdecimal():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKENS:
         return value
     raise TraceError(f"{where}: {value!r:.40} is no number of tokens; {_WRITE[kind]}")
 
 
 def _number(value: Any, where: str, name: str) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LATEST:
         return float(value)
-    raise TraceError(f"{where}: {name} is {value!r:.40}; it must be a number of at least 0")
+    raise TraceError(f"{where}: {name} is {value!r:.40}; it must be a number from 0 to {_LATEST:g}")
 
 
 def _moment(text: str, where: str) -> float:
@@ -308,7 +360,12 @@ def _moment(text: str, where: str) -> float:
     digits = "".join(itertools.takewhile(str.isdecimal, fraction))
     rest = fraction[len(digits) :]
     try:
-        return datetime.fromisoformat(head + rest).timestamp() + (float(f"0.{digits}") if dot else 0.0)
+        moment = datetime.fromisoformat(head + rest)
+        if moment.tzinfo is None:
+            moment = moment.replace(
+                tzinfo=UTC
+            )  # the zone of this machine may have a change of the clock in between
+        return moment.timestamp() + (float(f"0.{digits}") if dot else 0.0)
     except ValueError:
         raise TraceError(
             f"{where}: {text!r:.40} is no time; write seconds, or as 2023-11-16 18:15:46.68"

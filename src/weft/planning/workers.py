@@ -7,11 +7,12 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from weft.errors import WeftError
+from weft.errors import InvalidRequestError, WeftError
 from weft.planning.outcome import Outcome
 from weft.planning.replica import PlannedRequest, Replica, ReplicaReport, ReplicaSettings
 
@@ -80,16 +81,17 @@ class Workers:
         count = len(self._connections)
         for index, connection in enumerate(self._connections):
             own = {number: requests for number, requests in assigned.items() if number % count == index}
-            connection.send(("advance", horizon, own))
+            _send(connection, "advance", horizon, own)
 
     def reports(self) -> dict[int, ReplicaReport]:
         """The reports of the replicas that changed in the window, in order."""
-        if self._group is not None:
-            return self._group.advance(*self._window)
-        reports: dict[int, ReplicaReport] = {}
-        for connection in self._connections:
-            reports |= _received(connection)
-        return dict(sorted(reports.items()))
+        parts = (
+            [self._group.advance(*self._window)]
+            if self._group is not None
+            else [_received(connection) for connection in self._connections]
+        )
+        # The order counts: sums of floats depend on it.
+        return dict(sorted(one for part in parts for one in part.items()))
 
     def close(self) -> None:
         """Ends the processes."""
@@ -111,33 +113,43 @@ class Workers:
         if self._group is not None:
             return getattr(self._group, name)(*arguments)
         connection = self._connections[number % len(self._connections)]
-        connection.send((name, *arguments))
+        _send(connection, name, *arguments)
         return _received(connection)
+
+
+_ENDED = "a process of the simulation ended; it may have run out of memory: use fewer --jobs"
+
+
+def _send(connection: Connection, *message: Any) -> None:
+    try:
+        connection.send(message)
+    except OSError:
+        raise WeftError(_ENDED) from None
 
 
 def _received(connection: Connection) -> Any:
     try:
         result = connection.recv()
-    except EOFError:
-        raise WeftError(
-            "a process of the simulation ended; it may have run out of memory: use fewer --jobs"
-        ) from None
-    if isinstance(result, str):
-        raise WeftError(f"a process of the simulation failed: {result}")
+    except (EOFError, OSError):
+        raise WeftError(_ENDED) from None
+    if isinstance(result, WeftError):
+        raise result
     return result
 
 
 def _work(connection: Connection, settings: ReplicaSettings) -> None:
-    """The main function of a process. It ends when its connection is closed. An error is sent as text."""
+    """The main function of a process. It ends when the other end of its connection is closed. An error is sent as one that
+    can be pickled."""
     group = ReplicaGroup(settings)
-    while True:
-        try:
+    with suppress(EOFError, OSError, KeyboardInterrupt):
+        while True:
             name, *arguments = connection.recv()
-        except (EOFError, KeyboardInterrupt):
-            return
-        try:
-            connection.send(getattr(group, name)(*arguments))
-        except KeyboardInterrupt:
-            return
-        except Exception:
-            connection.send(traceback.format_exc())
+            try:
+                result = getattr(group, name)(*arguments)
+            except InvalidRequestError as error:
+                result = InvalidRequestError(str(error), error.field, error.code)
+            except WeftError as error:
+                result = WeftError(str(error))
+            except Exception:
+                result = WeftError(f"a process of the simulation failed: {traceback.format_exc()}")
+            connection.send(result)
