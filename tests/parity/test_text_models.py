@@ -71,6 +71,34 @@ def test_the_kernels_agree_with_transformers_and_batches_change_no_bit(
         kernels.use(used)
 
 
+def test_a_vector_that_is_not_a_number_fails_its_own_text_only(tmp_path: Path) -> None:
+    import torch
+
+    case = CASES["bert, mean"]
+    model = build(case)
+    broken = 50
+    with torch.no_grad():
+        model.embeddings.word_embeddings.weight[broken] = float("nan")
+    folder = write_folder(case, model, tmp_path / "model")
+    asked = [
+        [7, 8, 9, 10, SEPARATOR],
+        [7, broken, SEPARATOR],
+        [11, SEPARATOR],
+    ]  # not in the order of their lengths
+    backend = open_embedder(folder, dtype=np.float64)
+    with ServingEngine(backend, backend.spec.engine_config()) as engine:
+        one = SamplingParams(max_tokens=1)
+        ids = [engine.submit(InferenceRequest(tuple(text), one)) for text in asked]
+        results = [engine.get_result(request_id, wait=60.0) for request_id in ids]
+    errors = [result and result.error for result in results]
+    assert errors == [None, "the vector has a value that is not a number", None]
+    for index in (0, 2):
+        result = results[index]
+        assert result is not None and result.vector is not None
+        correct = expected(case, model, asked[index])
+        assert np.abs(np.frombuffer(result.vector, "<f4") - correct).max() < 2e-6 * np.abs(correct).max()
+
+
 GGUF_CASES = [
     "bert, mean",
     "bert, first token",

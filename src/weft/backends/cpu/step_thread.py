@@ -8,7 +8,7 @@ For the same reason `submit` waits for its step to start if no other step runs: 
 work while the step computes.
 
 A short step that is alone is computed by the thread that asks for its result. To hand it to the other thread, and to
-wait for it, would take a quarter of its time (`AloneStep`).
+wait for it, would take about a tenth of the time of a query (`AloneStep`).
 """
 
 from __future__ import annotations
