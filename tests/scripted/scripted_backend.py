@@ -147,9 +147,9 @@ class ScriptedBackend(CpuBackend):
             pool = dataclasses.replace(pool, num_blocks=num_blocks, swap_blocks=num_blocks, memory=None)
         return super().allocate(pool, num_rows, max_tokens)
 
-    def _compute(self, step: PreparedStep) -> StepResult:
+    def _compute(self, step: PreparedStep, *others: Any) -> StepResult:
         self._decoder.num_generated = step.entries.output_indices
-        return super()._compute(step)
+        return super()._compute(step, *others)
 
 
 def open_scripted_backend(checkpoint: str, max_context: int | None = None) -> ScriptedBackend:
