@@ -16,7 +16,7 @@ from weft.backends.cpu.kernels import describe
 from weft.cli.model import fetch, shown_name
 from weft.cli.tiers import tier_rows
 from weft.cli.vector_models import vector_rows, with_vector_models
-from weft.engine.ipc.launch import launch_engine
+from weft.engine.ipc.launch import LaunchedEngine, launch_engine
 from weft.server.admission.keys import all_keys
 from weft.server.config_file import Gathered, as_toml, gather
 from weft.server.settings import ServerSettings
@@ -42,8 +42,16 @@ def serve_command(flags: Mapping[str, Any], config: Path | None, print_config: b
         return
     settings = _with_model(_on_device(settings, gathered))
     settings, vector_models, spec = with_vector_models(settings)
+    launched: LaunchedEngine | None = None
+
+    def end(*_: object) -> None:
+        # An exception could be lost: libraries catch any error while they are imported.
+        if launched is not None:
+            launched.process.kill()
+        os._exit(0)
+
     for number in (signal.SIGINT, signal.SIGTERM):  # until the server installs its own handlers
-        signal.signal(number, _exit)
+        signal.signal(number, end)
     launched = launch_engine(settings.backend, settings.backend_options, settings.engine)
     try:
         # Imported here, in parallel with the start of the engine's process.
@@ -61,10 +69,6 @@ def serve_command(flags: Mapping[str, Any], config: Path | None, print_config: b
         )
     finally:
         launched.process.kill()  # the process still runs only if the start was interrupted
-
-
-def _exit(*_: object) -> None:
-    raise SystemExit(0)
 
 
 def _settings(gathered: Gathered) -> ServerSettings:
