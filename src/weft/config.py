@@ -169,7 +169,7 @@ class SchedulerConfig:
     checks draft tokens."""
     max_learned_bytes: Annotated[int, Range(0)] = 64 << 20
     """Memory for finished answers. Draft tokens also come from these, for requests with the same cache salt; 0: none
-    are kept. They are in memory only."""
+    are kept. They are in memory; `learned_text_days` keeps some on disk too."""
     preemption: PreemptionMode = PreemptionMode.AUTO
     """How a preempted sequence is resumed: by recompute, from swap, or by the cheaper of both."""
     ageing_rate: Annotated[float, Range(0.0)] = 0.1

@@ -295,13 +295,11 @@ class InferenceRequest:
     """The id of the request. "": the engine makes one when the request is submitted. It must not be the id of a request
     that has not ended, or whose last step is in flight."""
     prediction: tuple[int, ...] = ()
-    """Token ids that the answer probably has, such as the text to edit. They become draft tokens where the answer
-    agrees with them. They never change the answer."""
+    """Token ids that the answer probably has, such as the text to edit. They become draft tokens where it agrees."""
     expected: ExpectedLength | None = None
     """The expected length of its answer. Policies order requests by it. None: only `max_tokens` is known."""
     learns_prompt: bool = False
-    """Whether draft tokens for later requests with the same cache salt are also taken from the prompt, once the answer is
-    complete. Else they are taken from the answer only."""
+    """Whether later requests with the same cache salt take draft tokens from its prompt too, not only from its answer."""
 
     def __post_init__(self) -> None:
         for name in ("prompt", "prediction"):
@@ -333,7 +331,6 @@ class InferenceRequest:
             check_integer("max_sequence_length", self.max_sequence_length, 2, 2**31 - 1)
         if self.request_id != "":
             check_instance("request_id", self.request_id, str, REQUEST_ID_RULE)
-            # The last answer has the longest id.
             if REQUEST_ID_PATTERN.fullmatch(self.answer_id(self.params.n - 1)) is None:
                 with_index = ", with the index of each answer" if self.params.n > 1 else ""
                 refuse("request_id", self.request_id, REQUEST_ID_RULE + with_index)

@@ -15,6 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from weft.errors import InvalidRequestError
+
 
 @dataclass(frozen=True)
 class Check:
@@ -75,6 +77,13 @@ def print_checks(checks: Iterable[Check]) -> None:
 
 def print_line(text: str) -> None:
     _console().print(text, highlight=False)
+
+
+def write_text(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise InvalidRequestError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _console() -> Console:

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 from weft import __version__
-from weft.bench.report import machine
+from weft.bench.report import machine, write_text
 from weft.bench.serve_measure import Targets
 from weft.bench.serve_report import (
     describe_targets,
@@ -19,7 +19,6 @@ from weft.bench.serve_report import (
     notes,
     throughput_columns,
     throughput_row,
-    write_text,
 )
 from weft.bench.serve_run import PhaseResult, Report
 

@@ -15,10 +15,9 @@ from typing import Any
 from rich.markup import escape
 
 from weft import __version__
-from weft.bench.report import machine, print_line, print_table
+from weft.bench.report import machine, print_line, print_table, write_text
 from weft.bench.serve_measure import Distribution, Record, Summary, describe_sweep
 from weft.bench.serve_run import PhaseResult, Report
-from weft.errors import InvalidRequestError
 from weft.terminal import printable
 
 LATE = 0.005
@@ -189,13 +188,6 @@ def document(report: Report) -> dict[str, Any]:
 
 def write_json(report: Report, path: Path) -> None:
     write_text(path, json.dumps(document(report)) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        raise InvalidRequestError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _record_fields(record: Record) -> dict[str, Any]:

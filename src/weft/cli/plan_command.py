@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.backends.registry import GPU_BUDGETS
+from weft.bench.report import write_text
 from weft.bench.serve import parse_duration
 from weft.cli.machine import processor
 from weft.errors import InvalidRequestError
@@ -21,7 +22,7 @@ from weft.planning.html import page
 from weft.planning.load import Load, read_description, summarise_load
 from weft.planning.profile import MachineProfile, read_profile, shipped_profiles, write_profile
 from weft.planning.replica import Targets
-from weft.planning.report import Report, best_toml, print_report, write_json, write_text
+from weft.planning.report import Report, best_toml, print_report, write_json
 from weft.planning.search import PlanSettings, first_guess, make_plan, parse_sweep
 from weft.server.config_file import gather
 from weft.server.settings import ServerSettings

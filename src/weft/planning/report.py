@@ -11,8 +11,7 @@ from typing import Any
 
 from weft import __version__
 from weft.backends.registry import GPU_BUDGETS
-from weft.bench.report import print_line, print_table
-from weft.errors import InvalidRequestError
+from weft.bench.report import print_line, print_table, write_text
 from weft.planning.load import LoadSummary
 from weft.planning.outcome import FineHistogram
 from weft.planning.replica import NO_TARGETS
@@ -218,13 +217,6 @@ def document(report: Report) -> dict[str, Any]:
 
 def write_json(report: Report, path: Path) -> None:
     write_text(path, json.dumps(document(report)) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        raise InvalidRequestError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _tried(tried: Tried) -> dict[str, Any]:
